@@ -1,0 +1,1 @@
+"""Global sample order, loaders, data sets."""

@@ -1,0 +1,51 @@
+"""Errors a user can act on, and the exit code of each way a command can end.
+
+A message is one sentence: what was set, why it cannot hold, what to set instead.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+EXIT_RESUMABLE = 75  # sysexits' "try again": stopped by SIGTERM or SIGUSR1, saved, resumable
+EXIT_INTERRUPTED = 130  # Ctrl-C, as shells report it
+
+
+class StormoError(Exception):
+    """The root of every error raised on purpose; its text is shown without a traceback."""
+
+    exit_code = EXIT_FAILURE
+
+
+class SettingError(StormoError, ValueError):
+    """Something the user set cannot hold: what was set, why not, what to set instead."""
+
+    exit_code = EXIT_USAGE
+
+    def __init__(self, what: str, why: str, instead: str) -> None:
+        super().__init__(f"{what}, but {why}; {instead}.")
+
+
+class MissingPackageError(StormoError, ImportError):
+    """An optional package is needed for what was asked."""
+
+    exit_code = EXIT_USAGE
+
+    def __init__(self, package: str, needed_for: str, extra: str) -> None:
+        super().__init__(
+            f"{needed_for} needs the package {package}, which is not installed; "
+            f"install it with: pip install 'stormo[{extra}]'."
+        )
+
+
+def unknown_name(kind: str, name: str, choices: Iterable[str]) -> SettingError:
+    """An error that lists every valid name and points at the closest one."""
+    names = sorted(choices)
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return SettingError(
+        f"{kind} {name!r} was asked for", "there is none of that name", f"{hint}choose one of: {', '.join(names)}"
+    )

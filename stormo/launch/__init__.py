@@ -1,0 +1,1 @@
+"""Starts the ranks and, inside one, reads who it is: one launcher a file."""

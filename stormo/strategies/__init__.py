@@ -1,0 +1,1 @@
+"""How a model is spread over the workers: one strategy a file."""

@@ -1,0 +1,111 @@
+"""What happens in a run, as typed records, and the protocol of everything that takes them.
+
+Keys carry their unit. A figure that was not measured is `None`, never an invention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunStarted:
+    """Training is about to begin, or to go on after a resume."""
+
+    run_name: str
+    run_folder: str
+    task: str
+    world_size: int
+    global_batch_size: int
+    epochs: int
+    steps_per_epoch: int
+    resumed_at_step: int | None = None
+    explanation: tuple[str, ...] = ()  # every effective value with its arithmetic, one line each
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepDone:
+    """Progress, a few times a second at most; the figures cover the steps since the record before."""
+
+    epoch: int  # counted from 1
+    step: int  # optimizer steps since the start of the run
+    step_in_epoch: int
+    samples_seen: int  # over all workers, since the start of the run
+    loss: float
+    learning_rate: float
+    images_per_s: float
+    input_wait_fraction: float
+    train_time_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValidationProgress:
+    """How far the validation pass is."""
+
+    epoch: int
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpochDone:
+    """One epoch: its time is that of the slowest rank, its metrics are sums over all ranks."""
+
+    epoch: int
+    step: int
+    samples_seen: int
+    epoch_time_s: float  # training only
+    cumulative_time_s: float
+    validation_time_s: float
+    images_per_s: float
+    train_loss: float
+    learning_rate: float
+    input_wait_fraction: float
+    peak_memory_bytes: int | None
+    validation: Mapping[str, float] = field(default_factory=dict)  # "loss", "accuracy", ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointSaved:
+    """A checkpoint is durable and published."""
+
+    epoch: int
+    step: int
+    path: str  # relative to the run folder
+    weights_sha256: str
+    save_time_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Notice:
+    """One sentence for the user: `kind` is `info`, `warning` or `stop`."""
+
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunEnded:
+    """The end of a run and its summary (the content of `summary.json`)."""
+
+    summary: Mapping[str, Any]
+
+
+Record = RunStarted | StepDone | ValidationProgress | EpochDone | CheckpointSaved | Notice | RunEnded
+
+
+class Sink(Protocol):
+    """Takes the records of one run, in order, on the main process only."""
+
+    def write(self, record: Record) -> None:
+        """Take one record."""
+
+    def close(self) -> None:
+        """Flush and let go of every resource; called once."""
+
+
+def flatten(record: Record) -> dict[str, Any]:
+    """A record as plain JSON-ready values."""
+    return {name: getattr(record, name) for name in record.__dataclass_fields__}

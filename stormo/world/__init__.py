@@ -1,0 +1,1 @@
+"""Who am I, whom do I talk to: process group, device, collectives."""
