@@ -1,0 +1,7 @@
+"""`python -m stormo` is the command `stormo`."""
+
+import sys
+
+from stormo.cli import main
+
+sys.exit(main())

@@ -1,0 +1,169 @@
+"""What a checkpoint is on disk: its files, its sealed manifest, its names, and the errors about it.
+
+`step-00000123/` holds three safetensors files, `state.json` and `manifest.json`. A second save of one step is
+first published as `step-00000123.1`: the higher number wins wherever both exist.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from stormo.errors import EXIT_USAGE, StormoError
+
+FORMAT_NAME = "stormo-checkpoint"
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+STATE = "state.json"
+TENSOR_FILES = ("model.safetensors", "optimizer.safetensors", "ranks.safetensors")
+FILES = (*TENSOR_FILES, STATE)
+STEP_NAME = re.compile(r"step-(\d{8,20})(?:\.(\d{1,9}))?")
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_SEAL = "manifest_sha256"
+
+
+class CorruptCheckpointError(StormoError):
+    """A checkpoint is not what was written, or is not a checkpoint: which file, and what is wrong with it."""
+
+    exit_code = EXIT_USAGE
+
+    def __init__(self, path: Path, problem: str, advice: str = "") -> None:
+        super().__init__(f"{path}: {problem}{'; ' + advice if advice else ''}.")
+        self.path = path
+        self.problem = problem
+
+
+class CheckpointWriteError(StormoError):
+    """A checkpoint could not be written; those already published are untouched."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """Everything a run needs to go on; `state` is plain JSON (tuples come back as lists)."""
+
+    model: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    ranks: dict[str, Tensor]  # "0/torch_rng", ...: what each rank has of its own
+    state: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """What the manifest says of one file."""
+
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint says of itself."""
+
+    step: int
+    identity: str
+    metric: float | None
+    weights_sha256: str
+    files: dict[str, FileEntry]
+
+    def to_bytes(self) -> bytes:
+        """The manifest as sealed JSON: its last line of defence is a sum over itself."""
+        body = {"format": FORMAT_NAME, "version": FORMAT_VERSION, **asdict(self)}
+        return _canonical({**body, _SEAL: _seal(body)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A published checkpoint, not verified yet."""
+
+    path: Path
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A checkpoint that is durable and published, and what the rotation after it did."""
+
+    path: Path
+    weights_sha256: str
+    num_bytes: int
+    removed: tuple[Path, ...] = ()
+    notices: tuple[str, ...] = ()  # sentences for the user: what could not be cleaned away, and why
+
+
+def step_name(step: int) -> str:
+    """The folder name of a step; names sort as the steps do up to 99,999,999."""
+    return f"step-{step:08d}"
+
+
+def parse_manifest(data: bytes) -> Manifest:
+    """The manifest in `data`; `ValueError` says in words what is wrong with it."""
+    try:
+        body = json.loads(data)
+        if not isinstance(body, dict) or body.get("format") != FORMAT_NAME:
+            raise ValueError("it is not the manifest of a stormo checkpoint")
+        # The version comes before the seal: a later one may be sealed in another way.
+        if body.get("version") != FORMAT_VERSION:
+            raise ValueError(
+                f"it gives format version {str(body.get('version'))[:20]}, this stormo reads version {FORMAT_VERSION}"
+            )
+        seal = body.pop(_SEAL, None)
+        # Equal bytes, not only equal content: no spacing, order or repeated key hides behind the sum.
+        if seal != _seal(body) or data != _canonical({**body, _SEAL: seal}):
+            raise ValueError("it does not match its own SHA-256: at least one byte changed since it was written")
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is not valid JSON ({error})") from error
+    except UnicodeDecodeError as error:
+        raise ValueError("it is not valid text") from error
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    return _typed(body)
+
+
+def _typed(body: dict[str, Any]) -> Manifest:
+    step, identity, metric, weights = (body.get(key) for key in ("step", "identity", "metric", "weights_sha256"))
+    listed = body.get("files")
+    # `type(...) is int`: JSON's true is an int to isinstance.
+    if type(step) is not int or step < 0:
+        raise ValueError("its step is not a count")
+    if not isinstance(identity, str):
+        raise ValueError("its identity is not a string")
+    if metric is not None and (type(metric) not in (int, float) or not math.isfinite(metric)):
+        raise ValueError("its metric is not a finite number")
+    if not _is_sha256(weights):
+        raise ValueError("its weights_sha256 is not a SHA-256")
+    if not isinstance(listed, dict):
+        raise ValueError("it lists no files")
+    files = {}
+    for name, entry in listed.items():
+        if name not in FILES:
+            outside = "/" in name or "\\" in name or name in ("..", ".")
+            what = "which is outside of the checkpoint" if outside else "which is no part of a checkpoint"
+            raise ValueError(f"it lists the file {name[:100]!r}, {what}")
+        size, sha256 = (entry.get("size_bytes"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
+        if type(size) is not int or size < 0 or not _is_sha256(sha256):
+            raise ValueError(f"its entry for {name} has no valid size and SHA-256")
+        files[name] = FileEntry(size_bytes=size, sha256=str(sha256))
+    for name in FILES:
+        if name not in files:
+            raise ValueError(f"it does not list {name}")
+    return Manifest(step=step, identity=identity, metric=metric, weights_sha256=str(weights), files=files)
+
+
+def _is_sha256(value: object) -> bool:
+    return isinstance(value, str) and _SHA256.fullmatch(value) is not None
+
+
+def _canonical(body: dict[str, Any]) -> bytes:
+    return (json.dumps(body, indent=1, sort_keys=True) + "\n").encode()
+
+
+def _seal(body: dict[str, Any]) -> str:
+    return hashlib.sha256(_canonical(body)).hexdigest()

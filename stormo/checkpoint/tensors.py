@@ -1,0 +1,143 @@
+"""Tensors as bytes: the digest of a set of weights, and the safetensors format.
+
+The writer streams from the tensors' own memory and hashes what it writes, so that a large model is not held
+twice; the reader is the safetensors package. Only data is stored: no code, no Python objects, no strides.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from stormo.errors import StormoError
+
+# The format's own limit: readers refuse a longer header, so writing one would lose the checkpoint.
+MAX_HEADER_BYTES = 100_000_000
+
+_PIECE_BYTES = 64 * 1024 * 1024
+
+_DTYPE_NAMES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def weights_digest(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over name, dtype, shape and little-endian values in order of name; memory format and device are left out.
+
+    Per tensor, the JSON text `[name, dtype, shape]`, a line feed, then the values, last dimension fastest.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        # JSON ends itself, and dtype and shape fix the number of bytes: two different sets never give one stream.
+        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode() + b"\n")
+        for piece in _pieces(name, tensor):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+class Encoded:
+    """Tensors laid out as one safetensors file; iterating gives its bytes, piece by piece."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        # Widest elements first keeps every tensor aligned in the file; the name makes the order unique.
+        self._tensors = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+        header: dict[str, Any] = {}
+        offset = 0
+        for name, tensor in self._tensors:
+            _require_plain(name, tensor)
+            if name == "__metadata__":
+                raise StormoError("A tensor is named __metadata__, which the safetensors format keeps for itself.")
+            if tensor.dtype not in _DTYPE_NAMES:
+                known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPE_NAMES)
+                raise StormoError(
+                    f"The tensor {name} has dtype {tensor.dtype}, which the safetensors format has no name for; "
+                    f"a checkpoint can hold: {known}."
+                )
+            end = offset + tensor.numel() * tensor.element_size()
+            header[name] = {
+                "dtype": _DTYPE_NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [offset, end],
+            }
+            offset = end
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        if len(text) > MAX_HEADER_BYTES:
+            raise StormoError(
+                f"The names and shapes of {len(header):,} tensors take {len(text):,} bytes, but a safetensors header "
+                f"holds {MAX_HEADER_BYTES:,} bytes at most."
+            )
+        self._head = len(text).to_bytes(8, "little") + text
+        self.size_bytes = len(self._head) + offset
+
+    def __iter__(self) -> Iterator[bytes | memoryview]:
+        yield self._head
+        for name, tensor in self._tensors:
+            yield from _pieces(name, tensor)
+
+
+def decode(data: bytes) -> dict[str, Tensor]:
+    """The tensors of a safetensors file held in memory; `ValueError` says in words what is wrong with it."""
+    if len(data) < 8:
+        raise ValueError(f"it is {len(data)} bytes long, too short for the 8 bytes that give the header's length")
+    header_bytes = int.from_bytes(data[:8], "little")
+    if header_bytes > min(MAX_HEADER_BYTES, len(data) - 8):
+        raise ValueError(
+            f"it claims a header of {header_bytes:,} bytes, but {len(data) - 8:,} bytes follow "
+            f"and a header holds {MAX_HEADER_BYTES:,} at most"
+        )
+    try:
+        return safetensors.torch.load(data)
+    # KeyError and AssertionError: a dtype unknown to the package, a shape that contradicts an empty tensor.
+    except (safetensors.SafetensorError, KeyError, AssertionError, ValueError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"it is not a valid safetensors file ({type(error).__name__}: {error})") from error
+
+
+def _require_plain(name: str, tensor: Tensor) -> None:
+    """Refuse tensors whose values are not simply in memory."""
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise StormoError(f"The tensor {name} is sparse or quantized; make it dense before it is stored.")
+    if tensor.device.type == "meta":
+        raise StormoError(f"The tensor {name} is on the meta device and has no values to store.")
+    # A sharded (DTensor) or otherwise wrapped tensor holds only a part of, or not literally, its values.
+    if hasattr(tensor, "__tensor_flatten__"):
+        raise StormoError(f"The tensor {name} is a {type(tensor).__name__}; gather it to a plain tensor first.")
+
+
+def _pieces(name: str, tensor: Tensor) -> Iterator[memoryview]:
+    """The logical values as little-endian bytes; a contiguous CPU tensor is not copied."""
+    _require_plain(name, tensor)
+    if tensor.numel() == 0:
+        return
+    # A conjugated or negated view only carries a flag; its memory still holds the original values.
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    raw = plain.reshape(-1).view(torch.uint8)
+    if sys.byteorder == "big":
+        num_parts = 2 if plain.is_complex() else 1
+        raw = raw.reshape(-1, plain.element_size() // num_parts).flip(1).reshape(-1)
+    view = raw.numpy().data
+    for start in range(0, len(view), _PIECE_BYTES):
+        yield view[start : start + _PIECE_BYTES]

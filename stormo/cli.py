@@ -1,0 +1,87 @@
+"""The command `stormo`: parses, imports one verb, and turns errors into one sentence and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from stormo import __version__
+from stormo.errors import EXIT_INTERRUPTED, StormoError, unknown_name
+
+_USAGE = """\
+usage: stormo VERB ...
+
+Trains a PyTorch model on one device or on thousands: fast, exact, in one command.
+
+  stormo train [TASK] [options]   train a built-in task, a file, or package.module:Class
+  stormo runs                     list the runs in ./runs
+  stormo show RUN                 one run: its settings, epochs and curves
+
+stormo VERB --help shows the options of a verb; stormo --version the version.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; return the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(arguments)
+    except StormoError as error:
+        print(f"stormo: {error}", file=sys.stderr)  # noqa: T201
+        return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has gone (`| head`); keep Python from complaining at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_USAGE, end="")  # noqa: T201
+        return 0
+    if arguments[0] in ("-V", "--version"):
+        print(f"stormo {__version__}")  # noqa: T201
+        return 0
+    verb = _VERBS.get(arguments[0])
+    if verb is None:
+        raise unknown_name("verb", arguments[0], _VERBS)
+    return verb(arguments[1:])
+
+
+def _train(arguments: list[str]) -> int:
+    from stormo import train
+
+    return train.main(arguments)
+
+
+def _runs(arguments: list[str]) -> int:
+    from stormo import runs
+
+    folder, as_json, _ = _listing("runs", "List the runs of a folder, newest first.", arguments, wants_name=False)
+    return runs.main(folder, json=as_json)
+
+
+def _show(arguments: list[str]) -> int:
+    from stormo import show
+
+    folder, as_json, name = _listing("show", "Show one run.", arguments, wants_name=True)
+    return show.main(folder, name, json=as_json)
+
+
+def _listing(verb: str, description: str, arguments: list[str], *, wants_name: bool) -> tuple[Path, bool, str]:
+    from stormo.options import Parser
+
+    parser = Parser(prog=f"stormo {verb}", description=description, allow_abbrev=False)
+    if wants_name:
+        parser.add_argument("run", metavar="RUN", help="name of the run, or its folder")
+    parser.add_argument("--runs-folder", default="runs", metavar="FOLDER", help="folder of all runs (default: runs)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parsed = parser.parse_args(arguments)
+    return Path(parsed.runs_folder), parsed.json, getattr(parsed, "run", "")
+
+
+_VERBS: dict[str, Callable[[list[str]], int]] = {"train": _train, "runs": _runs, "show": _show}

@@ -1,0 +1,138 @@
+"""Everything a user can set, as frozen dataclasses: the one source of flags, TOML keys and their help.
+
+A class is a TOML section and a heading of `--help`; a field is a key and a flag (`batch_size`, `--batch-size`).
+`None` means "chosen automatically", and the choice is printed with its reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Precision = Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp64"]
+
+
+def option(default: Any, help_text: str, *, metavar: str | None = None, optional_value: bool = False) -> Any:
+    """A field with its line of help."""
+    return field(default=default, metadata={"help": help_text, "metavar": metavar, "optional_value": optional_value})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workers:
+    """Workers: where the training runs."""
+
+    num_gpus: int | None = option(None, "workers on this node: GPUs, or processes on a machine without; default all")
+    num_nodes: int = option(1, "nodes that take part; start the same command on each")
+    node_id: int = option(0, "which of the nodes this one is, from 0")
+    master_addr: str = option("localhost", "address of node 0")
+    master_port: int | None = option(None, "port on node 0, 1024 to 49151; default 29500, or any free one on one node")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "device of the workers")
+    backend: Literal["auto", "nccl", "gloo"] = option("auto", "communication library")
+    timeout: float = option(600.0, "seconds that a worker waits for the others before it gives up")
+    strategy: Literal["auto", "single", "dp", "ddp"] = option("auto", "how the model is spread over the workers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Batch: how many samples go into one optimizer step."""
+
+    batch_size: int = option(32, "samples of one worker in one pass")
+    global_batch_size: int | None = option(None, "samples of all workers in one step, instead of --batch-size")
+    accumulate: int = option(1, "passes whose gradients are summed before a step")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """Optimizer: how the weights move."""
+
+    optimizer: Literal["sgd", "adamw"] = option("sgd", "the rule of a step")
+    base_lr: float = option(0.01, "learning rate for one worker")
+    lr_rule: Literal["linear", "sqrt", "none"] = option("linear", "how the rate follows a batch that grew")
+    momentum: float = option(0.9, "momentum of sgd, or the first beta of adamw")
+    nesterov: bool = option(False, "Nesterov's momentum")
+    weight_decay: float = option(0.0, "weight decay; never on biases and norms")
+    warmup_epochs: float = option(5.0, "epochs of linear warm-up, iteration by iteration")
+    warmup_from: float | None = option(None, "fraction of the rate that warm-up starts from; default 1 / workers")
+    decay: Literal["none", "cosine", "linear", "step"] = option("none", "how the rate falls after warm-up")
+    decay_every: float = option(10.0, "epochs between the steps of --decay step")
+    decay_factor: float = option(0.1, "factor of each step of --decay step")
+    clip_norm: float | None = option(None, "clip the gradient to this norm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """Speed: how the arithmetic is done."""
+
+    precision: Precision = option("auto", "number format of the heavy arithmetic; fp64 is for checking exactness")
+    sync_batch_norm: bool = option(False, "batch-norm statistics over all workers")
+    compile: bool | None = option(None, "torch.compile")
+    channels_last: bool | None = option(None, "channels-last memory layout for images")
+    autotune: bool | None = option(None, "let cuDNN time its convolutions before it chooses")
+    loader: Literal["auto", "resident", "streamed"] = option(
+        "auto", "data set kept on the device, or streamed by worker processes"
+    )
+    loader_workers: int | None = option(None, "processes that load data, for each worker")
+    validation_batch_size: int = option(256, "samples in one pass of the validation")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop:
+    """Stop: when training ends."""
+
+    epochs: int = option(40, "at most this many epochs")
+    target_accuracy: float = option(0.85, "stop once this validation accuracy is held")
+    patience: int = option(2, "epochs in a row that must reach the target")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Run: what it leaves behind, and how it goes on."""
+
+    run_name: str | None = option(None, "name of the run's folder; default task and time")
+    runs_folder: str = option("runs", "folder of all runs")
+    resume: str | None = option(
+        None,
+        "go on with a run (default: --run-name, or the newest) or a checkpoint",
+        metavar="RUN",
+        optional_value=True,
+    )
+    checkpoint_every: str = option("1ep", "steps (500) or epochs (1ep, 0.25ep) between checkpoints; 0 for none")
+    keep_checkpoints: int = option(2, "checkpoints kept, besides the best")
+    seed: int = option(0, "seed of everything that is random")
+    deterministic: bool = option(False, "the same bits every time, at some speed")
+    tensorboard: bool = option(True, "write TensorBoard event files")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """Command: what this one call does; not part of the run."""
+
+    config: str | None = option(None, "read settings from a TOML file; flags win over it", metavar="FILE.toml")
+    dry_run: bool = option(False, "print every effective value with its arithmetic, then stop")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """All settings of `stormo train`."""
+
+    task: str = "fashion-mnist"
+    task_options: Any = None  # an instance of the task's own Options dataclass
+    workers: Workers = field(default_factory=Workers)
+    batch: Batch = field(default_factory=Batch)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    speed: Speed = field(default_factory=Speed)
+    stop: Stop = field(default_factory=Stop)
+    run: Run = field(default_factory=Run)
+    command: Command = field(default_factory=Command)
+    given: frozenset[str] = frozenset()  # field names the user set, by flag or file
+
+
+SECTIONS: dict[str, type[Any]] = {
+    "workers": Workers,
+    "batch": Batch,
+    "optimizer": Optimizer,
+    "speed": Speed,
+    "stop": Stop,
+    "run": Run,
+    "command": Command,
+}

@@ -1,0 +1,256 @@
+"""Two loaders behind one interface: the data set resident on the device, or streamed by worker processes.
+
+Both give the passes of `order.passes` as batches on the device, from any position of any epoch, and tell how long
+the loop waited for them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from stormo.data.order import Pass, derive_seed, epoch_draws, epoch_order, passes
+from stormo.data.tensors import TensorData
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The samples of one pass, on the device."""
+
+    data: Any
+    span: Pass
+    is_ghost: bool  # no sample was left for this worker: a stand-in of weight zero keeps it in step with the others
+
+    @property
+    def weight(self) -> float:
+        """This pass's share of the global batch."""
+        return 0.0 if self.is_ghost else self.span.num_samples / self.span.step_samples
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """Which part of every global batch a worker takes."""
+
+    global_batch_size: int
+    accumulate: int
+    worker: int
+    num_workers: int
+
+
+Augment = Callable[[Any, Tensor], Any]
+
+
+class Loader(ABC):
+    """Gives one worker's batches of an epoch, from any position."""
+
+    def __init__(self, num_samples: int, share: Share, seed: int, num_draws: int, augment: Augment) -> None:
+        self.num_samples = num_samples
+        self.share = share
+        self.seed = seed
+        self.wait_s = 0.0  # time the loop has waited for batches, since it was last set to zero
+        self._num_draws = num_draws
+        self._augment = augment
+        self._order = torch.empty(0, dtype=torch.int64)
+
+    def epoch(self, epoch: int, position: int = 0) -> Iterator[Batch]:
+        """The batches from a position to the end of an epoch, each sample of the share once."""
+        batches = self._open(epoch, self._spans(position))
+        while True:
+            began = time.perf_counter()
+            batch = next(batches, None)
+            self.wait_s += time.perf_counter() - began
+            if batch is None:
+                return
+            yield batch
+
+    def first_and_last(self) -> Iterator[Batch]:
+        """The first full batch of epoch 1 and, where it is shorter, the last: every shape that will come."""
+        spans = list(itertools.islice(self._spans(0), self.share.accumulate))
+        tail = self.num_samples % self.share.global_batch_size
+        if 0 < tail < self.num_samples:
+            spans += self._spans(self.num_samples - tail)
+        return self._open(1, iter(spans))
+
+    def samples(self, span: Pass) -> Tensor:
+        """The samples of the whole global batch that a pass belongs to, in order."""
+        return self._order[span.step_start : span.step_stop]
+
+    def _open(self, epoch: int, spans: Iterator[Pass]) -> Iterator[Batch]:
+        self._order = epoch_order(self.num_samples, self.seed, epoch)
+        draws = epoch_draws(self.num_samples, self._num_draws, self.seed, epoch) if self._num_draws else None
+        return self._batches(epoch, self._order, draws, spans)
+
+    def _spans(self, position: int) -> Iterator[Pass]:
+        share = self.share
+        return passes(
+            self.num_samples, share.global_batch_size, share.accumulate, share.worker, share.num_workers, position
+        )
+
+    @abstractmethod
+    def _batches(self, epoch: int, order: Tensor, draws: Tensor | None, spans: Iterator[Pass]) -> Iterator[Batch]:
+        """Turn spans of positions into batches on the device."""
+
+    def close(self) -> None:
+        """End worker processes, where there are any."""
+        return
+
+
+def _with_ghost(span: Pass) -> tuple[int, int]:
+    # An empty share borrows the first sample of its global batch; `Batch.weight` is zero then.
+    return (span.start, span.stop) if span.num_samples else (span.step_start, span.step_start + 1)
+
+
+class ResidentLoader(Loader):
+    """The whole data set on the device; a batch is one indexed read there."""
+
+    def __init__(
+        self, data: TensorData, share: Share, seed: int, num_draws: int, augment: Augment, device: torch.device
+    ) -> None:
+        super().__init__(len(data), share, seed, num_draws, augment)
+        self._tensors = tuple(tensor.to(device) for tensor in data.tensors)
+        self._device = device
+
+    def _batches(self, epoch: int, order: Tensor, draws: Tensor | None, spans: Iterator[Pass]) -> Iterator[Batch]:
+        order = order.to(self._device)
+        draws = None if draws is None else draws.to(self._device)
+        for span in spans:
+            start, stop = _with_ghost(span)
+            rows = order[start:stop]
+            data: Any = tuple(tensor.index_select(0, rows) for tensor in self._tensors)
+            if draws is not None:
+                data = self._augment(data, draws[start:stop])
+            yield Batch(data, span, is_ghost=not span.num_samples)
+
+
+class _Spans(Sampler[list[tuple[int, int]]]):
+    """Hands out (sample, seed) pairs for each pass of the epoch it was last given."""
+
+    def __init__(self) -> None:
+        self.spans: Sequence[Pass] = ()
+        self.order = torch.empty(0, dtype=torch.int64)
+        self.epoch_seed: tuple[int, int] = (0, 0)
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        for span in self.spans:
+            start, stop = _with_ghost(span)
+            samples = self.order[start:stop].tolist()
+            yield [(i, derive_seed(*self.epoch_seed, start + n)) for n, i in enumerate(samples)]
+
+
+class _Seeded(Dataset[Any]):
+    """Seeds torch before each sample, so that a data set's own randomness depends on the position alone."""
+
+    def __init__(self, data: Dataset[Any]) -> None:
+        self.data = data
+
+    def __getitem__(self, key: tuple[int, int]) -> Any:
+        index, seed = key
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return self.data[index]
+
+
+class StreamedLoader(Loader):
+    """Worker processes read ahead; pinned memory and a stream of its own overlap the copies with compute."""
+
+    def __init__(
+        self,
+        data: Dataset[Any],
+        share: Share,
+        seed: int,
+        num_draws: int,
+        augment: Augment,
+        device: torch.device,
+        num_workers: int,
+    ) -> None:
+        super().__init__(len(data), share, seed, num_draws, augment)  # type: ignore[arg-type]
+        self._device = device
+        self._sampler = _Spans()
+        self._loader: DataLoader[Any] = DataLoader(
+            _Seeded(data),
+            batch_sampler=self._sampler,
+            num_workers=num_workers,
+            pin_memory=device.type == "cuda",
+            persistent_workers=num_workers > 0,
+            prefetch_factor=4 if num_workers else None,
+            generator=torch.Generator().manual_seed(0),  # never draw from the global generator: it would shift dropout
+            multiprocessing_context="forkserver" if num_workers else None,
+        )
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def _batches(self, epoch: int, order: Tensor, draws: Tensor | None, spans: Iterator[Pass]) -> Iterator[Batch]:
+        self._sampler.spans = list(spans)
+        self._sampler.order = order
+        self._sampler.epoch_seed = (self.seed, epoch)
+        ahead: tuple[Any, Any] | None = None
+        pending: Pass | None = None
+        source = iter(self._loader)
+        for span in self._sampler.spans:
+            # The copy of this batch starts before the one ahead of it is handed out and computed on.
+            arrived = self._to_device(next(source))
+            if ahead is not None and pending is not None:
+                yield self._finish(ahead, pending, draws)
+            ahead, pending = arrived, span
+        if ahead is not None and pending is not None:
+            yield self._finish(ahead, pending, draws)
+
+    def _to_device(self, data: Any) -> tuple[Any, Any]:
+        if self._copies is None:
+            return move(data, self._device), None
+        with torch.cuda.stream(self._copies):
+            return move(data, self._device), self._copies.record_event()
+
+    def _finish(self, arrived: tuple[Any, Any], span: Pass, draws: Tensor | None) -> Batch:
+        data, copied = arrived
+        if copied is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(copied)
+            for tensor in tensors_in(data):
+                tensor.record_stream(stream)  # keep its memory until this stream is done with it
+        if draws is not None:
+            start, stop = _with_ghost(span)
+            data = self._augment(data, draws[start:stop].to(self._device))
+        return Batch(data, span, is_ghost=not span.num_samples)
+
+    def close(self) -> None:
+        """End the worker processes now rather than at garbage collection."""
+        iterator = getattr(self._loader, "_iterator", None)
+        if iterator is not None:
+            iterator._shutdown_workers()
+            self._loader._iterator = None
+
+
+def tensors_in(data: Any) -> Iterator[Tensor]:
+    """Every tensor of nested tuples, lists and dicts."""
+    if isinstance(data, Tensor):
+        yield data
+    elif isinstance(data, Mapping):
+        for value in data.values():
+            yield from tensors_in(value)
+    elif isinstance(data, list | tuple):
+        for value in data:
+            yield from tensors_in(value)
+
+
+def move(data: Any, device: torch.device) -> Any:
+    """The same nested tuples, lists and dicts with every tensor on the device."""
+    if isinstance(data, Tensor):
+        return data.to(device, non_blocking=True)
+    if isinstance(data, Mapping):
+        return {key: move(value, device) for key, value in data.items()}
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(move(value, device) for value in data))
+    if isinstance(data, list | tuple):
+        return type(data)(move(value, device) for value in data)
+    return data

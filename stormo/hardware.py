@@ -1,0 +1,87 @@
+"""The devices this process can see, and the published peaks of known ones; an unknown device stays unknown.
+
+Asks the CUDA driver directly, so that counting GPUs costs no import of torch and honours CUDA_VISIBLE_DEVICES.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass
+
+_COMPUTE_MAJOR, _COMPUTE_MINOR = 75, 76  # CUdevice_attribute
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """One visible GPU."""
+
+    name: str
+    memory_bytes: int
+    capability: tuple[int, int]  # CUDA compute capability
+
+    @property
+    def has_bf16(self) -> bool:
+        """Whether bf16 runs on its matrix units (Ampere and later)."""
+        return self.capability >= (8, 0)
+
+    @property
+    def has_fp16_matrix_units(self) -> bool:
+        """Whether fp16 runs on matrix units (Volta and later)."""
+        return self.capability >= (7, 0)
+
+
+# Dense peaks in TFLOP/s from the vendors' data sheets, without sparsity: (16-bit matrix units, TF32, FP32).
+PEAK_TFLOPS: dict[str, tuple[float, float | None, float]] = {
+    "H200": (989.0, 494.0, 67.0),
+    "H100 PCIe": (756.0, 378.0, 51.0),
+    "H100": (989.0, 494.0, 67.0),
+    "GH200": (989.0, 494.0, 67.0),
+    "A100": (312.0, 156.0, 19.5),
+    "A40": (149.7, 74.8, 37.4),
+    "A30": (165.0, 82.0, 10.3),
+    "L40S": (362.0, 183.0, 91.6),
+    "L4": (121.0, 60.0, 30.3),
+    "V100": (125.0, None, 15.7),
+    "T4": (65.0, None, 8.1),
+}
+
+
+def peak_tflops(gpu_name: str) -> tuple[float, float | None, float] | None:
+    """The row of `PEAK_TFLOPS` for a device name, or None where it is not known."""
+    matches = [key for key in PEAK_TFLOPS if all(word in gpu_name.replace("-", " ").split() for word in key.split())]
+    return PEAK_TFLOPS[max(matches, key=len)] if matches else None
+
+
+def visible_gpus() -> list[Gpu]:
+    """Every CUDA device this process may use, in the order torch numbers them; empty without a driver."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return []
+    count = ctypes.c_int()
+    if cuda.cuInit(0) != 0 or cuda.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return []
+    return [_describe(cuda, index) for index in range(count.value)]
+
+
+def _describe(cuda: ctypes.CDLL, index: int) -> Gpu:
+    device = ctypes.c_int()
+    name = ctypes.create_string_buffer(128)
+    memory_bytes = ctypes.c_size_t()
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    cuda.cuDeviceGet(ctypes.byref(device), index)
+    cuda.cuDeviceGetName(name, len(name), device)
+    cuda.cuDeviceTotalMem_v2(ctypes.byref(memory_bytes), device)
+    cuda.cuDeviceGetAttribute(ctypes.byref(major), _COMPUTE_MAJOR, device)
+    cuda.cuDeviceGetAttribute(ctypes.byref(minor), _COMPUTE_MINOR, device)
+    return Gpu(
+        name=name.value.decode(errors="replace"),
+        memory_bytes=memory_bytes.value,
+        capability=(major.value, minor.value),
+    )
+
+
+def num_cores() -> int:
+    """The CPU cores this process may run on (a scheduler's or container's share, not the machine's)."""
+    return len(os.sched_getaffinity(0))

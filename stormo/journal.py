@@ -1,0 +1,239 @@
+"""What a run leaves behind: its folder, its records, its checkpoints and its summary. Only the main worker writes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stormo import checkpoint
+from stormo.config import TrainConfig
+from stormo.errors import SettingError
+from stormo.options import to_toml
+from stormo.plan import Plan
+from stormo.state import RunState
+from stormo.telemetry.console import make_console
+from stormo.telemetry.files import EventFile, RunFolder, collect_environment, write_json
+from stormo.telemetry.record import CheckpointSaved, Notice, Record, RunEnded, RunStarted, Sink
+from stormo.telemetry.tensorboard import TensorBoardFile
+from stormo.world.world import World
+
+
+class Journal:
+    """Opens or goes on with the folder of a run."""
+
+    def __init__(self, config: TrainConfig, plan: Plan, world: World, state: RunState, began_unix_s: float) -> None:
+        self._config = config
+        self._plan = plan
+        self._world = world
+        self._state = state
+        self._began_unix_s = began_unix_s
+        self._wall_before_s = 0.0
+        self._sinks: list[Sink] = []
+        self._weights_sha256: str | None = None
+        self._setup_time_s = 0.0
+        # Whatever goes wrong with the folder must end all workers alike, so the main one speaks for all.
+        if world.is_main:
+            self.folder = self._open_folder()
+
+    def _open_folder(self) -> RunFolder:
+        run = self._config.run
+        parent = Path(run.runs_folder)
+        if run.resume is not None:
+            return RunFolder(parent / str(run.run_name))
+        name = run.run_name or f"{_slug(self._config.task)}-{time.strftime('%Y%m%d-%H%M%S')}"
+        if "/" in name or name in (".", ".."):
+            raise SettingError(
+                f"--run-name {name} was set", "it names a folder inside --runs-folder", "set a plain name"
+            )
+        for attempt in range(1, 1000):
+            folder = parent / (name if attempt == 1 else f"{name}-{attempt}")
+            try:
+                folder.mkdir(parents=True)
+            except FileExistsError:
+                if run.run_name is not None:
+                    raise SettingError(
+                        f"--run-name {name} was set",
+                        f"{folder} is there already",
+                        f"go on with it by --resume {name}, or set another name",
+                    ) from None
+                continue
+            except OSError as error:
+                raise SettingError(
+                    f"--runs-folder {parent} was set",
+                    f"{folder} cannot be made ({error.strerror})",
+                    "set another folder",
+                ) from None
+            return RunFolder(folder)
+        raise AssertionError("a thousand runs in one second")
+
+    def resume(self) -> None:
+        """Take over the newest checkpoint of a run that goes on, or the one that was named. All workers call it."""
+        run = self._config.run
+        if run.resume is None:
+            return
+        found, snapshot = False, None
+        if self._world.is_main:
+            path = self._checkpoint_to_resume(run.resume)
+            if path is not None:
+                snapshot, found = checkpoint.load(path), True
+                self._weights_sha256 = checkpoint.read_manifest(path).weights_sha256
+        if self._world.share_json(found):
+            self._state.restore(self._world, snapshot, run.seed)
+            self._wall_before_s = self._state.progress.wall_time_s
+
+    def _checkpoint_to_resume(self, named: str) -> Path | None:
+        if named and (Path(named) / "manifest.json").is_file():
+            return Path(named)
+        published = checkpoint.find(self.folder.checkpoints)
+        return published[0].path if published else None
+
+    def start(self) -> None:
+        """Write the settings and open every sink."""
+        if not self._world.is_main:
+            return
+        config, plan, progress = self._config, self._plan, self._state.progress
+        self.folder.config.write_text(to_toml(resolved(config, plan, self.folder.name)), encoding="utf-8")
+        write_json(self.folder.environment, collect_environment(_versions(self._world)))
+        self._sinks = [make_console(sys.stdout), EventFile(self.folder)]
+        if config.run.tensorboard:
+            self._sinks.append(TensorBoardFile(self.folder.tensorboard))
+        self._setup_time_s = time.time() - self._began_unix_s
+        self.record(
+            RunStarted(
+                run_name=self.folder.name,
+                run_folder=str(self.folder.path),
+                task=config.task,
+                world_size=self._world.size,
+                global_batch_size=plan.global_batch_size,
+                epochs=plan.epochs,
+                steps_per_epoch=plan.steps_per_epoch,
+                resumed_at_step=progress.step if progress.num_resumes else None,
+                explanation=plan.lines(),
+            )
+        )
+        if config.run.resume is not None and not progress.num_resumes:
+            text = f"{self.folder.name} has no checkpoint yet: it starts from the beginning"
+            self.record(Notice(kind="info", text=text))
+
+    def record(self, record: Record) -> None:
+        """Hand a record to every sink; on other workers there is none."""
+        for sink in self._sinks:
+            sink.write(record)
+
+    def save(self, metric: float | None) -> None:
+        """Publish a checkpoint. All workers call it."""
+        progress = self._state.progress
+        progress.wall_time_s = self._wall_before_s + time.time() - self._began_unix_s
+        began = time.perf_counter()
+        snapshot = self._state.snapshot(self._world, self._config.run.seed)
+        if snapshot is None:
+            return
+        saved = checkpoint.save(
+            self.folder.checkpoints,
+            snapshot,
+            step=progress.step,
+            identity=self.folder.name,
+            keep_last=self._config.run.keep_checkpoints,
+            keep_best=1,
+            metric=metric,
+        )
+        self._weights_sha256 = saved.weights_sha256
+        self.record(
+            CheckpointSaved(
+                epoch=progress.epoch,
+                step=progress.step,
+                path=str(saved.path.relative_to(self.folder.path)),
+                weights_sha256=saved.weights_sha256,
+                save_time_s=time.perf_counter() - began,
+            )
+        )
+        for notice in saved.notices:
+            self.record(Notice(kind="warning", text=notice))
+
+    def end(self, stopped_by: str, **more: Any) -> None:
+        """Write the summary and close every sink."""
+        for_all = self._summary(stopped_by) | more
+        self.record(RunEnded(summary=for_all))
+        sinks, self._sinks = self._sinks, []
+        for sink in sinks:
+            sink.close()
+
+    def _summary(self, stopped_by: str) -> dict[str, Any]:
+        progress, plan = self._state.progress, self._plan
+        validation, best = progress.validation or {}, progress.best_validation or {}
+        trained_s = progress.train_time_s
+        return {
+            "run_name": self.folder.name if self._world.is_main else None,
+            "task": self._config.task,
+            "strategy": plan.layout.strategy,
+            "device": plan.layout.gpu_name or "cpu",
+            "precision": plan.precision,
+            "world_size": self._world.size,
+            "global_batch_size": plan.global_batch_size,
+            "epochs_run": progress.epochs_done,
+            "steps": progress.step,
+            "samples_seen": progress.samples_seen,
+            "images_per_s": progress.samples_seen / trained_s if trained_s else None,
+            "train_time_s": trained_s,
+            "setup_time_s": self._setup_time_s,
+            "wall_time_s": self._wall_before_s + time.time() - self._began_unix_s,
+            "time_to_target_s": progress.time_to_target_s,
+            "validation_accuracy": validation.get("accuracy"),
+            "validation_loss": validation.get("loss"),
+            "best_validation_accuracy": best.get("accuracy"),
+            "input_wait_fraction": progress.wait_s / trained_s if trained_s else None,
+            "peak_memory_bytes": progress.peak_memory_bytes,
+            "weights_sha256": self._weights_sha256,
+            "sample_order_sha256": progress.sample_order_sha256,
+            "num_resumes": progress.num_resumes,
+            "stopped_by": stopped_by,
+        }
+
+
+def resolved(config: TrainConfig, plan: Plan, run_name: str) -> TrainConfig:
+    """The settings with the effective batch and learning rate in place of what they were derived from."""
+    fraction = plan.warmup_start / plan.learning_rate
+    return replace(
+        config,
+        batch=replace(config.batch, global_batch_size=plan.global_batch_size),
+        optimizer=replace(config.optimizer, base_lr=plan.learning_rate, warmup_from=fraction),
+        run=replace(config.run, run_name=run_name),
+    )
+
+
+def _slug(task: str) -> str:
+    name = task.rpartition("/")[2].replace(".py", "").replace(":", "-").replace(".", "-")
+    return name or "run"
+
+
+def _versions(world: World) -> Mapping[str, Any]:
+    versions: dict[str, Any] = {
+        "torch": torch.__version__,
+        "world_size": world.size,
+        "threads": torch.get_num_threads(),
+    }
+    if world.device.type == "cuda":
+        versions |= {
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            "nccl": ".".join(str(part) for part in torch.cuda.nccl.version()),
+            "gpu": torch.cuda.get_device_name(world.device),
+        }
+    return versions
+
+
+def process_start_unix_s() -> float:
+    """When this command was typed: the agent's start, which workers inherit, or this process's own."""
+    inherited = os.environ.get("STORMO_STARTED_UNIX_S")
+    if inherited:
+        return float(inherited)
+    started_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - age_s

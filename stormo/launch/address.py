@@ -1,0 +1,105 @@
+"""Listening on exactly one address, never on all of them, with a sentence for every way that can fail."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import socket
+
+from stormo.errors import SettingError
+from stormo.launch.place import host_name
+
+LOOPBACK = "127.0.0.1"
+
+
+def listening_address(master_addr: str, *, all_on_this_host: bool) -> str:
+    """The numeric address of this machine under which the others find it; loopback when there are no others."""
+    if all_on_this_host:
+        return LOOPBACK
+    numbers = resolve(master_addr)
+    if any(ipaddress.ip_address(number).is_unspecified for number in numbers):
+        raise SettingError(
+            f"--master-addr {master_addr} was set",
+            "it stands for all addresses of a machine and stormo listens on one only",
+            "set the name or the address under which the other nodes reach node 0",
+        )
+    reachable = [number for number in numbers if not ipaddress.ip_address(number).is_loopback]
+    if reachable:
+        return reachable[0]
+    if master_addr in numbers or master_addr == "localhost":
+        return numbers[0]  # asked for by its number: several nodes on one machine
+    # Many systems map their own host name to 127.0.1.1, where no other machine could come in.
+    return _address_towards_others() or numbers[0]
+
+
+def resolve(name: str) -> list[str]:
+    """The numeric addresses of a host name, in the order the system prefers."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise SettingError(
+            f"--master-addr {name} was set",
+            f"host {host_name()} cannot find its address ({error})",
+            "set the name or the address of node 0 as this machine knows it",
+        ) from None
+    return list(dict.fromkeys(str(entry[4][0]).partition("%")[0] for entry in found))
+
+
+def is_loopback(number: str) -> bool:
+    """Whether only this machine can reach the numeric address."""
+    return ipaddress.ip_address(number).is_loopback
+
+
+def listen(number: str, port: int, *, backlog: int = 128) -> socket.socket:
+    """A socket that listens on one numeric address; port 0 lets the system choose."""
+    family = socket.AF_INET6 if ":" in number else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        # Connections of a job that just ended may linger on the port; a live listener still keeps it.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((number, port))
+        listener.listen(backlog)
+    except OSError as error:
+        listener.close()
+        raise _cannot_listen(number, port, error) from None
+    return listener
+
+
+def _cannot_listen(number: str, port: int, error: OSError) -> SettingError:
+    if error.errno == errno.EADDRINUSE:
+        return SettingError(
+            f"--master-port {port} was set",
+            f"another process of this machine already listens on {shown(number, port)}",
+            f"set --master-port {_free_port(number)} on every node, or end that process",
+        )
+    if error.errno == errno.EADDRNOTAVAIL:
+        return SettingError(
+            f"--master-addr is {number} and this is node 0",
+            f"that is not an address of host {host_name()}",
+            "set --master-addr to an address of node 0 on every node, or --node-id to this machine's own",
+        )
+    return SettingError(
+        f"--master-addr {number} and --master-port {port} were set",
+        f"host {host_name()} cannot listen there ({error.strerror})",
+        "set another address or port on every node",
+    )
+
+
+def shown(address: str, port: int) -> str:
+    """Address and port as people write them."""
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def _free_port(number: str) -> int:
+    with listen(number, 0) as probe:
+        return int(probe.getsockname()[1])
+
+
+def _address_towards_others() -> str | None:
+    """The address this machine would send from; connecting a datagram socket sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect(("192.0.2.1", 9))  # an address reserved for documentation: only the route is looked up
+        number = str(probe.getsockname()[0])
+        return None if is_loopback(number) or ipaddress.ip_address(number).is_unspecified else number
+    return None

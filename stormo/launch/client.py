@@ -1,0 +1,250 @@
+"""The side of every member but member 0 of the control channel: finds the server, joins, and listens."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import selectors
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from stormo.errors import EXIT_FAILURE, EXIT_USAGE, SettingError
+from stormo.launch.address import resolve, shown
+from stormo.launch.control import (
+    PROTOCOL,
+    Ended,
+    Event,
+    Go,
+    Gone,
+    Hello,
+    JoinError,
+    Peer,
+    RefusedError,
+    Reported,
+    Timing,
+    configure,
+)
+from stormo.launch.failure import Failure, printable
+from stormo.launch.link import Link
+
+_ATTEMPT_TIMEOUT_S = 5.0  # for one connection to be accepted and welcomed
+_RETRY_AFTER_S = 0.25
+
+
+class Client:
+    """One member's connection to member 0, tried again until the joining time is over: member 0 may start last."""
+
+    def __init__(self, address: str, port: int, hello: Hello, *, timing: Timing, noun: str = "node") -> None:
+        self.started = False
+        self._address, self._port = address, port
+        self._hello = hello
+        self._timing = timing
+        self._noun = noun
+        self._deadline = time.monotonic() + timing.join_s
+        self._attempt_at = 0.0  # when the attempt under way began, or when the next may begin
+        self._num_attempts = -1
+        self._connecting: socket.socket | None = None
+        self._server: Peer | None = None
+        self._welcomed = False
+        self._trouble = "nothing was tried"
+        self._events: list[Event] = []
+        self._selector = selectors.EpollSelector()
+
+    def fileno(self) -> int:
+        """The descriptor to wait on."""
+        return self._selector.fileno()
+
+    def poll(self, timeout_s: float = 0.0) -> list[Event]:
+        """Let things happen for at most so long, and say what did."""
+        self._try_to_connect()
+        for key, _ in self._selector.select(timeout_s):
+            if key.data is None:
+                self._connected()
+            else:
+                self._read(key.data)
+        now = time.monotonic()
+        if self._server is not None:
+            self._server.beat(now, self._timing)
+            self._notice_end(self._server, now)
+        if not self.started:
+            self._check_joining(now)
+        events, self._events = self._events, []
+        return events
+
+    def report(self, failure: Failure) -> None:
+        """Tell member 0, and through it all others, what has failed."""
+        self._send({"type": "failure", **failure.to_message()})
+        if self._server is not None and not failure.secondary:
+            self._server.settled = True
+
+    def rank_ended(self, rank: int, exit_code: int) -> None:
+        """Tell member 0 that a rank has ended in order."""
+        self._send({"type": "ended", "rank": rank, "exit_code": exit_code})
+
+    def leave(self, exit_code: int) -> None:
+        """Say that this member has ended in order; `Ended` follows when all have."""
+        self._send({"type": "bye", "exit_code": exit_code})
+
+    def drain(self, timeout_s: float) -> None:
+        """Wait until everything said is on its way, at most so long."""
+        if self._server is not None:
+            self._server.link.drain(timeout_s)
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        self._hang_up()
+        self._selector.close()
+
+    def _try_to_connect(self) -> None:
+        if self._server is not None or self._connecting is not None or time.monotonic() < self._attempt_at:
+            return
+        self._attempt_at = time.monotonic()
+        self._num_attempts += 1
+        try:
+            numbers = resolve(self._address)
+        except SettingError as error:
+            self._try_later(str(error))
+            return
+        number = numbers[self._num_attempts % len(numbers)]  # not every address of a name need lead there
+        connecting = socket.socket(socket.AF_INET6 if ":" in number else socket.AF_INET, socket.SOCK_STREAM)
+        connecting.setblocking(False)
+        self._connecting = connecting
+        code = connecting.connect_ex((number, self._port))
+        if code not in (0, errno.EINPROGRESS):
+            self._try_later(os.strerror(code))
+            return
+        self._selector.register(connecting, selectors.EVENT_WRITE)
+
+    def _connected(self) -> None:
+        connecting = self._connecting
+        assert connecting is not None
+        code = connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code != 0:
+            self._try_later(os.strerror(code))
+            return
+        if connecting.getsockname() == connecting.getpeername():
+            # Without a listener, a port of the outgoing range can be connected to itself.
+            self._try_later("nothing listens there")
+            return
+        self._selector.unregister(connecting)
+        self._connecting = None
+        configure(connecting, self._timing)
+        self._server = Peer(Link(connecting), host=self._address)
+        self._selector.register(self._server.link, selectors.EVENT_READ, self._server)
+
+    def _read(self, server: Peer) -> None:
+        for message in server.receive():
+            kind = message.get("type")
+            if not self._welcomed:
+                if kind != "welcome":
+                    raise self._not_stormo()
+                self._welcome(server, message)
+            elif kind == "go":
+                payload = message.get("payload")
+                self.started = True
+                self._events.append(Go(payload=payload if isinstance(payload, dict) else {}))
+            elif kind == "refuse":
+                code = message.get("exit_code")
+                raise RefusedError(
+                    printable(str(message.get("sentence")), 4000), code if code == EXIT_USAGE else EXIT_FAILURE
+                )
+            elif kind == "failure":
+                failure = Failure.from_message(message)
+                if failure is not None:
+                    server.settled = True
+                    self._events.append(Reported(failure=failure))
+            elif kind == "end":
+                code = message.get("exit_code")
+                server.left = code if isinstance(code, int) else EXIT_FAILURE
+                self._events.append(Ended(exit_code=server.left))
+
+    def _welcome(self, server: Peer, message: Mapping[str, Any]) -> None:
+        if message.get("protocol") != PROTOCOL:
+            raise SettingError(
+                f"{self._noun.capitalize()} 0 at {self._where} speaks version "
+                f"{printable(repr(message.get('protocol')), 20)} of stormo's control channel",
+                f"host {self._hello.host} speaks version {PROTOCOL}",
+                f"install the same release of stormo on every {self._noun}",
+            )
+        self._welcomed = True
+        host = message.get("host")
+        server.host = printable(host, 300) if isinstance(host, str) else self._address
+        server.link.send(self._hello.to_message())
+
+    def _notice_end(self, server: Peer, now: float) -> None:
+        if not self._welcomed:
+            if server.link.fault is not None:
+                raise self._not_stormo()
+            if server.link.closed:
+                self._try_later("whatever listens there closes the connection at once")
+            return
+        why = server.gone(now, self._timing)
+        if why is not None:
+            if not self.started:
+                raise JoinError(f"{self._noun} 0 on host {server.host} {why} before the job began")
+            server.settled = True
+            self._events.append(Gone(member=0, host=server.host, why=why))
+        if (why is not None or server.link.closed) and server.link.fileno() >= 0:
+            self._selector.unregister(server.link)
+            server.link.close()
+
+    def _check_joining(self, now: float) -> None:
+        if now > self._deadline:
+            if self._welcomed:
+                # The server gives up at its own time, with a better sentence; this is for one that does not.
+                if now > self._deadline + self._timing.lost_after_s:
+                    raise JoinError(
+                        f"{self._noun} {self._hello.member} waited {self._timing.join_s:g} s at {self._where} "
+                        f"for the others, but {self._noun} 0 neither began nor gave up; end the job on every "
+                        f"{self._noun} and start it again"
+                    )
+                return
+            raise JoinError(
+                f"{self._noun} {self._hello.member} (host {self._hello.host}) tried to reach {self._noun} 0 at "
+                f"{self._where} for {self._timing.join_s:g} s, but without success ({self._trouble}); "
+                f"check that {self._noun} 0 runs, that --master-addr and --master-port are the same on every "
+                f"{self._noun}, and that no firewall closes the port"
+            )
+        waiting = self._connecting is not None or (self._server is not None and not self._welcomed)
+        if waiting and now - self._attempt_at > _ATTEMPT_TIMEOUT_S:
+            accepted = self._server is not None
+            self._try_later(
+                "something accepts the connection there, but does not answer as stormo does"
+                if accepted
+                else "no answer; its packets may be dropped by a firewall"
+            )
+
+    def _try_later(self, trouble: str) -> None:
+        self._trouble = trouble
+        self._hang_up()
+        self._attempt_at = time.monotonic() + _RETRY_AFTER_S
+
+    def _hang_up(self) -> None:
+        if self._connecting is not None:
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(self._connecting)
+            self._connecting.close()
+            self._connecting = None
+        if self._server is not None:
+            if self._server.link.fileno() >= 0:
+                self._selector.unregister(self._server.link)
+                self._server.link.close()
+            self._server = None
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        if self._server is not None and self._welcomed:
+            self._server.link.send(message)
+
+    def _not_stormo(self) -> SettingError:
+        return SettingError(
+            f"--master-port {self._port} was set",
+            f"something other than stormo listens on {self._where}",
+            f"set another --master-port on every {self._noun}, or end that program",
+        )
+
+    @property
+    def _where(self) -> str:
+        return shown(self._address, self._port)

@@ -1,0 +1,248 @@
+"""The words of the control channel, over which the members of a job meet, agree, and hear of each other's end.
+
+Members are agents (one a node) or, under a foreign launcher, ranks. JSON lines over TCP: member 0 serves (`server`),
+the others are clients (`client`). Nothing runs by itself: the owner waits on `fileno` and calls `poll` a few times a
+second, which reads, sends heartbeats and returns what happened. A joining that cannot succeed raises out of `poll`,
+with the same sentence on every member. Carries no data of the training.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from stormo.errors import SettingError, StormoError
+from stormo.launch.failure import Failure, printable
+from stormo.launch.link import Link
+
+PROTOCOL = 1
+_MAX_OPTIONS_SHOWN = 5
+
+
+class JoinError(StormoError):
+    """The members did not find together in time."""
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(f"{sentence}.")
+
+
+class RefusedError(StormoError):
+    """The members do not fit together; carries the sentence of the member that noticed."""
+
+    def __init__(self, sentence: str, exit_code: int) -> None:
+        super().__init__(sentence)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hello:
+    """Who a member is and what it was asked to run."""
+
+    member: int
+    num_members: int
+    host: str
+    digest: str = ""
+    options: Mapping[str, str] = field(default_factory=dict)  # what the digest is made of, to name a difference
+    token: str = ""  # a secret of the job, where the members share one beforehand
+
+    def to_message(self) -> dict[str, Any]:
+        """As JSON-ready values."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {"type": "hello", "protocol": PROTOCOL, **values, "options": dict(self.options)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """Every patience of the channel."""
+
+    join_s: float = 600.0
+    heartbeat_s: float = 1.0
+    lost_after_s: float = 10.0  # the other machine acknowledges nothing
+    stalled_after_s: float = 10.0  # the machine answers, but its member says nothing
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Go:
+    """All members have come; what member 0 has to share."""
+
+    payload: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reported:
+    """A member, or one of its ranks, has failed and says how."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankEnded:
+    """A rank of another member has ended in order (member 0 is told)."""
+
+    rank: int
+    host: str
+    exit_code: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gone:
+    """A member has vanished without a word."""
+
+    member: int
+    host: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """All members have ended in order; the exit code of the whole."""
+
+    exit_code: int
+
+
+Event = Go | Reported | RankEnded | Gone | Ended
+
+
+class Control(Protocol):
+    """What server and client have in common."""
+
+    started: bool
+
+    def fileno(self) -> int:
+        """The descriptor to wait on."""
+
+    def poll(self, timeout_s: float = 0.0) -> list[Event]:
+        """Let things happen for at most so long, and say what did."""
+
+    def report(self, failure: Failure) -> None:
+        """Tell the others what has failed."""
+
+    def rank_ended(self, rank: int, exit_code: int) -> None:
+        """Tell member 0 that a rank has ended in order."""
+
+    def leave(self, exit_code: int) -> None:
+        """Say that this member has ended in order; `Ended` follows when all have."""
+
+    def drain(self, timeout_s: float) -> None:
+        """Wait until everything said is on its way, at most so long."""
+
+    def close(self) -> None:
+        """Let go of every connection."""
+
+
+class Peer:
+    """The other end of one connection, and when it was last heard."""
+
+    def __init__(self, link: Link, *, host: str = "") -> None:
+        self.link = link
+        self.host = host
+        self.member: int | None = None
+        self.started_at = self.heard_at = self.beaten_at = time.monotonic()
+        self.left: int | None = None  # the exit code it said goodbye with
+        self.settled = False  # its failure is known: that it then vanishes is no news
+
+    def receive(self) -> list[dict[str, Any]]:
+        """The messages that are there; any of them is a sign of life."""
+        messages = self.link.receive()
+        if messages:
+            self.heard_at = time.monotonic()
+        return messages
+
+    def beat(self, now: float, timing: Timing) -> None:
+        """Send a heartbeat when one is due."""
+        self.link.flush()
+        if now - self.beaten_at >= timing.heartbeat_s:
+            self.beaten_at = now
+            self.link.send({"type": "beat"})
+
+    def gone(self, now: float, timing: Timing) -> str | None:
+        """Why the peer counts as gone, or None while it is there or has ended in order."""
+        if self.left is not None or self.settled:
+            return None
+        if self.link.unreachable:
+            return f"is lost: its machine has not answered for {timing.lost_after_s:g} s"
+        if self.link.fault:
+            return f"broke the control channel: {self.link.fault}"
+        if self.link.closed:
+            return "ended without a word (it was killed, or crashed)"
+        if now - self.heard_at > timing.stalled_after_s:
+            return f"is lost: no heartbeat for {timing.stalled_after_s:g} s"
+        return None
+
+
+def configure(connected: socket.socket, timing: Timing) -> None:
+    """Send small messages at once, and let the kernel give a silent machine up in time."""
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        # Heartbeats keep data on its way, so that this limit is also one for a machine that is switched off. It
+        # tells such a machine from a process that is merely stopped, whose kernel still acknowledges.
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(timing.lost_after_s * 1000)))
+
+
+def misfit(own: Hello, message: Mapping[str, Any], taken: Mapping[int, str], noun: str) -> SettingError | None:
+    """Why a member that says hello cannot be one of this job; `taken` maps the ids that have come to their hosts."""
+    member, count, host = message.get("member"), message.get("num_members"), host_of(message)
+    if message.get("protocol") != PROTOCOL:
+        return SettingError(
+            f"Host {host} speaks version {printable(repr(message.get('protocol')), 20)} of stormo's control channel",
+            f"host {own.host} speaks version {PROTOCOL}",
+            f"install the same release of stormo on every {noun}",
+        )
+    if not isinstance(member, int) or not isinstance(count, int):
+        return SettingError(
+            f"Host {host} came without its {noun} id",
+            "every member has one",
+            f"install the same release of stormo on every {noun}",
+        )
+    if count != own.num_members:
+        return SettingError(
+            f"--num-{noun}s {count} was set on host {host} and --num-{noun}s {own.num_members} on host {own.host}",
+            "both come to the same job",
+            f"set the same --num-{noun}s on every {noun}",
+        )
+    if not 0 <= member < own.num_members:
+        return SettingError(
+            f"--{noun}-id {member} was set on host {host} with --num-{noun}s {count}",
+            f"{noun} ids run from 0 to {count - 1}",
+            f"give every {noun} its own id from that range",
+        )
+    if member in taken:
+        return SettingError(
+            f"--{noun}-id {member} was set on host {host}",
+            f"host {taken[member]} has already come as {noun} {member}",
+            f"give every {noun} its own id from 0 to {count - 1}",
+        )
+    return None if message.get("digest") == own.digest else _difference(own, message, noun)
+
+
+def _difference(own: Hello, message: Mapping[str, Any], noun: str) -> SettingError:
+    member, host, theirs = message["member"], host_of(message), message.get("options")
+    theirs = theirs if isinstance(theirs, dict) else {}
+    names = [name for name in sorted({*own.options, *theirs}) if own.options.get(name) != theirs.get(name)]
+    if not names:
+        return SettingError(
+            f"{noun.capitalize()} {member} (host {host}) was started with the same options as {noun} {own.member}",
+            "its settings differ in something that is no option",
+            f"use the same release of stormo and the same files on every {noun}",
+        )
+    differences = "; ".join(
+        f"{printable(name, 100)} is {_value(own.options.get(name))} on {noun} {own.member} (host {own.host}) "
+        f"and {_value(theirs.get(name))} on {noun} {member} (host {host})"
+        for name in names[:_MAX_OPTIONS_SHOWN]
+    )
+    more = f", and {len(names) - _MAX_OPTIONS_SHOWN} more differ" if len(names) > _MAX_OPTIONS_SHOWN else ""
+    return SettingError(
+        differences + more, f"all {noun}s must run the same job", f"start every {noun} with the same options"
+    )
+
+
+def host_of(message: Mapping[str, Any]) -> str:
+    """The host name a message gives, fit to be shown."""
+    return printable(str(message.get("host", "?")), 300)
+
+
+def _value(value: Any) -> str:
+    return "not set" if value is None else printable(str(value), 200) or "empty"

@@ -1,0 +1,156 @@
+"""What ended a rank or a node, in the words the user reads, and as a message that may come from another machine.
+
+Text that arrives over a socket is cut to a bounded length and stripped of control characters before it is shown.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import traceback
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from stormo.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USAGE, StormoError
+
+MAX_DETAILS_CHARACTERS = 24_000
+_MAX_SENTENCE_CHARACTERS = 4_000
+_CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+ORDERLY_EXIT_CODES = (0, EXIT_RESUMABLE, EXIT_INTERRUPTED)
+_KINDS = ("exception", "setting", "signal", "exit", "early", "silent", "gone", "stopped")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """One way a job ended that was not meant."""
+
+    kind: str
+    who: str  # "rank 3" or "node 1"
+    host: str
+    what: str  # goes on after who: "failed: ValueError: boom"; for a setting the whole sentence
+    details: str = ""  # the traceback, or the last lines on stderr
+    exit_code: int = EXIT_FAILURE
+    secondary: bool = False  # a survivor that misses its peer, not the cause
+    printed: bool = False  # the one who failed has shown it already
+
+    def __post_init__(self) -> None:
+        assert self.kind in _KINDS, self.kind
+
+    @property
+    def sentence(self) -> str:
+        """The first line the user reads."""
+        return self.what if self.kind == "setting" else f"{self.who} on host {self.host} {self.what}"
+
+    def text(self) -> str:
+        """The first line and the details, as printed."""
+        details = f"{self.details.rstrip()}\n" if self.details.strip() else ""
+        return f"stormo: {self.sentence}\n{details}"
+
+    def to_message(self) -> dict[str, Any]:
+        """As JSON-ready values."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> Failure | None:
+        """Out of a message from anyone: None unless every value has its type."""
+        texts = {name: message.get(name) for name in ("kind", "who", "host", "what", "details")}
+        flags = {name: message.get(name) for name in ("secondary", "printed")}
+        exit_code = message.get("exit_code")
+        if texts["kind"] not in _KINDS or exit_code not in (EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED):
+            return None
+        if not all(isinstance(text, str) for text in texts.values()):
+            return None
+        if not all(isinstance(flag, bool) for flag in flags.values()):
+            return None
+        return cls(
+            kind=str(texts["kind"]),
+            who=printable(str(texts["who"]), 100),
+            host=printable(str(texts["host"]), 300),
+            what=printable(str(texts["what"]), _MAX_SENTENCE_CHARACTERS),
+            details=printable(str(texts["details"]), MAX_DETAILS_CHARACTERS),
+            exit_code=int(exit_code),
+            secondary=bool(flags["secondary"]),
+            printed=bool(flags["printed"]),
+        )
+
+    def as_cause(self) -> Failure:
+        """The same, once it is clear that no better cause will be found."""
+        return replace(self, secondary=False)
+
+
+def of_exception(error: BaseException, *, rank: int, host: str, secondary: bool) -> Failure:
+    """The failure of a rank that raised; an error made for users goes without its traceback."""
+    who = f"rank {rank}"
+    if isinstance(error, StormoError) and error.exit_code == EXIT_USAGE:
+        sentence = printable(_text(error), _MAX_SENTENCE_CHARACTERS)
+        return Failure(kind="setting", who=who, host=host, what=sentence, exit_code=EXIT_USAGE)
+    if isinstance(error, StormoError):
+        summary, details = printable(_text(error), _MAX_SENTENCE_CHARACTERS), ""
+    else:
+        first_line = next(iter(_text(error).splitlines()), "")
+        summary = printable(f"{_name(error)}: {first_line}" if first_line else _name(error), _MAX_SENTENCE_CHARACTERS)
+        lines = traceback.format_exception(error)
+        details = printable("".join(lines), MAX_DETAILS_CHARACTERS)
+    return Failure(
+        kind="exception", who=who, host=host, what=f"failed: {summary}", details=details, secondary=secondary
+    )
+
+
+def of_signal(number: int, *, rank: int, host: str, last_lines: str = "") -> Failure:
+    """The failure of a rank that a signal ended."""
+    what = f"was killed by {signal_name(number)} (signal {number})"
+    if number == signal.SIGKILL:
+        what += "; the kernel's out-of-memory killer may have done this (dmesg would say so)"
+    return Failure(kind="signal", who=f"rank {rank}", host=host, what=what, details=_last_lines(last_lines))
+
+
+def of_exit(code: int, *, rank: int, host: str, last_lines: str = "") -> Failure:
+    """The failure of a rank that ended with an exit code and never said why."""
+    what = f"ended with exit code {code} and did not report why"
+    return Failure(kind="exit", who=f"rank {rank}", host=host, what=what, details=_last_lines(last_lines))
+
+
+def combined_exit_code(codes: Iterable[int]) -> int:
+    """The exit code of a whole out of those of its parts: 0 only if all are 0."""
+    seen = set(codes)
+    if not seen <= set(ORDERLY_EXIT_CODES):
+        return EXIT_FAILURE
+    return next((code for code in (EXIT_INTERRUPTED, EXIT_RESUMABLE) if code in seen), 0)
+
+
+def signal_name(number: int) -> str:
+    """SIGKILL for 9; real-time signals have no name of their own."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "a signal"
+
+
+def printable(text: str, max_characters: int) -> str:
+    """Bounded text without control characters; of a long one the beginning and, mostly, the end are kept."""
+    text = _CONTROL_CHARACTERS.sub("?", text.replace("\r\n", "\n"))
+    text = text.encode("utf-8", "replace").decode()  # lone surrogates cannot be written to a terminal
+    if len(text) <= max_characters:
+        return text
+    head = max_characters // 4
+    return f"{text[:head]}\n[... {len(text) - max_characters} characters left out ...]\n{text[head - max_characters :]}"
+
+
+def _last_lines(text: str) -> str:
+    shown = printable(text, MAX_DETAILS_CHARACTERS).rstrip()
+    return f"Its last lines on stderr:\n{shown}\n" if shown.strip() else ""
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # an exception class of the user's whose __str__ itself fails
+        return "(its text cannot be shown)"
+
+
+def _name(error: BaseException) -> str:
+    kind = type(error)
+    return (
+        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    )

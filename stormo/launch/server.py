@@ -1,0 +1,234 @@
+"""Member 0's side of the control channel: lets the others in, relays failures, knows when all have ended."""
+
+from __future__ import annotations
+
+import hmac
+import selectors
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from stormo.errors import EXIT_FAILURE, EXIT_USAGE
+from stormo.launch.address import is_loopback, shown
+from stormo.launch.control import (
+    PROTOCOL,
+    Ended,
+    Event,
+    Go,
+    Gone,
+    Hello,
+    JoinError,
+    Peer,
+    RankEnded,
+    Reported,
+    Timing,
+    configure,
+    host_of,
+    misfit,
+)
+from stormo.launch.failure import Failure, combined_exit_code
+from stormo.launch.link import Link
+
+_HELLO_TIMEOUT_S = 10.0  # a connection that has not said who it is by then is dropped
+_MAX_STRANGERS = 64
+_LAST_WORDS_S = 1.0
+
+
+class Server:
+    """The meeting point; owns the listening socket it is given."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        hello: Hello,
+        *,
+        timing: Timing,
+        payload: Mapping[str, Any] | None = None,
+        noun: str = "node",
+        how_to_start: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
+        self.started = False
+        self._listener = listener
+        self._listener.setblocking(False)
+        self._hello = hello
+        self._timing = timing
+        self._payload = dict(payload or {})
+        self._noun = noun
+        self._how_to_start = how_to_start
+        self._deadline = time.monotonic() + timing.join_s
+        self._strangers: set[Peer] = set()
+        self._members: dict[int, Peer] = {}  # those that have come, also when they have gone again
+        self._own_exit_code: int | None = None
+        self._ended = False
+        self._events: list[Event] = []
+        self._selector = selectors.EpollSelector()  # its own descriptor can be waited on
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def fileno(self) -> int:
+        """The descriptor to wait on."""
+        return self._selector.fileno()
+
+    def poll(self, timeout_s: float = 0.0) -> list[Event]:
+        """Let things happen for at most so long, and say what did."""
+        for key, _ in self._selector.select(timeout_s):
+            if key.data is None:
+                self._accept()
+            else:
+                self._read(key.data)
+        now = time.monotonic()
+        for peer in list(self._strangers):
+            if peer.link.closed or now - peer.started_at > _HELLO_TIMEOUT_S:
+                self._drop(peer)
+        for member, peer in self._members.items():
+            peer.beat(now, self._timing)
+            why = peer.gone(now, self._timing)
+            if why is not None:
+                peer.settled = True
+                self._events.append(Gone(member=member, host=peer.host, why=why))
+            if why is not None or peer.link.closed:
+                self._drop(peer)
+        self._start(now)
+        self._finish()
+        events, self._events = self._events, []
+        return events
+
+    def report(self, failure: Failure) -> None:
+        """Tell every other member what has failed."""
+        self._relay({"type": "failure", **failure.to_message()})
+
+    def rank_ended(self, rank: int, exit_code: int) -> None:
+        """Nothing to tell: the owner of the server keeps the book of ended ranks."""
+
+    def leave(self, exit_code: int) -> None:
+        """Say that this member has ended in order; `Ended` follows when all have."""
+        self._own_exit_code = exit_code
+
+    def drain(self, timeout_s: float) -> None:
+        """Wait until everything said is on its way, at most so long."""
+        deadline = time.monotonic() + timeout_s
+        for peer in self._members.values():
+            peer.link.drain(max(0.0, deadline - time.monotonic()))
+
+    def close(self) -> None:
+        """Let go of every connection and of the port."""
+        for peer in (*self._strangers, *self._members.values()):
+            peer.link.close()
+        self._listener.close()
+        self._selector.close()
+
+    def _accept(self) -> None:
+        try:
+            connected, _ = self._listener.accept()
+        except OSError:  # it has gone again meanwhile
+            return
+        if len(self._strangers) >= _MAX_STRANGERS + self._hello.num_members:
+            connected.close()
+            return
+        configure(connected, self._timing)
+        peer = Peer(Link(connected))
+        # Tells a client at once that this is stormo.
+        peer.link.send({"type": "welcome", "protocol": PROTOCOL, "host": self._hello.host})
+        self._strangers.add(peer)
+        self._selector.register(peer.link, selectors.EVENT_READ, peer)
+
+    def _read(self, peer: Peer) -> None:
+        for message in peer.receive():
+            kind = message.get("type")
+            if peer.member is None:
+                if kind != "hello" or not self._admit(peer, message):
+                    self._drop(peer)
+                    return
+            elif kind == "failure":
+                self._take_failure(peer, message)
+            elif kind == "ended":
+                rank, code = message.get("rank"), message.get("exit_code")
+                if isinstance(rank, int) and isinstance(code, int):
+                    self._events.append(RankEnded(rank=rank, host=peer.host, exit_code=code))
+            elif kind == "bye":
+                code = message.get("exit_code")
+                peer.left = code if isinstance(code, int) else EXIT_FAILURE
+
+    def _take_failure(self, peer: Peer, message: Mapping[str, Any]) -> None:
+        failure = Failure.from_message(message)
+        if failure is None:
+            return
+        self._events.append(Reported(failure=failure))
+        if not failure.secondary:
+            # A survivor's complaint goes no further: its owner waits for the cause here, and then tells all.
+            peer.settled = True
+            self._relay({"type": "failure", **failure.to_message()}, but=peer)
+
+    def _admit(self, peer: Peer, message: Mapping[str, Any]) -> bool:
+        """Take a member in. A misfit ends the joining of all; once the job runs, only the misfit is sent away."""
+        if not hmac.compare_digest(str(message.get("token", "")).encode(), self._hello.token.encode()):
+            return False  # not of this job at all
+        taken = {self._hello.member: self._hello.host} | {id_: other.host for id_, other in self._members.items()}
+        refusal = misfit(self._hello, message, taken, self._noun)
+        if refusal is None:
+            self._strangers.discard(peer)
+            peer.host, peer.member = host_of(message), int(message["member"])
+            self._members[peer.member] = peer
+            return True
+        words = {"type": "refuse", "sentence": str(refusal), "exit_code": EXIT_USAGE}
+        peer.link.send(words)
+        peer.link.drain(_LAST_WORDS_S)
+        if self.started:
+            return False
+        self._relay(words)
+        self.drain(_LAST_WORDS_S)
+        raise refusal
+
+    def _start(self, now: float) -> None:
+        if self.started:
+            return
+        for event in self._events:
+            if isinstance(event, Gone):
+                raise self._give_up(f"{self._noun} {event.member} on host {event.host} {event.why}")
+        missing = [member for member in range(self._hello.num_members) if member not in self._members]
+        missing.remove(self._hello.member)
+        if not missing:
+            self.started = True
+            self._relay({"type": "go", "payload": self._payload})
+            self._events.insert(0, Go(payload=self._payload))
+        elif now > self._deadline:
+            raise self._give_up(self._who_is_missing(missing))
+
+    def _who_is_missing(self, missing: Sequence[int]) -> str:
+        address, port = self._listener.getsockname()[:2]
+        names = ", ".join(map(str, missing[:20])) + (", ..." if len(missing) > 20 else "")
+        which = f"{self._noun} {names} has" if len(missing) == 1 else f"{self._noun}s {names} have"
+        note = " (which only this machine can reach)" if is_loopback(address) else ""
+        remedy = f"; {self._how_to_start(missing)}" if self._how_to_start else ""
+        return (
+            f"the job has {self._hello.num_members} {self._noun}s, but {which} not come to "
+            f"{shown(address, port)}{note} within {self._timing.join_s:g} s{remedy}"
+        )
+
+    def _give_up(self, sentence: str) -> JoinError:
+        error = JoinError(sentence)
+        self._relay({"type": "refuse", "sentence": str(error), "exit_code": EXIT_FAILURE})
+        self.drain(_LAST_WORDS_S)
+        return error
+
+    def _finish(self) -> None:
+        if self._ended or not self.started or self._own_exit_code is None:
+            return
+        codes = [peer.left for peer in self._members.values()]
+        if None in codes:
+            return
+        self._ended = True
+        exit_code = combined_exit_code([self._own_exit_code, *(code for code in codes if code is not None)])
+        self._relay({"type": "end", "exit_code": exit_code})
+        self._events.append(Ended(exit_code=exit_code))
+
+    def _relay(self, message: Mapping[str, Any], *, but: Peer | None = None) -> None:
+        for peer in self._members.values():
+            if peer is not but:
+                peer.link.send(message)
+
+    def _drop(self, peer: Peer) -> None:
+        self._strangers.discard(peer)
+        if peer.link.fileno() >= 0:
+            self._selector.unregister(peer.link)
+            peer.link.close()

@@ -1,0 +1,153 @@
+"""One worker process as its agent sees it: started, listened to, looked at, and ended with all it has started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from stormo.launch.failure import Failure
+from stormo.launch.link import Link
+from stormo.launch.relay import Lines
+
+_NUM_LAST_LINES = 20
+_STATES = {
+    "R": "it is running",
+    "S": "it is waiting for something (state S)",
+    "D": "it is waiting for a disk or a device (state D)",
+    "T": "it is stopped (SIGSTOP?)",
+    "t": "it is stopped by a debugger",
+    "Z": "it has ended",
+}
+
+
+class Stream:
+    """One output of a worker: the pipe it comes through, and where its lines go."""
+
+    def __init__(self, worker: Worker, fd: int, target_fd: int, prefix: bytes) -> None:
+        os.set_blocking(fd, False)
+        self.worker = worker
+        self.fd = fd
+        self.target_fd = target_fd
+        self.closed = False
+        self._lines = Lines(prefix)
+
+    def fileno(self) -> int:
+        """The descriptor to wait on."""
+        return self.fd
+
+    def read(self) -> list[bytes]:
+        """The lines that are there; sets `closed` at the end."""
+        try:
+            chunk = os.read(self.fd, 64 * 1024)
+        except BlockingIOError:
+            return []
+        if chunk:
+            return self._lines.feed(chunk)
+        self.closed = True
+        return self._lines.finish()
+
+    def finish(self) -> list[bytes]:
+        """What is left although the pipe has not ended."""
+        return [] if self.closed else self._lines.finish()
+
+
+class Worker:
+    """A rank of this node; its process group holds whatever it starts in turn."""
+
+    def __init__(
+        self,
+        rank: int,
+        command: Sequence[str],
+        *,
+        environ: Mapping[str, str],
+        channel: socket.socket,
+        pass_fds: Sequence[int],
+    ) -> None:
+        self.rank = rank
+        self.channel = Link(channel)
+        self.started_at = time.monotonic()
+        self.heard_at: float | None = None  # its lifeline's last message; None before the first
+        self.silent_since: float | None = None  # set once a warning about its silence was printed
+        self.said_bye = False
+        self.failure: Failure | None = None  # what it reported
+        self.exit_code: int | None = None  # negative: the signal that ended it
+        self.ended_at = 0.0
+        self.last_lines: deque[bytes] = deque(maxlen=_NUM_LAST_LINES)
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=None if rank == 0 else subprocess.PIPE,  # rank 0 draws on the terminal itself
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            env=dict(environ),
+            pass_fds=pass_fds,
+            process_group=0,  # Ctrl-C reaches the agent only, and the whole group can be ended at once
+        )
+        prefix = b"" if rank == 0 else b"[rank %d] " % rank
+        self.streams: list[Stream] = []
+        if self._process.stdout is not None:
+            self.streams.append(Stream(self, self._process.stdout.fileno(), 1, prefix))
+        assert self._process.stderr is not None
+        self.streams.append(Stream(self, self._process.stderr.fileno(), 2, prefix))
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether the process had not ended when last looked at."""
+        return self.exit_code is None
+
+    def look(self) -> bool:
+        """Whether the process has just ended; leaves it unreaped, so that its group's number stays its own."""
+        if not self.running:
+            return False
+        found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found is None:
+            return False
+        self.exit_code = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        self.ended_at = time.monotonic()
+        return True
+
+    def send_signal(self, number: int) -> None:
+        """Pass a signal on to the worker itself, not to the helpers it has started."""
+        if self.running:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End the worker and everything in its process group, now."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def reap(self, timeout_s: float) -> bool:
+        """Wait for the end of a killed worker; False if the kernel cannot end it in time."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Let go of the pipes and the channel."""
+        self.channel.close()
+        for pipe in (self._process.stdout, self._process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+    def state(self) -> str:
+        """What the process is doing, in words, as the kernel shows it."""
+        try:
+            status = Path(f"/proc/{self.pid}/stat").read_text()
+        except OSError:
+            return "its state is unknown"
+        letter = status.rpartition(")")[2].split()[0]  # the name before it may hold blanks and brackets
+        return _STATES.get(letter, f"its state is {letter}")

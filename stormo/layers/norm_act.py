@@ -1,0 +1,183 @@
+"""Batch norm, ReLU, dropout and an optional residual sum as one layer.
+
+On CUDA with channels_last (or 2-D) inputs the whole layer runs in a few Triton kernels (`fused_norm`); everywhere else,
+and under torch.compile, it is the plain torch operations. Both are the same function; the random masks differ.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import shutil
+import sysconfig
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stormo.errors import SettingError
+from stormo.layers.sync_batch_norm import SynchronisedNorm, SyncNorm
+
+_FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_MAX_FUSED_ROWS = 2**31 - 2**10  # kernels count rows in int32 (elements in int64) and look one tile past the end
+
+
+@functools.cache
+def fused_obstacle(device: torch.device) -> str | None:
+    """Why layers on this device run as plain torch operations, or None where they are fused."""
+    if device.type != "cuda":
+        return f"the fused kernels are for CUDA and the device is {device.type}"
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"the fused kernels need compute capability 8.0 and the device has {major}.{minor}"
+    # Triton builds a small launcher with the host's compiler when a kernel is first called.
+    if not (os.environ.get("CC") or any(map(shutil.which, ("cc", "gcc", "clang")))):
+        return "triton needs a C compiler and none is on the PATH"
+    if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
+        return "triton needs Python's C headers and they are not installed"
+    return None
+
+
+def plain_norm_act(  # noqa: PLR0917
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    *,
+    training: bool,
+    momentum: float,
+    eps: float,
+    dropout: float,
+    activation: bool,
+) -> Tensor:
+    """The layer in torch operations: dropout(relu(batch_norm(x))) + residual."""
+    y = F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
+    return _after_norm(y, residual, dropout if training else 0.0, activation)
+
+
+def _after_norm(y: Tensor, residual: Tensor | None, dropout: float, activation: bool) -> Tensor:
+    if activation:
+        y = F.relu(y)
+    if dropout > 0.0:
+        y = F.dropout(y, dropout)
+    return y if residual is None else y + residual
+
+
+def is_row_major(x: Tensor) -> bool:
+    """Whether memory holds x as a dense matrix of rows of channels: 2-D, or 4-D in channels_last."""
+    if x.dim() == 2:
+        return x.is_contiguous()
+    return x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+
+
+class NormAct(nn.Module, SynchronisedNorm):
+    """y = dropout(relu(batch_norm(x))) + residual, with the parameters and buffers of `nn.BatchNorm2d`."""
+
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+
+    def __init__(
+        self,
+        num_channels: int,
+        *,
+        eps: float = 1e-5,
+        momentum: float = 0.1,
+        dropout: float = 0.0,
+        activation: bool = True,
+    ) -> None:
+        super().__init__()
+        if not 0.0 <= dropout < 1.0:
+            raise SettingError(
+                f"dropout={dropout} was set",
+                "the values that remain are scaled by 1 / (1 - dropout), which needs 0 <= dropout < 1",
+                "set the fraction to drop, for example 0.1",
+            )
+        self.num_channels, self.eps, self.momentum = num_channels, eps, momentum
+        self.dropout, self.activation = dropout, activation
+        self.weight = nn.Parameter(torch.ones(num_channels))
+        self.bias = nn.Parameter(torch.zeros(num_channels))
+        self.register_buffer("running_mean", torch.zeros(num_channels))
+        self.register_buffer("running_var", torch.ones(num_channels))
+        self.register_buffer("num_batches_tracked", torch.tensor(0, dtype=torch.long))
+
+    def extra_repr(self) -> str:
+        """The settings, as in the constructor."""
+        return (
+            f"{self.num_channels}, eps={self.eps}, momentum={self.momentum}, "
+            f"dropout={self.dropout}, activation={self.activation}"
+        )
+
+    def is_fused(self, x: Tensor) -> bool:
+        """Whether this input takes the fused kernels."""
+        if torch.compiler.is_compiling() or not x.is_cuda or fused_obstacle(x.device) is not None:
+            return False
+        if x.dtype not in _FUSED_DTYPES or not is_row_major(x) or x.shape[1] != self.num_channels:
+            return False
+        if any(t.dtype != torch.float32 for t in (self.weight, self.bias, self.running_mean, self.running_var)):
+            return False
+        num_rows = x.numel() // self.num_channels
+        if not 2 <= num_rows < _MAX_FUSED_ROWS:  # torch's own operation has the error for a single row
+            return False
+        # The fused mask is keyed by a number drawn on the host, which a captured graph would replay for ever.
+        return not (self.training and self.dropout > 0.0 and torch.cuda.is_current_stream_capturing())
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Normalises (batch statistics in training, running ones in evaluation), activates, drops, adds."""
+        # An absent rank without synchronisation has no statistics but the running ones.
+        training = self.training and not (self.absent and self.reduce is None)
+        reduce = self.reduce if training else None
+        if self.is_fused(x):
+            from stormo.layers import fused_norm
+
+            return fused_norm.norm_act(
+                x,
+                residual,
+                self.weight,
+                self.bias,
+                self.running_mean,
+                self.running_var,
+                training=training,
+                momentum=self.momentum,
+                eps=self.eps,
+                dropout=self.dropout,
+                activation=self.activation,
+                num_batches_tracked=self.num_batches_tracked,
+                reduce_stats=reduce,
+                reduce_grads=reduce,
+                absent=self.absent,
+            )
+        if training:
+            self.num_batches_tracked.add_(1)
+        if reduce is not None:
+            y = SyncNorm.apply(  # type: ignore[no-untyped-call]
+                x,
+                self.weight,
+                self.bias,
+                self.running_mean,
+                self.running_var,
+                self.momentum,
+                self.eps,
+                reduce,
+                self.absent,
+            )
+            return _after_norm(y, residual, self.dropout, self.activation)
+        return plain_norm_act(
+            x,
+            residual,
+            self.weight,
+            self.bias,
+            self.running_mean,
+            self.running_var,
+            training=training,
+            momentum=self.momentum,
+            eps=self.eps,
+            dropout=self.dropout,
+            activation=self.activation,
+        )

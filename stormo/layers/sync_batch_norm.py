@@ -1,0 +1,226 @@
+"""Batch normalisation over the samples of all ranks, exact for unequal local batches.
+
+One collective in the forward pass (count, sum and sum of squares) and one in the backward pass, each a single
+float64 vector that a `Reduce` callable sums in place; this file knows nothing of process groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from stormo.errors import SettingError
+
+Reduce = Callable[[Tensor], object]  # sums a float64 vector in place over all ranks, in one collective
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_TRAINING_BEFORE = "_training_before_absence"
+
+
+class SynchronisedNorm:
+    """What a normalisation layer has whose statistics can be summed over ranks."""
+
+    reduce: Reduce | None = None
+    absent: bool = False  # this rank's samples are ghosts: they count in no statistic
+
+
+def pack_moments(count: int, mean: Tensor, variance: Tensor) -> Tensor:
+    """Local moments as the float64 vector [count, sums, sums of squares] that the ranks add up."""
+    # Around zero, because the ranks share no common shift before they have spoken; in float64 the cancellation
+    # of the large terms costs (mean / std)² · 1e-16, which float32 inputs cannot resolve anyway.
+    wide_mean, wide_variance = mean.double(), variance.double()
+    total = wide_mean * count
+    squares = (wide_variance + wide_mean.square()) * count
+    return torch.cat((wide_mean.new_full((1,), count), total, squares))
+
+
+def unpack_moments(vector: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Global count, mean and biased variance of a summed vector, all in float64 and on its device."""
+    count = vector[0].clamp(min=1.0)  # all ranks absent: finite numbers rather than 0 / 0
+    mean, mean_square = (vector[1:] / count).chunk(2)
+    return count, mean, (mean_square - mean.square()).clamp_(min=0.0)
+
+
+def update_running(  # noqa: PLR0917
+    running_mean: Tensor, running_var: Tensor, vector: Tensor, mean: Tensor, variance: Tensor, momentum: float
+) -> None:
+    """Moves the running statistics towards a global batch's, with the unbiased variance, as torch does."""
+    count = vector[0]
+    unbiased = variance * (count / (count - 1.0).clamp(min=1.0))
+    # The weight stays on the device: asking the host whether every rank was absent would synchronise.
+    weight = momentum * (count > 0)
+    running_mean.lerp_(mean.to(running_mean.dtype), weight.to(running_mean.dtype))
+    running_var.lerp_(unbiased.to(running_var.dtype), weight.to(running_var.dtype))
+
+
+def _per_channel(values: Tensor, like: Tensor) -> Tensor:
+    return values.view(1, -1, *([1] * (like.dim() - 2)))
+
+
+class SyncNorm(torch.autograd.Function):
+    """Batch norm with global statistics in plain torch operations, for every backend, dtype and layout.
+
+    Arguments: x, weight, bias, running_mean, running_var (the last four may be None), momentum, eps, reduce, absent.
+    """
+
+    @staticmethod
+    def forward(  # noqa: PLR0917
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        momentum: float,
+        eps: float,
+        reduce: Reduce,
+        absent: bool,
+    ) -> Tensor:
+        """Sums local moments over the ranks, then normalises with the global ones."""
+        # Autocast would cast some of the sums below: the dtypes here are chosen, so it stays out.
+        with torch.autocast(x.device.type, enabled=False):
+            num_channels = x.shape[1]
+            compute_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+            num_rows = x.numel() // num_channels if num_channels else 0
+            if absent or num_rows == 0:
+                vector = torch.zeros(1 + 2 * num_channels, dtype=torch.float64, device=x.device)
+            else:
+                dims = [0, *range(2, x.dim())]
+                variance, mean = torch.var_mean(x.to(compute_dtype), dims, correction=0)
+                vector = pack_moments(num_rows, mean, variance)
+            reduce(vector)
+            count, mean, variance = unpack_moments(vector)
+            if running_mean is not None and running_var is not None:
+                update_running(running_mean, running_var, vector, mean, variance, momentum)
+            invstd = (variance + eps).rsqrt().to(compute_dtype)
+            mean, variance = mean.to(compute_dtype), variance.to(compute_dtype)
+            ctx.save_for_backward(x, weight, mean, invstd, count)
+            ctx.reduce, ctx.absent = reduce, absent
+            if weight is not None and weight.dtype != compute_dtype:
+                # Parameters in half precision: the kernel below wants statistics and parameters in one dtype.
+                weight = weight.to(compute_dtype)
+                bias = None if bias is None else bias.to(compute_dtype)
+            return F.batch_norm(x, mean, variance, weight, bias, training=False, eps=eps)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Sums the two per-channel gradients over the ranks; parameter gradients stay local."""
+        x, weight, mean, invstd, count = ctx.saved_tensors
+        with torch.autocast(x.device.type, enabled=False):
+            dims = [0, *range(2, x.dim())]
+            grad_wide = grad.to(mean.dtype)
+            normal = (x.to(mean.dtype) - _per_channel(mean, x)) * _per_channel(invstd, x)
+            sum_grad = grad_wide.sum(dims)
+            sum_grad_normal = (grad_wide * normal).sum(dims)
+            vector = torch.cat((sum_grad, sum_grad_normal)).double()
+            if ctx.absent:
+                vector.zero_()
+            ctx.reduce(vector)
+
+            grad_x = None
+            if ctx.needs_input_grad[0]:
+                scale = invstd if weight is None else invstd * weight.to(mean.dtype)
+                if not ctx.absent:  # an absent rank's samples moved no statistic, so no gradient comes back that way
+                    mean_grad, mean_grad_normal = (vector / count).to(mean.dtype).chunk(2)
+                    grad_wide = grad_wide - _per_channel(mean_grad, x) - normal * _per_channel(mean_grad_normal, x)
+                grad_x = (grad_wide * _per_channel(scale, x)).to(x.dtype)
+            grad_weight = sum_grad_normal.to(weight.dtype) if ctx.needs_input_grad[1] else None
+            grad_bias = sum_grad.to(weight.dtype) if ctx.needs_input_grad[2] else None
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None, None
+
+
+class SyncBatchNorm(nn.modules.batchnorm._BatchNorm, SynchronisedNorm):
+    """`nn.BatchNorm` whose training statistics are those of the batches of all ranks together."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise SettingError(
+                f"a tensor of shape {tuple(input.shape)} was given to batch norm",
+                "channels are its second dimension and it has none",
+                "give it a tensor of shape (batch, channels, ...)",
+            )
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalises with global statistics in training, with the running ones in evaluation."""
+        if not self.training or self.reduce is None:
+            return super().forward(input)
+        self._check_input_dim(input)
+        momentum = 0.0
+        if self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            # momentum=None is torch's cumulative average
+            momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        normalised: Tensor = SyncNorm.apply(  # type: ignore[no-untyped-call]
+            input,
+            self.weight,
+            self.bias,
+            self.running_mean if self.track_running_stats else None,
+            self.running_var if self.track_running_stats else None,
+            momentum,
+            self.eps,
+            self.reduce,
+            self.absent,
+        )
+        return normalised
+
+
+def _synchronised(layer: nn.Module, reduce: Reduce) -> SyncBatchNorm:
+    """A `SyncBatchNorm` that owns the very parameters and buffers of a batch norm."""
+    base = next(kind for kind in _BATCH_NORMS if isinstance(layer, kind))
+    if type(layer).forward is not base.forward:
+        raise SettingError(
+            f"synchronised batch norm was asked for a model with a {type(layer).__name__}",
+            f"that class replaces the forward pass of {base.__name__}, which a conversion would lose",
+            "write the layer as a batch norm followed by the rest, or use stormo's NormAct",
+        )
+    assert isinstance(layer, nn.modules.batchnorm._BatchNorm)
+    twin = SyncBatchNorm(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
+    twin.weight, twin.bias = layer.weight, layer.bias  # the same objects: optimizers keep pointing at them
+    twin.running_mean, twin.running_var = layer.running_mean, layer.running_var
+    twin.num_batches_tracked = layer.num_batches_tracked
+    twin.training = layer.training
+    twin.reduce = reduce
+    return twin
+
+
+def convert_sync_batch_norm(module: nn.Module, reduce: Reduce) -> nn.Module:
+    """Replaces every batch norm by `SyncBatchNorm` and makes every `NormAct` reduce; returns the module."""
+    twins: dict[nn.Module, SyncBatchNorm] = {}  # a layer used in two places stays one layer
+
+    def converted(layer: nn.Module) -> nn.Module:
+        if layer not in twins:
+            twins[layer] = _synchronised(layer, reduce)
+        return twins[layer]
+
+    if isinstance(module, _BATCH_NORMS):
+        return converted(module)
+    for parent in list(module.modules()):
+        if isinstance(parent, SynchronisedNorm):
+            parent.reduce = reduce
+        for name, child in parent._modules.items():
+            if isinstance(child, _BATCH_NORMS):
+                parent._modules[name] = converted(child)
+    return module
+
+
+def set_absent(module: nn.Module, absent: bool) -> None:
+    """Tells every batch norm whether this rank's next samples are ghosts that must count in no statistic.
+
+    Synchronised layers contribute zeros and use the global statistics; others use their running ones, untouched.
+    """
+    for layer in module.modules():
+        if isinstance(layer, SynchronisedNorm):
+            layer.absent = absent
+        elif isinstance(layer, _BATCH_NORMS):
+            if absent and not hasattr(layer, _TRAINING_BEFORE):
+                setattr(layer, _TRAINING_BEFORE, layer.training)
+                layer.training = False
+            elif not absent and hasattr(layer, _TRAINING_BEFORE):
+                layer.training = getattr(layer, _TRAINING_BEFORE)  # a layer frozen by the user stays frozen
+                delattr(layer, _TRAINING_BEFORE)

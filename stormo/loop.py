@@ -1,0 +1,177 @@
+"""The training loop: one batch after the next, whatever the strategy, the device and the number of workers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from stormo.config import TrainConfig
+from stormo.data.loaders import Loader
+from stormo.metrics import Validation
+from stormo.optim.schedule import Schedule
+from stormo.plan import Plan
+from stormo.state import RunState
+from stormo.stopwatch import Stopwatch
+from stormo.telemetry.record import EpochDone, Notice, Record, StepDone, ValidationProgress
+from stormo.world.signals import StopFlag
+from stormo.world.world import Vote, World
+
+_SECONDS_BETWEEN_RECORDS = 0.25
+
+
+@dataclass(kw_only=True)
+class Training:
+    """The parts of a run that the loop brings together."""
+
+    world: World
+    plan: Plan
+    settings: TrainConfig
+    state: RunState
+    loader: Loader
+    validation: Validation
+    schedule: Schedule
+    flag: StopFlag
+    record: Callable[[Record], None]  # does nothing except on the main worker
+    save: Callable[[float | None], None]  # publishes a checkpoint; its argument is the metric that ranks it
+    sign_of_life: Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How training ended: `stopped_by` is target, epochs or signal."""
+
+    stopped_by: str
+    signal_number: int = 0
+
+
+def train(run: Training) -> Outcome:
+    """Train until the target is held, the epochs are done or a signal comes."""
+    progress, strategy, plan = run.state.progress, run.state.strategy, run.plan
+    vote = Vote(run.world)
+    watch = Stopwatch(run.world, run.loader, progress)
+    strategy.module.train()
+    while progress.epoch <= plan.epochs and not _target_held(run):
+        learning_rate = run.schedule(progress.step)
+        watch.start()
+        for batch in run.loader.epoch(progress.epoch, progress.position):
+            if batch.span.is_first:
+                vote.cast(run.flag.signal_number)
+            loss = strategy.forward_backward(batch)
+            run.state.loss_sum += loss * batch.span.step_samples
+            if not batch.span.is_last:
+                continue
+            learning_rate = run.schedule(progress.step)
+            strategy.step(learning_rate)
+            progress.advance(run.loader.samples(batch.span))
+            run.sign_of_life(progress.step)
+            if run.world.is_main and watch.since_last_s() > _SECONDS_BETWEEN_RECORDS:
+                run.record(_step_record(run, watch, learning_rate))
+            stop = vote.outcome()
+            due = plan.checkpoint_steps is not None and progress.step % plan.checkpoint_steps == 0
+            if stop or (due and progress.position < run.loader.num_samples):
+                watch.pause()
+                run.save(None)
+                if stop:
+                    return Outcome("signal", stop)
+                watch.start()
+        watch.pause()
+        stop = _finish_epoch(run, watch, vote, learning_rate)
+        if stop:
+            run.save(None)  # the signal came during validation, which is done anew after a resume
+            return Outcome("signal", stop)
+    return Outcome("target" if _target_held(run) else "epochs")
+
+
+def _target_held(run: Training) -> bool:
+    # Every worker has the same metrics, to the last bit, so every worker decides alike.
+    return run.state.progress.target_streak >= run.settings.stop.patience
+
+
+def _finish_epoch(run: Training, watch: Stopwatch, vote: Vote, learning_rate: float) -> int:
+    """Validate, record and save at the end of an epoch; return the signal that cut the validation short, or 0."""
+    progress, plan = run.state.progress, run.plan
+    began = time.perf_counter()
+    metrics = _validate(run, vote)
+    if isinstance(metrics, int):
+        return metrics
+    train_loss = float(run.world.sum(run.state.loss_sum.clone())) / run.loader.num_samples
+    images_per_s = run.loader.num_samples / max(progress.epoch_time_s, 1e-9)
+    progress.validation = metrics
+    progress.peak_memory_bytes = watch.peak_memory_bytes()
+    accuracy = metrics.get("accuracy")
+    _count_target(run, accuracy)
+    done = EpochDone(
+        epoch=progress.epoch,
+        step=progress.step,
+        samples_seen=progress.samples_seen,
+        epoch_time_s=progress.epoch_time_s,
+        cumulative_time_s=progress.train_time_s,
+        validation_time_s=time.perf_counter() - began,
+        images_per_s=images_per_s,
+        train_loss=train_loss,
+        learning_rate=learning_rate,
+        input_wait_fraction=watch.wait_fraction(),
+        peak_memory_bytes=progress.peak_memory_bytes,
+        validation=metrics,
+    )
+    progress.epoch += 1
+    progress.epochs_done += 1
+    progress.position, progress.epoch_time_s = 0, 0.0
+    run.state.loss_sum.zero_()
+    run.record(done)
+    if _target_held(run):
+        run.record(Notice(kind="stop", text=f"Early stopping after epoch {done.epoch}"))
+    is_end = progress.epoch > plan.epochs or _target_held(run)
+    if is_end or (plan.checkpoint_steps is not None and progress.step % plan.checkpoint_steps == 0):
+        run.save(accuracy if accuracy is not None else -metrics["loss"])
+    return 0
+
+
+def _count_target(run: Training, accuracy: float | None) -> None:
+    progress, stop = run.state.progress, run.settings.stop
+    reached = accuracy is not None and accuracy >= stop.target_accuracy
+    progress.target_streak = progress.target_streak + 1 if reached else 0
+    if progress.target_streak >= stop.patience and progress.time_to_target_s is None:
+        progress.time_to_target_s = progress.train_time_s
+    best = progress.best_validation
+    if best is None or (accuracy is not None and accuracy > best["accuracy"]):
+        progress.best_validation = progress.validation
+
+
+def _validate(run: Training, vote: Vote) -> dict[str, float] | int:
+    """The metrics over the whole validation set, or the signal that was agreed on meanwhile."""
+    strategy, validation = run.state.strategy, run.validation
+    strategy.average_buffers()
+    for turn, metrics in enumerate(validation.run(strategy.module, strategy.autocast), start=1):
+        if metrics is not None:
+            return metrics
+        vote.cast(run.flag.signal_number)
+        run.record(ValidationProgress(epoch=run.state.progress.epoch, done=turn, total=validation.num_rounds))
+        run.sign_of_life(run.state.progress.step)
+        stop = vote.outcome()
+        if stop:
+            return stop
+    raise AssertionError("validation ended without metrics")
+
+
+def _step_record(run: Training, watch: Stopwatch, learning_rate: float) -> StepDone:
+    progress = run.state.progress
+    # The loss of the main worker's share so far in this epoch; reading it waits for the device, a few times a second.
+    share = progress.position / run.world.size
+    with torch.no_grad():
+        loss = float(run.state.loss_sum) / max(share, 1.0)
+    images_per_s, wait_fraction = watch.interval(progress.samples_seen)
+    return StepDone(
+        epoch=progress.epoch,
+        step=progress.step,
+        step_in_epoch=-(-progress.position // run.plan.global_batch_size),
+        samples_seen=progress.samples_seen,
+        loss=loss,
+        learning_rate=learning_rate,
+        images_per_s=images_per_s,
+        input_wait_fraction=wait_fraction,
+        train_time_s=progress.train_time_s + watch.running_s(),
+    )

@@ -1,0 +1,49 @@
+"""How far a run is: plain counters that a checkpoint carries and a resume puts back."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """The counters of a run; everything here is JSON-able and the same on every worker."""
+
+    epoch: int = 1  # the one under way
+    position: int = 0  # samples of it that are done
+    step: int = 0  # optimizer steps since the start
+    samples_seen: int = 0
+    train_time_s: float = 0.0  # without validation and checkpoints
+    epoch_time_s: float = 0.0  # the part of it that belongs to the epoch under way
+    wait_s: float = 0.0  # of this worker's loader
+    wall_time_s: float = 0.0  # of earlier attempts
+    num_resumes: int = 0
+    peak_memory_bytes: int | None = None
+    epochs_done: int = 0  # validated ones
+    target_streak: int = 0  # epochs in a row that reached the target
+    time_to_target_s: float | None = None
+    validation: dict[str, float] | None = None  # of the last validated epoch
+    best_validation: dict[str, float] | None = None
+    sample_order_sha256: str = ""  # chain over every sample trained on, in order
+
+    def advance(self, samples: Tensor) -> None:
+        """Count one global batch of these samples."""
+        chain = hashlib.sha256(bytes.fromhex(self.sample_order_sha256))
+        chain.update(samples.numpy().data)
+        self.sample_order_sha256 = chain.hexdigest()
+        self.step += 1
+        self.position += len(samples)
+        self.samples_seen += len(samples)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
+
+    def take(self, values: dict[str, Any]) -> None:
+        """Put back what `to_json` gave."""
+        for field in fields(self):
+            setattr(self, field.name, values[field.name])

@@ -1,0 +1,277 @@
+"""`stormo show NAME`: one run with its configuration, epochs, curves, checkpoints, notices and how to resume it."""
+
+from __future__ import annotations
+
+import json as json_format
+import math
+import shlex
+import sys
+import time
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from stormo.errors import StormoError
+from stormo.runs import MISSING, RunOverview, align, last_event, overview
+from stormo.telemetry.console import encodable, format_duration, format_figure, format_rate, run_reference, write_text
+from stormo.telemetry.files import (
+    RunFolder,
+    current_events,
+    find_run,
+    read_environment,
+    read_events,
+    read_summary,
+    to_json,
+)
+
+_CURVE_WIDTH = 40
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_ASCII_LEVELS = "_.:-=+*#"
+_RESUMABLE_STATES = ("stopped", "failed", "interrupted")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """Everything the files of one run say."""
+
+    folder: RunFolder
+    overview: RunOverview
+    summary: Mapping[str, Any] | None
+    environment: Mapping[str, Any]
+    started: Mapping[str, Any]
+    steps: Sequence[Mapping[str, Any]]
+    epochs: Sequence[Mapping[str, Any]]
+    notices: Sequence[Mapping[str, Any]]
+    checkpoints: Sequence[Path]
+    resume_command: str | None
+
+
+def main(folder: Path, name: str, *, json: bool) -> int:
+    """Show one run, named or given by its path."""
+    run = _read(find_run(folder, name))
+    if json:
+        write_text(json_format.dumps(_as_json(run), indent=2, allow_nan=False) + "\n", sys.stdout)
+    elif sys.stdout.isatty():
+        _print_rich(run)
+    else:
+        write_text("".join(f"{line}\n" for line, _ in _lines(run)), sys.stdout)
+    return 0
+
+
+def sparkline(values: Sequence[float | None], *, levels: str = _BLOCKS, width: int = _CURVE_WIDTH) -> str:
+    """The course of a series in one line, each sign the mean of its share; a share without a figure stays blank."""
+    num_signs = min(len(values), width)
+    # Measured against the largest figure, so that sums and differences of huge ones stay finite.
+    scale = max((abs(value) for value in values if value is not None and math.isfinite(value)), default=0.0) or 1.0
+    means: list[float | None] = []
+    for sign in range(num_signs):
+        share = values[sign * len(values) // num_signs : (sign + 1) * len(values) // num_signs]
+        known = [value / scale for value in share if value is not None and math.isfinite(value)]
+        means.append(math.fsum(known) / len(known) if known else None)
+    present = [mean for mean in means if mean is not None]
+    if not present:
+        return " " * num_signs
+    low, high = min(present), max(present)
+    middle = (len(levels) - 1) // 2
+    return "".join(
+        " "
+        if mean is None
+        else levels[round((mean - low) / (high - low) * (len(levels) - 1)) if high > low else middle]
+        for mean in means
+    )
+
+
+def _read(folder: RunFolder) -> _Run:
+    events = current_events(read_events(folder.events))
+    one = overview(folder, now_unix_s=time.time())
+    checkpoints = folder.checkpoint_folders()
+    is_resumable = bool(checkpoints) and one.state in _RESUMABLE_STATES
+    return _Run(
+        folder=folder,
+        overview=one,
+        summary=read_summary(folder),
+        environment=read_environment(folder) or {},
+        started=last_event(events, "run_started"),
+        steps=[event for event in events if event["event"] == "step_done"],
+        epochs=[event for event in events if event["event"] == "epoch_done"],
+        notices=[event for event in events if event["event"] == "notice"],
+        checkpoints=checkpoints,
+        # The settings come from the run's own config.toml; how many workers there are is up to the launch.
+        resume_command=f"stormo train --resume {run_reference(one.name, one.folder)}" if is_resumable else None,
+    )
+
+
+def _as_json(run: _Run) -> dict[str, Any]:
+    content: dict[str, Any] = to_json(
+        {
+            "run": asdict(run.overview),
+            "started": run.started or None,
+            "environment": run.environment or None,
+            "epochs": run.epochs,
+            "last_step": run.steps[-1] if run.steps else None,
+            "notices": run.notices,
+            "checkpoints": [{"path": path, "size_bytes": _size_bytes(path)} for path in run.checkpoints],
+            "resume_command": run.resume_command,
+            "summary": run.summary,
+        }
+    )
+    return content
+
+
+def _lines(run: _Run) -> Iterator[tuple[str, str]]:
+    """The whole text, line by line, each with its style on a terminal."""
+    one = run.overview
+    yield f"{one.name}: {one.task or 'task not known yet'}, {one.state}", "bold"
+    if one.note:
+        yield one.note, "dim"
+    sections = {
+        "Configuration": _configuration(run),
+        "Result": _result(run.summary),
+        "Epochs": _epoch_table(run.epochs),
+        "Curves": _curves(run),
+        "Checkpoints": [f"{path}  {_size_bytes(path) / 2**20:,.1f} MiB" for path in run.checkpoints],
+        "Notices": [f"{event.get('kind')}: {event.get('text')}" for event in run.notices],
+        "Resume with": _resume(run),
+    }
+    for title, lines in sections.items():
+        if lines:
+            yield "", ""
+            yield title, "bold"
+            for line in lines:
+                yield f"  {line}", ""
+    if not run.epochs:
+        yield "", ""
+        yield f"No epoch is done yet; {_last_step(run)}.", ""
+
+
+def _resume(run: _Run) -> list[str]:
+    if run.resume_command is None:
+        return []
+    num_workers = _show(run.overview.world_size, str)
+    return [run.resume_command, f"goes on from {run.checkpoints[-1].name}; number of workers so far: {num_workers}"]
+
+
+def _last_step(run: _Run) -> str:
+    if not run.steps:
+        return "no step was recorded"
+    step = run.steps[-1]
+    return (
+        f"the last recorded step is {step.get('step')} with a training loss of {_show(step.get('loss'), format_figure)}"
+    )
+
+
+def _configuration(run: _Run) -> list[str]:
+    lines = list(run.started.get("explanation", ())) or _flat_config(run.folder.config)
+    environment = run.environment
+    software = [f"{name} {environment[name]}" for name in ("stormo", "torch", "python") if environment.get(name)]
+    if software or environment.get("host"):
+        lines.append(", ".join([*software, *([f"on {environment['host']}"] if environment.get("host") else [])]))
+    if environment.get("git_commit"):
+        changed = " with changes" if environment.get("git_has_changes") else ""
+        lines.append(f"git commit {environment['git_commit']}{changed}")
+    if environment.get("command"):
+        lines.append(f"command: {shlex.join(environment['command'])}")
+    return lines
+
+
+def _flat_config(path: Path) -> list[str]:
+    """The resolved configuration, one `table.key = value` a line; none before it is written."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return []
+    except ValueError as error:
+        raise StormoError(f"{path} is not valid TOML ({error}); it was changed after it was written.") from error
+
+    def flat(table: Mapping[str, Any], prefix: str) -> Iterator[str]:
+        for key, value in table.items():
+            if isinstance(value, dict):
+                yield from flat(value, f"{prefix}{key}.")
+            else:
+                yield f"{prefix}{key} = {value}"
+
+    return list(flat(content, ""))
+
+
+def _result(summary: Mapping[str, Any] | None) -> list[str]:
+    if summary is None:
+        return []
+    rows = [
+        ("stopped by", _show(summary.get("stopped_by"), str)),
+        ("validation accuracy", _show(summary.get("validation_accuracy"), format_figure)),
+        ("validation loss", _show(summary.get("validation_loss"), format_figure)),
+        ("training time", _show(summary.get("train_time_s"), format_duration)),
+        ("whole time", _show(summary.get("wall_time_s"), format_duration)),
+        ("time to target", _show(summary.get("time_to_target_s"), format_duration)),
+        ("images/s", _show(summary.get("images_per_s"), format_rate)),
+        ("input wait", _show(summary.get("input_wait_fraction"), lambda value: f"{100 * value:.1f} %")),
+        ("peak memory", _show(summary.get("peak_memory_bytes"), lambda value: f"{value / 2**20:,.0f} MiB")),
+        ("weights SHA-256", _show(summary.get("weights_sha256"), str)),
+    ]
+    return align(rows, num_text_columns=2)
+
+
+def _epoch_table(epochs: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not epochs:
+        return []
+    metrics = list(dict.fromkeys(name for epoch in epochs for name in epoch.get("validation") or {}))
+    rows = [["epoch", "train loss", *(_metric_title(name) for name in metrics), "images/s", "time", "total", "lr"]]
+    for epoch in epochs:
+        validation = epoch.get("validation") or {}
+        rows.append(
+            [
+                _show(epoch.get("epoch"), str),
+                _show(epoch.get("train_loss"), format_figure),
+                *(_show(validation.get(name), format_figure) for name in metrics),
+                _show(epoch.get("images_per_s"), format_rate),
+                _show(epoch.get("epoch_time_s"), format_duration),
+                _show(epoch.get("cumulative_time_s"), format_duration),
+                _show(epoch.get("learning_rate"), lambda value: f"{value:.3g}"),
+            ]
+        )
+    return align(rows, num_text_columns=0)
+
+
+def _metric_title(name: str) -> str:
+    return {"loss": "val loss"}.get(name, name)
+
+
+def _curves(run: _Run) -> list[str]:
+    """One sparkline a series, followed by its first and last figure."""
+    # The steps are denser than the epochs; a run without step records still has one point per epoch.
+    training = [step.get("loss") for step in run.steps] or [epoch.get("train_loss") for epoch in run.epochs]
+    rate = [step.get("learning_rate") for step in run.steps] or [epoch.get("learning_rate") for epoch in run.epochs]
+    series = {
+        "training loss": (training, format_figure),
+        "validation loss": ([(epoch.get("validation") or {}).get("loss") for epoch in run.epochs], format_figure),
+        "accuracy": ([(epoch.get("validation") or {}).get("accuracy") for epoch in run.epochs], format_figure),
+        "images/s": ([epoch.get("images_per_s") for epoch in run.epochs], format_rate),
+        "learning rate": (rate, "{:.3g}".format),
+    }
+    levels = _BLOCKS if encodable(_BLOCKS, sys.stdout) == _BLOCKS else _ASCII_LEVELS
+    rows = [
+        [title, sparkline(values, levels=levels), f"{_show(values[0], show)} to {_show(values[-1], show)}"]
+        for title, (values, show) in series.items()
+        if len(values) > 1 and any(value is not None for value in values)
+    ]
+    return align(rows, num_text_columns=3) if rows else []
+
+
+def _show(value: Any, form: Any) -> str:
+    return MISSING if value is None else str(form(value))
+
+
+def _size_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def _print_rich(run: _Run) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    for line, style in _lines(run):
+        # Wrapping is left to the terminal, so that a command that is copied stays one line.
+        console.print(Text(encodable(line, sys.stdout), style), soft_wrap=True)

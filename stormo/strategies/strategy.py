@@ -1,0 +1,135 @@
+"""What every strategy does: forward and backward of one pass, the optimizer step, state given and taken.
+
+The base class is the whole of it on one device; a strategy for several changes only how the model is wrapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stormo import config
+from stormo.data.loaders import Batch, Loader
+from stormo.layers.sync_batch_norm import convert_sync_batch_norm, set_absent
+from stormo.optim.table import make_optimizer
+from stormo.plan import Plan
+from stormo.tasks.task import Task
+from stormo.world.world import World
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Strategy:
+    """One device. Subclasses spread the same work over several."""
+
+    name = "single"
+
+    def __init__(self, world: World, plan: Plan, task: Task, settings: config.TrainConfig) -> None:
+        self.world = world
+        self.task = task
+        self._plan = plan
+        self._settings = settings
+        self._autocast_dtype = _AUTOCAST.get(plan.precision)
+        self.module = self._place(task.model())  # the user's model itself
+        self.optimizer = make_optimizer(self.module, settings.optimizer)
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=plan.precision == "fp16")
+        self._eager = self._wrap(self.module)
+        self._model: nn.Module = torch.compile(self._eager, dynamic=False) if plan.compile else self._eager  # type: ignore[assignment]
+
+    def _place(self, model: nn.Module) -> nn.Module:
+        model = model.to(self.world.device)
+        if self._plan.precision == "fp64":
+            model = model.double()
+        if self._plan.channels_last:
+            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if self._settings.speed.sync_batch_norm and self.world.size > 1:
+            model = convert_sync_batch_norm(model, self.world.sum)
+        return model
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        """Spread the model over the workers."""
+        return model
+
+    def _gradient_sync(self, is_last: bool) -> AbstractContextManager[Any]:
+        """Hold back the exchange of gradients until the last pass of a step."""
+        return nullcontext()
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The number format of the heavy arithmetic."""
+        if self._autocast_dtype is None:
+            return nullcontext()
+        return torch.autocast(self.world.device.type, self._autocast_dtype)
+
+    def forward_backward(self, batch: Batch) -> Tensor:
+        """Add this pass's part of the global batch's mean-loss gradient; return its part of that loss, detached."""
+        # A worker's gradients are averaged over the workers, hence the factor world size: together they make
+        # the gradient of (sum of all samples' losses) / (number of all samples), however unequal the shares are.
+        model = self._model if self._is_full(batch) else self._eager
+        with self._gradient_sync(batch.span.is_last), _absent(self.module, batch.is_ghost):
+            with self.autocast():
+                loss = self.task.loss(model, batch.data)
+            self.scaler.scale(loss * (batch.weight * self.world.size)).backward()
+        return loss.detach() * batch.weight
+
+    def _is_full(self, batch: Batch) -> bool:
+        # A compiled model is compiled for one shape; the short last batch is not worth a second compilation.
+        plan = self._plan
+        return batch.span.num_samples * plan.accumulate * self.world.size == plan.global_batch_size
+
+    def step(self, learning_rate: float) -> None:
+        """Clip and apply the gradients, then clear them."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        if self._settings.optimizer.clip_norm is not None:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.module.parameters(), self._settings.optimizer.clip_norm, foreach=True)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def warm_up(self, loader: Loader) -> None:
+        """Run one pass of each shape and throw its effect away: kernels, buffers and buckets are ready then.
+
+        It also fixes the order in which gradients are exchanged, which DDP learns in its first pass: the first step
+        after a resume must add up in the same order as every other.
+        """
+        buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        with torch.random.fork_rng(devices=[self.world.device] if self.world.device.type == "cuda" else []):
+            for batch in loader.first_and_last():
+                self.forward_backward(batch)
+                self.optimizer.zero_grad(set_to_none=True)
+        for name, buffer in self.module.named_buffers():
+            buffer.copy_(buffers[name])
+        loader.wait_s = 0.0
+
+    def average_buffers(self) -> None:
+        """Make the buffers (running statistics) of all workers equal: the mean of theirs."""
+        if self.world.size == 1:
+            return
+        floats = [buffer for buffer in self.module.buffers() if buffer.is_floating_point()]
+        if floats:
+            flat = torch.cat([buffer.flatten().double() for buffer in floats])
+            self.world.sum(flat).div_(self.world.size)
+            for buffer, mean in zip(floats, flat.split([b.numel() for b in floats]), strict=True):
+                buffer.copy_(mean.view_as(buffer))
+
+    def scaler_state(self) -> Mapping[str, float]:
+        """The loss scale, where one is used."""
+        return dict(self.scaler.state_dict())
+
+
+@contextmanager
+def _absent(module: nn.Module, is_ghost: bool) -> Iterator[None]:
+    """While a stand-in sample passes, keep it out of every statistic."""
+    if not is_ghost:
+        yield
+        return
+    set_absent(module, True)
+    try:
+        yield
+    finally:
+        set_absent(module, False)

@@ -1,0 +1,151 @@
+"""The reference job: a WideResNet on Fashion-MNIST (Xiao et al., arXiv 1708.07747)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from stormo.config import option
+from stormo.errors import SettingError
+from stormo.plan import Facts
+from stormo.tasks.task import Task
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from stormo.data.tensors import TensorData
+
+_SIZES = {"train": 60_000, "validation": 10_000}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FashionMnistOptions:
+    """Options of fashion-mnist."""
+
+    width: int = option(10, "width of the network: 10 is the documents' (17.1 M parameters), 1 a tenth of its channels")
+    dropout: float = option(0.01, "dropout between the two convolutions of a block")
+    augment: bool = option(False, "flip and shift the training images at random")
+    label_smoothing: float = option(0.0, "label smoothing of the training loss")
+    data_folder: str | None = option(None, "folder with the data set's files; default: found or fetched")
+    train_samples: int | None = option(None, "train on the first so many images; default all 60000")
+    validation_samples: int | None = option(None, "validate on the first so many images; default all 10000")
+
+
+class FashionMnist(Task):
+    """60,000 training and 10,000 validation images, 28×28, 10 classes, pixels in [0, 1]."""
+
+    name = "fashion-mnist"
+    Options: ClassVar[type[Any]] = FashionMnistOptions
+    num_draws = 3  # flip, vertical shift, horizontal shift
+
+    def __init__(self, options: FashionMnistOptions) -> None:
+        super().__init__(options)
+        _check(options)
+        self._folder: Path | None = None
+
+    def facts(self) -> Facts:
+        """Known without the data."""
+        num_train = self.options.train_samples or _SIZES["train"]
+        return Facts(
+            num_train=num_train,
+            num_validation=self.options.validation_samples or _SIZES["validation"],
+            flops_per_sample=training_flops(self.options.width),
+            train_bytes=num_train * (28 * 28 + 8),
+        )
+
+    def fetch(self) -> Path:
+        """Find or fetch the files, and verify them."""
+        from stormo.data.fashion_mnist import find_or_fetch
+
+        folder = self.options.data_folder
+        self._folder = find_or_fetch(Path(folder) if folder else None)
+        return self._folder
+
+    def model(self) -> nn.Module:
+        """A WideResNet."""
+        from stormo.tasks.wide_resnet import WideResNet
+
+        return WideResNet(self.options.width, self.options.dropout)
+
+    def train_data(self) -> TensorData:
+        """Images as bytes and labels, in memory."""
+        return self._data("train", self.options.train_samples)
+
+    def validation_data(self) -> TensorData:
+        """The same for validation."""
+        return self._data("validation", self.options.validation_samples)
+
+    def _data(self, split: str, num_samples: int | None) -> TensorData:
+        from stormo.data.fashion_mnist import read
+        from stormo.data.tensors import TensorData
+
+        arrays = read(self._folder or self.fetch(), split)  # type: ignore[arg-type]
+        return TensorData(arrays.images[:num_samples], arrays.labels[:num_samples].long())
+
+    def augment(self, batch: Any, draws: Tensor) -> Any:
+        """Mirror half of the images and shift each by up to two pixels."""
+        if not self.options.augment:
+            return batch
+        from stormo.data.augment import flip_and_shift
+
+        images, labels = batch
+        return flip_and_shift(images, draws, max_shift=2), labels
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Mean cross-entropy."""
+        from torch.nn.functional import cross_entropy
+
+        images, labels = batch
+        return cross_entropy(
+            _at_least_fp32(model(_scaled(images))), labels, label_smoothing=self.options.label_smoothing
+        )
+
+    def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
+        """Sums of cross-entropy and of right answers."""
+        from torch.nn.functional import cross_entropy
+
+        images, labels = batch
+        logits = model(_scaled(images))
+        return {
+            "loss": cross_entropy(_at_least_fp32(logits), labels, reduction="sum"),
+            "accuracy": (logits.argmax(dim=1) == labels).sum(),
+        }
+
+
+def training_flops(width: int) -> float:
+    """Floating-point operations of forward and backward for one image: twice forward, again twice for backward."""
+    macs = 28 * 28 * 9 * 1 * 16
+    channels = 16
+    for side, out in ((28, 16 * width), (14, 32 * width), (7, 64 * width)):
+        pixels = side * side
+        macs += pixels * (9 * channels * out + 3 * 9 * out * out)
+        macs += pixels * channels * out if channels != out else 0
+        channels = out
+    return 3 * 2.0 * (macs + channels * 10)
+
+
+def _at_least_fp32(logits: Tensor) -> Tensor:
+    # A softmax in 16 bits loses digits; float64 must stay what it is.
+    return logits.float() if logits.dtype.itemsize < 4 else logits
+
+
+def _scaled(images: Tensor) -> Tensor:
+    """Bytes [n, 28, 28] to numbers in [0, 1], [n, 1, 28, 28], in torch's default type (fp32, or fp64 when exact)."""
+    import torch
+
+    return images.unsqueeze(1).to(torch.get_default_dtype()).div_(255)
+
+
+def _check(options: FashionMnistOptions) -> None:
+    if options.width < 1:
+        raise SettingError(f"--task.width {options.width} was set", "it must be at least 1", "set --task.width 10")
+    for flag, value in (("dropout", options.dropout), ("label-smoothing", options.label_smoothing)):
+        if not 0 <= value < 1:
+            raise SettingError(f"--task.{flag} {value:g} was set", "it must lie in [0, 1)", f"set --task.{flag} 0.01")
+    for split, count in (("train", options.train_samples), ("validation", options.validation_samples)):
+        if count is not None and not 1 <= count <= _SIZES[split]:
+            raise SettingError(
+                f"--task.{split}-samples {count} was set", f"there are {_SIZES[split]}", "set a number from 1 to that"
+            )

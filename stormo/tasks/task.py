@@ -1,0 +1,87 @@
+"""The contract of a task: what a user brings to be trained. Nothing in it knows of distribution.
+
+This file imports no torch, so that the options of a built-in task can be read in a blink.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor, nn
+    from torch.utils.data import Dataset
+
+    from stormo.plan import Facts
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoOptions:
+    """The options of a task that has none."""
+
+
+class Task:
+    """Subclass it and write `model`, `train_data`, `validation_data` and `loss`; the rest is optional."""
+
+    name: ClassVar[str] = "task"
+    Options: ClassVar[type[Any]] = NoOptions
+    num_draws: ClassVar[int] = 0  # random numbers that `augment` wants for each sample
+
+    def __init__(self, options: Any) -> None:
+        self.options = options
+
+    def facts(self) -> Facts:
+        """Sizes that the plan needs; override it where they are known without loading the data."""
+        from stormo.plan import Facts
+
+        train, validation = self.train_data(), self.validation_data()
+        return Facts(
+            num_train=len(train),  # type: ignore[arg-type]
+            num_validation=len(validation),  # type: ignore[arg-type]
+            train_bytes=getattr(train, "num_bytes", None),
+        )
+
+    def fetch(self) -> Path | None:
+        """Bring the data to this node; runs in one process of each node, before `train_data` anywhere."""
+        return None
+
+    def model(self) -> nn.Module:
+        """The model, freshly initialised from torch's global generator."""
+        raise NotImplementedError(f"{type(self).__name__}.model() is missing: return the nn.Module to train")
+
+    def train_data(self) -> Dataset[Any]:
+        """The training set: `stormo.data.TensorData`, or any map-style data set."""
+        raise NotImplementedError(f"{type(self).__name__}.train_data() is missing: return the training data set")
+
+    def validation_data(self) -> Dataset[Any]:
+        """The validation set, in the same form."""
+        raise NotImplementedError(f"{type(self).__name__}.validation_data() is missing: return the validation data set")
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """The mean loss over the samples of a batch, a scalar."""
+        raise NotImplementedError(f"{type(self).__name__}.loss() is missing: return the mean loss of a batch")
+
+    def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
+        """Sums over the samples of a batch, by name; their share of all samples is what is reported."""
+        num_samples = batch_length(batch)
+        return {"loss": self.loss(model, batch) * num_samples}
+
+    def augment(self, batch: Any, draws: Tensor) -> Any:
+        """Change a training batch at random, on its device.
+
+        Args:
+            batch: as the data set gives it, already on the device.
+            draws: numbers in [0, 1), `num_draws` for each sample; they depend on seed, epoch and the sample's
+                place in the global order alone, so the result does not depend on the number of workers.
+        """
+        return batch
+
+
+def batch_length(batch: Any) -> int:
+    """How many samples a batch of nested tuples, lists and dicts of tensors holds."""
+    while not hasattr(batch, "shape"):
+        batch = next(iter(batch.values() if isinstance(batch, Mapping) else batch))
+    return int(batch.shape[0])

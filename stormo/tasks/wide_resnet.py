@@ -1,0 +1,53 @@
+"""A WideResNet for 28×28 images (Zagoruyko & Komodakis, arXiv 1605.07146, in the variant of RT-ICAR-NA-24-04)."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from stormo.layers.norm_act import NormAct
+
+
+class Block(nn.Module):
+    """Two conv + batch norm + ReLU with dropout between them, plus the input."""
+
+    def __init__(self, in_channels: int, out_channels: int, dropout: float) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_channels, out_channels, kernel_size=3, padding=1, bias=False)
+        self.norm1 = NormAct(out_channels, dropout=dropout)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, kernel_size=3, padding=1, bias=False)
+        self.norm2 = NormAct(out_channels)
+        self.shortcut: nn.Module = nn.Identity()
+        if in_channels != out_channels:
+            self.shortcut = nn.Conv2d(in_channels, out_channels, kernel_size=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, in_channels, h, w] -> [n, out_channels, h, w]."""
+        hidden = self.norm1(self.conv1(x))
+        return self.norm2(self.conv2(hidden), residual=self.shortcut(x))  # type: ignore[no-any-return]
+
+
+class WideResNet(nn.Module):
+    """Six residual blocks, `width` times as wide as 16, 32, 64 channels; the documents' network has width 10."""
+
+    def __init__(self, width: int = 10, dropout: float = 0.01, num_classes: int = 10) -> None:
+        super().__init__()
+        narrow, middle, wide = 16 * width, 32 * width, 64 * width
+        self.stem = nn.Conv2d(1, 16, kernel_size=3, padding=1, bias=False)
+        self.stem_norm = NormAct(16)
+        self.blocks = nn.Sequential(
+            Block(16, narrow, dropout),
+            Block(narrow, narrow, dropout),
+            nn.MaxPool2d(2),
+            Block(narrow, middle, dropout),
+            Block(middle, middle, dropout),
+            nn.MaxPool2d(2),
+            Block(middle, wide, dropout),
+            Block(wide, wide, dropout),
+        )
+        self.pool = nn.AvgPool2d(7)
+        self.head = nn.Linear(wide, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """[n, 1, 28, 28] in [0, 1] -> logits [n, num_classes]."""
+        features = self.blocks(self.stem_norm(self.stem(images)))
+        return self.head(self.pool(features).flatten(1))  # type: ignore[no-any-return]

@@ -1,0 +1,155 @@
+"""Writes TensorBoard event files without TensorBoard: TFRecord framing around hand-encoded protobuf messages.
+
+Formats: tensorflow's `record_writer.h` (length, masked CRC-32C, data, masked CRC-32C) and `event.proto`.
+Scalars only: no histograms, images or text.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+from stormo.telemetry.record import EpochDone, Record, RunEnded, RunStarted, StepDone
+
+_CRC32C_POLYNOMIAL = 0x82F63B78  # Castagnoli, bits reversed
+_CRC_MASK_DELTA = 0xA282EAD8
+_SESSION_START = 1  # SessionLog.SessionStatus.START
+
+# Protobuf wire types.
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+
+
+def _crc32c_table() -> tuple[int, ...]:
+    table = []
+    for byte in range(256):
+        remainder = byte
+        for _ in range(8):
+            remainder = (remainder >> 1) ^ (_CRC32C_POLYNOMIAL if remainder & 1 else 0)
+        table.append(remainder)
+    return tuple(table)
+
+
+_CRC32C_TABLE = _crc32c_table()
+
+
+class TensorBoardFile:
+    """Writes the scalars of a run into a new event file, opened when the run starts or goes on."""
+
+    def __init__(self, folder: Path, *, clock: Callable[[], float] = time.time) -> None:
+        self._folder = folder
+        self._clock = clock
+        self._file: BinaryIO | None = None
+
+    def write(self, record: Record) -> None:
+        """Write the scalars of one record."""
+        if isinstance(record, RunStarted):
+            self._open(record.resumed_at_step)
+        elif isinstance(record, StepDone):
+            self._write_scalars(record.step, _step_scalars(record))
+        elif isinstance(record, EpochDone):
+            self._write_scalars(record.step, _epoch_scalars(record))
+        elif isinstance(record, RunEnded):
+            self.close()
+
+    def close(self) -> None:
+        """Close the event file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _open(self, resumed_at_step: int | None) -> None:
+        self.close()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        now_unix_s = self._clock()
+        # TensorBoard reads the files of a folder in the order of their names, hence the time first.
+        name = f"events.out.tfevents.{int(now_unix_s):010d}.{socket.gethostname()}.{os.getpid()}.0"
+        self._file = (self._folder / name).open("ab")
+        # Only in files of version 2 does TensorBoard look at the session log below.
+        self._write_event(0, _field(3, _BYTES, b"brain.Event:2"), time_unix_s=now_unix_s)
+        # TensorBoard discards every point of the older files from the step of a session start onwards.
+        # The point of the resumed step itself is still good, so the first discarded one is its successor.
+        first_new_step = 0 if resumed_at_step is None else resumed_at_step + 1
+        session_log = _field(1, _VARINT, _varint(_SESSION_START))
+        self._write_event(first_new_step, _field(7, _BYTES, session_log), time_unix_s=now_unix_s)
+
+    def _write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        summary = b"".join(_field(1, _BYTES, _scalar(tag, value)) for tag, value in scalars.items())
+        self._write_event(step, _field(5, _BYTES, summary), time_unix_s=self._clock())
+
+    def _write_event(self, step: int, content: bytes, *, time_unix_s: float) -> None:
+        assert self._file is not None, "a record came before RunStarted or after RunEnded"
+        event = _field(1, _FIXED64, struct.pack("<d", time_unix_s)) + _field(2, _VARINT, _varint(step)) + content
+        self._file.write(frame(event))
+        self._file.flush()  # TensorBoard follows a running run; records come a few times a second at most
+
+
+def frame(data: bytes) -> bytes:
+    """One TFRecord: the length and the data, each followed by its masked checksum."""
+    length = struct.pack("<Q", len(data))
+    return length + struct.pack("<I", _masked(crc32c(length))) + data + struct.pack("<I", _masked(crc32c(data)))
+
+
+def crc32c(data: bytes) -> int:
+    """The CRC-32C (Castagnoli) checksum of RFC 3720."""
+    remainder = 0xFFFFFFFF
+    for byte in data:
+        remainder = (remainder >> 8) ^ _CRC32C_TABLE[(remainder ^ byte) & 0xFF]
+    return remainder ^ 0xFFFFFFFF
+
+
+def _masked(checksum: int) -> int:
+    """TFRecord's rotation, which keeps the checksum of data that contains checksums from being trivial."""
+    return (((checksum >> 15) | (checksum << 17)) + _CRC_MASK_DELTA) & 0xFFFFFFFF
+
+
+def _varint(number: int) -> bytes:
+    assert number >= 0, "negative numbers have another encoding, which no field here needs"
+    encoded = bytearray()
+    while number > 0x7F:
+        encoded.append(number & 0x7F | 0x80)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)
+
+
+def _field(number: int, wire_type: int, value: bytes) -> bytes:
+    length = _varint(len(value)) if wire_type == _BYTES else b""
+    return _varint(number << 3 | wire_type) + length + value
+
+
+def _scalar(tag: str, value: float) -> bytes:
+    """A `Summary.Value` with its `simple_value`."""
+    try:
+        simple_value = struct.pack("<f", value)
+    except OverflowError:  # beyond single precision: what a conversion in C would give
+        simple_value = struct.pack("<f", float("inf") if value > 0 else float("-inf"))
+    return _field(1, _BYTES, tag.encode()) + _field(2, _FIXED32, simple_value)
+
+
+def _step_scalars(record: StepDone) -> dict[str, float]:
+    return {
+        "train/loss": record.loss,
+        "train/learning_rate": record.learning_rate,
+        "train/images_per_second": record.images_per_s,
+        "train/input_wait_fraction": record.input_wait_fraction,
+    }
+
+
+def _epoch_scalars(record: EpochDone) -> dict[str, float]:
+    scalars = {f"validation/{name}": value for name, value in record.validation.items()}
+    scalars |= {
+        "epoch/number": record.epoch,
+        "epoch/train_loss": record.train_loss,
+        "epoch/images_per_second": record.images_per_s,
+        "epoch/input_wait_fraction": record.input_wait_fraction,
+        "epoch/training_time_s": record.epoch_time_s,
+        "epoch/validation_time_s": record.validation_time_s,
+    }
+    if record.peak_memory_bytes is not None:
+        scalars["epoch/peak_memory_bytes"] = record.peak_memory_bytes
+    return scalars

@@ -1,0 +1,121 @@
+"""The verb `train`: reads the settings, then starts the workers of this node or, inside one, trains."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from stormo import options
+from stormo.config import TrainConfig
+from stormo.errors import SettingError
+from stormo.hardware import visible_gpus
+from stormo.launch.detect import check_flags, detect
+from stormo.launch.place import Place
+from stormo.plan import Launched, Layout, resolve, resolve_layout
+from stormo.tasks.find import TASKS, find_task
+from stormo.tasks.task import Task
+from stormo.telemetry.files import RunFolder, find_run, list_runs
+
+# What makes a run the run it is: a resume cannot change it.
+_FIXED = ("task", "seed", "optimizer")
+
+
+def main(arguments: list[str]) -> int:
+    """Read the settings, see who this process is, and go."""
+    config, task_class = read_settings(arguments)
+    place = _place(config)
+    layout = resolve_layout(config, visible_gpus(), _launched(place))
+    task = task_class(config.task_options)
+    if config.command.dry_run:
+        for line in resolve(config, layout, task.facts()).lines():
+            print(line)  # noqa: T201
+        return 0
+    if place is None and layout.world_size > 1:
+        if task_class.facts is not Task.facts:
+            resolve(config, layout, task.facts())  # whatever is wrong is said before any process starts
+        return _start_workers(arguments, config, layout)
+    from stormo.worker import run_worker
+
+    return run_worker(config, layout, task, place)
+
+
+def read_settings(arguments: list[str]) -> tuple[TrainConfig, type[Task]]:
+    """Defaults, then the settings of a resumed run, then a TOML file's, then flags: the later wins."""
+    peeked = options.peek_flags(arguments, options.train_options(), _looks_like_task)
+    resumed = _resumed_run(peeked) if "resume" in peeked else None
+    inherited = options.read_toml(resumed.config) if resumed else {}
+    inherited.pop("workers", None)  # it goes on with whatever is there now
+    document = options.read_toml(Path(peeked["config"])) if "config" in peeked else {}
+    names = (peeked.get("task"), document.get("task"), inherited.get("task"), TrainConfig.task)
+    task_class = find_task(next(name for name in names if isinstance(name, str)))
+    every = options.train_options(task_class.Options)
+    settings = options.settings_from_toml(document, every, peeked.get("config", ""))
+    settings |= options.parse_flags("stormo train", arguments, every, f"Task {task_class.name}")
+    if resumed is None:
+        return options.make_config(settings, task_class.Options), task_class
+    before = options.settings_from_toml(inherited, every, str(resumed.config))
+    _check_resumed(settings, before, resumed)
+    settings["run_name"], settings["runs_folder"] = resumed.name, str(resumed.path.parent)
+    config = options.make_config(before | settings, task_class.Options)
+    return replace(config, given=frozenset(settings)), task_class
+
+
+def _looks_like_task(argument: str) -> bool:
+    return argument in TASKS or argument.partition(":")[0].endswith(".py") or ":" in argument
+
+
+def _resumed_run(flags: dict[str, Any]) -> RunFolder:
+    folder, wanted = Path(flags.get("runs_folder", "runs")), flags["resume"] or flags.get("run_name", "")
+    if wanted:
+        path = Path(wanted)
+        if (path / "manifest.json").is_file():  # a checkpoint: <run>/checkpoints/<step>
+            return RunFolder(path.resolve().parent.parent)
+        return find_run(folder, wanted)
+    runs = list_runs(folder)
+    if not runs:
+        raise SettingError(
+            "--resume was set", f"there is no run in {folder}", "name one with --resume RUN, or leave it out"
+        )
+    return runs[0]
+
+
+def _check_resumed(settings: dict[str, Any], before: dict[str, Any], resumed: RunFolder) -> None:
+    for key, value in settings.items():
+        if (key in _FIXED or key.startswith("task.")) and key in before and before[key] != value:
+            raise SettingError(
+                f"{key} = {value!r} was set with --resume",
+                f"run {resumed.name} was started with {before[key]!r} and is another run without it",
+                "leave it out, or start a new run",
+            )
+    if "batch_size" in settings:
+        raise SettingError(
+            f"--batch-size {settings['batch_size']} was set with --resume",
+            f"run {resumed.name} goes on with its global batch of {before['global_batch_size']}, however many workers",
+            "leave it out, or set --global-batch-size",
+        )
+
+
+def _place(config: TrainConfig) -> Place | None:
+    workers, given = config.workers, config.given
+    flags = {
+        name: getattr(workers, name) if name in given else None
+        for name in ("num_nodes", "node_id", "num_gpus", "master_addr", "master_port")
+    }
+    place = detect(os.environ, master_addr=flags["master_addr"], master_port=flags["master_port"])
+    if place is not None:
+        check_flags(place, **flags)
+    return place
+
+
+def _launched(place: Place | None) -> Launched | None:
+    if place is None or place.launcher == "local":
+        return None
+    return Launched(
+        launcher=place.launcher, world_size=place.world_size, local_size=place.local_size, num_nodes=place.num_nodes
+    )
+
+
+def _start_workers(arguments: list[str], config: TrainConfig, layout: Layout) -> int:
+    raise NotImplementedError

@@ -1,0 +1,142 @@
+"""Inside one worker: join the others, load the task, and train; the folder of the run is written by the main one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import torch
+
+from stormo.config import TrainConfig
+from stormo.data.loaders import Loader, ResidentLoader, Share, StreamedLoader
+from stormo.data.order import derive_seed
+from stormo.data.tensors import TensorData
+from stormo.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE
+from stormo.hardware import num_cores
+from stormo.journal import Journal, process_start_unix_s
+from stormo.launch.place import Place, alone
+from stormo.loop import Training, train
+from stormo.metrics import Validation
+from stormo.optim.schedule import Schedule
+from stormo.plan import Layout, Plan, resolve
+from stormo.progress import Progress
+from stormo.state import RunState
+from stormo.strategies.table import STRATEGIES
+from stormo.tasks.task import Task
+from stormo.world.signals import StopFlag, stop_flag
+from stormo.world.world import World
+
+
+def run_worker(config: TrainConfig, layout: Layout, task: Task, place: Place | None) -> int:
+    """Train as one worker of the job; return its exit code."""
+    place = place or alone()
+    with stop_flag() as flag, ExitStack() as closing:
+        world = World(place, _device(layout, place), layout.backend, config.workers.timeout)
+        closing.callback(world.close)
+        with world.once_per_node() as is_fetcher:
+            if is_fetcher:
+                task.fetch()
+        plan = resolve(config, layout, task.facts())
+        _set_arithmetic(config, plan)
+        return _train(config, plan, task, world, flag, lambda step: None)
+
+
+def _device(layout: Layout, place: Place) -> torch.device:
+    if layout.device_type == "cpu":
+        return torch.device("cpu")
+    # A launcher may show each worker one GPU of its own; workers that share GPUs on purpose take them in turn.
+    return torch.device("cuda", place.local_rank % torch.cuda.device_count())
+
+
+def _set_arithmetic(config: TrainConfig, plan: Plan) -> None:
+    tf32 = "ieee" if plan.precision in ("fp32", "fp64") else "tf32"
+    torch.backends.cuda.matmul.fp32_precision = tf32
+    torch.backends.cudnn.conv.fp32_precision = tf32  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = plan.autotune
+    torch.set_default_dtype(torch.float64 if plan.precision == "fp64" else torch.float32)
+    if config.run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is not repeatable without it
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+
+
+def _train(
+    config: TrainConfig, plan: Plan, task: Task, world: World, flag: StopFlag, sign_of_life: Callable[[int], None]
+) -> int:
+    seed = config.run.seed
+    torch.manual_seed(derive_seed(seed, "model"))  # every worker builds the same model
+    strategy = STRATEGIES[plan.layout.strategy](world, plan, task, config)
+    torch.manual_seed(derive_seed(seed, "worker", world.rank))  # and has its own dropout
+    loader = _loader(config, plan, task, world)
+    if world.size > 1 or world.device.type == "cuda" or plan.compile:
+        strategy.warm_up(loader)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
+    state = RunState(progress=Progress(), strategy=strategy, loss_sum=loss_sum)
+    validation = Validation(
+        task,
+        task.validation_data(),
+        config.speed.validation_batch_size,
+        world,
+        resident=plan.loader == "resident",
+    )
+    journal = Journal(config, plan, world, state, process_start_unix_s())
+    journal.resume()
+    journal.start()
+    try:
+        outcome = train(
+            Training(
+                world=world,
+                plan=plan,
+                settings=config,
+                state=state,
+                loader=loader,
+                validation=validation,
+                schedule=_schedule(config, plan),
+                flag=flag,
+                record=journal.record,
+                save=journal.save,
+                sign_of_life=sign_of_life,
+            )
+        )
+    except BaseException:
+        journal.end("error")
+        raise
+    finally:
+        loader.close()
+    journal.end(outcome.stopped_by)
+    if outcome.signal_number == signal.SIGINT:
+        return EXIT_INTERRUPTED
+    return EXIT_RESUMABLE if outcome.signal_number else 0
+
+
+def _loader(config: TrainConfig, plan: Plan, task: Task, world: World) -> Loader:
+    data = task.train_data()
+    share = Share(
+        global_batch_size=plan.global_batch_size,
+        accumulate=plan.accumulate,
+        worker=world.rank,
+        num_workers=world.size,
+    )
+    seed, num_draws = config.run.seed, task.num_draws
+    if plan.loader == "resident":
+        assert isinstance(data, TensorData)
+        return ResidentLoader(data, share, seed, num_draws, task.augment, world.device)
+    num_workers = config.speed.loader_workers
+    if num_workers is None:
+        num_workers = min(8, max(1, num_cores() // world.place.local_size - 1))
+    return StreamedLoader(data, share, seed, num_draws, task.augment, world.device, num_workers)
+
+
+def _schedule(config: TrainConfig, plan: Plan) -> Schedule:
+    return Schedule(
+        peak=plan.learning_rate,
+        start=plan.warmup_start,
+        warmup_steps=plan.warmup_steps,
+        total_steps=plan.total_steps,
+        decay=config.optimizer.decay,
+        steps_per_epoch=plan.steps_per_epoch,
+        decay_every=config.optimizer.decay_every,
+        decay_factor=config.optimizer.decay_factor,
+    )

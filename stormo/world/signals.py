@@ -1,0 +1,38 @@
+"""Asks a run to stop: SIGTERM, SIGUSR1 and Ctrl-C set a flag that the loop reads between steps.
+
+Nothing is saved inside a handler. A second Ctrl-C ends the process at once.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+class StopFlag:
+    """The last stop signal that came, or 0."""
+
+    def __init__(self) -> None:
+        self.signal_number = 0
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Remember the signal; give up at once on a second Ctrl-C."""
+        if number == signal.SIGINT and self.signal_number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal_number = number
+
+
+@contextmanager
+def stop_flag() -> Iterator[StopFlag]:
+    """Turn stop signals into a flag while the body runs."""
+    flag = StopFlag()
+    before = {number: signal.signal(number, flag.handle) for number in STOP_SIGNALS}
+    try:
+        yield flag
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

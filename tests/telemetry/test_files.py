@@ -1,0 +1,365 @@
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stormo.errors import SettingError, StormoError
+from stormo.telemetry.files import (
+    EventFile,
+    RunFolder,
+    collect_environment,
+    current_events,
+    find_run,
+    list_runs,
+    mask_secrets,
+    read_environment,
+    read_events,
+    read_summary,
+    to_json,
+    write_json,
+)
+from stormo.telemetry.record import (
+    CheckpointSaved,
+    EpochDone,
+    Notice,
+    Record,
+    RunEnded,
+    RunStarted,
+    StepDone,
+    ValidationProgress,
+)
+
+
+def started(resumed_at_step: int | None = None) -> RunStarted:
+    return RunStarted(
+        run_name="heron",
+        run_folder="runs/heron",
+        task="fashion-mnist",
+        world_size=4,
+        global_batch_size=2048,
+        epochs=3,
+        steps_per_epoch=10,
+        resumed_at_step=resumed_at_step,
+        explanation=("global batch 2048 = 512 per worker × 4 workers × 1 accumulation",),
+    )
+
+
+def step_done(step: int, loss: float = 1.5) -> StepDone:
+    return StepDone(
+        epoch=1,
+        step=step,
+        step_in_epoch=step,
+        samples_seen=step * 2048,
+        loss=loss,
+        learning_rate=0.04,
+        images_per_s=2423.4,
+        input_wait_fraction=0.01,
+        train_time_s=float(step),
+    )
+
+
+def epoch_done(epoch: int) -> EpochDone:
+    return EpochDone(
+        epoch=epoch,
+        step=10 * epoch,
+        samples_seen=20480 * epoch,
+        epoch_time_s=8.0,
+        cumulative_time_s=8.0 * epoch,
+        validation_time_s=1.0,
+        images_per_s=2560.0,
+        train_loss=1.0,
+        learning_rate=0.04,
+        input_wait_fraction=0.02,
+        peak_memory_bytes=None,
+        validation={"loss": 0.9, "accuracy": 0.7},
+    )
+
+
+def write_all(folder: Path, *records: Record) -> RunFolder:
+    run = RunFolder(folder)
+    sink = EventFile(run, clock=lambda: 1000.0)
+    for record in records:
+        sink.write(record)
+    sink.close()
+    return run
+
+
+def test_every_record_but_validation_progress_becomes_one_line_with_its_name_time_and_fields(tmp_path: Path) -> None:
+    saved = CheckpointSaved(epoch=1, step=10, path="checkpoints/step-00000010", weights_sha256="ab", save_time_s=0.1)
+    run = write_all(
+        tmp_path / "heron",
+        started(),
+        step_done(1),
+        ValidationProgress(epoch=1, done=5, total=10),
+        epoch_done(1),
+        saved,
+        Notice(kind="info", text="hello"),
+        RunEnded(summary={"stopped_by": "epochs"}),
+    )
+    lines = run.events.read_text(encoding="utf-8").splitlines()
+    events = [json.loads(line) for line in lines]
+    assert [event["event"] for event in events] == [
+        "run_started",
+        "step_done",
+        "epoch_done",
+        "checkpoint_saved",
+        "notice",
+        "run_ended",
+    ]
+    assert {event["time_unix_s"] for event in events} == {1000.0}
+    assert events[0]["explanation"] == ["global batch 2048 = 512 per worker × 4 workers × 1 accumulation"]
+    assert events[2]["validation"] == {"loss": 0.9, "accuracy": 0.7}
+    assert events[2]["peak_memory_bytes"] is None
+    assert events[3]["weights_sha256"] == "ab"
+    assert events[5]["summary"] == {"stopped_by": "epochs"}
+    assert read_events(run.events) == events
+
+
+def test_an_event_can_be_read_before_the_sink_is_closed(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "heron")
+    sink = EventFile(run)
+    sink.write(step_done(1))
+    assert [event["step"] for event in read_events(run.events)] == [1]
+    sink.close()
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite_is_written_as_null(tmp_path: Path, loss: float) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    run = write_all(tmp_path / "heron", step_done(1, loss=loss), RunEnded(summary={"validation_loss": loss}))
+    for text in [*run.events.read_text(encoding="utf-8").splitlines(), run.summary.read_text(encoding="utf-8")]:
+        json.loads(text, parse_constant=refuse)
+    assert read_events(run.events)[0]["loss"] is None
+    assert read_summary(run) == {"validation_loss": None}
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+        lambda inner: st.lists(inner) | st.tuples(inner) | st.dictionaries(st.text(), inner),
+    )
+)
+def test_to_json_makes_strict_json_of_any_nested_value_and_keeps_finite_floats_exactly(value: object) -> None:
+    plain = to_json(value)
+    assert json.loads(json.dumps(plain, allow_nan=False)) == plain
+    if isinstance(value, float) and math.isfinite(value):
+        assert plain == value
+
+
+def test_a_file_cut_at_any_byte_loses_only_the_cut_line_and_is_repaired_before_the_next_record(tmp_path: Path) -> None:
+    run = write_all(tmp_path / "heron", step_done(1), step_done(2))
+    whole = run.events.read_bytes()
+    first_line_length = whole.index(b"\n") + 1
+    for length in range(len(whole) + 1):
+        run.events.write_bytes(whole[:length])
+        # A line that lacks only its line end is complete.
+        num_complete = (length >= first_line_length - 1) + (length >= len(whole) - 1)
+        steps = list(range(1, num_complete + 1))
+        assert [event["step"] for event in read_events(run.events)] == steps
+        write_all(run.path, step_done(99))
+        assert [event["step"] for event in read_events(run.events)] == [*steps, 99]
+
+
+def test_a_torn_line_longer_than_one_block_is_removed_whole(tmp_path: Path) -> None:
+    run = write_all(tmp_path / "heron", step_done(1))
+    with run.events.open("ab") as file:
+        file.write(b'{"event": "notice", "text": "' + b"x" * 200_000)
+    write_all(run.path, step_done(2))
+    assert [event["step"] for event in read_events(run.events)] == [1, 2]
+
+
+def test_zero_bytes_at_the_end_left_by_a_power_cut_are_removed(tmp_path: Path) -> None:
+    run = write_all(tmp_path / "heron", step_done(1))
+    with run.events.open("ab") as file:
+        file.write(b"\0" * 5000)
+    assert len(read_events(run.events)) == 1
+    write_all(run.path, step_done(2))
+    assert [event["step"] for event in read_events(run.events)] == [1, 2]
+
+
+def test_a_damaged_line_in_the_middle_is_an_error_that_names_the_line(tmp_path: Path) -> None:
+    run = write_all(tmp_path / "heron", step_done(1), step_done(2), step_done(3))
+    lines = run.events.read_bytes().splitlines(keepends=True)
+    run.events.write_bytes(lines[0] + b"\xff" + lines[1] + lines[2])
+    with pytest.raises(StormoError, match="line 2 is not a JSON object"):
+        read_events(run.events)
+
+
+def test_a_missing_events_file_reads_as_no_events(tmp_path: Path) -> None:
+    assert read_events(tmp_path / "events.jsonl") == []
+
+
+def test_a_resume_makes_later_records_of_the_attempt_before_obsolete_but_keeps_its_notices(tmp_path: Path) -> None:
+    write_all(tmp_path / "heron", started(), epoch_done(1), Notice(kind="info", text="kept"), epoch_done(2))
+    run = write_all(tmp_path / "heron", started(resumed_at_step=10), epoch_done(2), epoch_done(3))
+    kept = current_events(read_events(run.events))
+    assert [event["epoch"] for event in kept if event["event"] == "epoch_done"] == [1, 2, 3]
+    assert [event["text"] for event in kept if event["event"] == "notice"] == ["kept"]
+
+
+def test_a_run_started_anew_in_the_same_folder_makes_everything_before_obsolete(tmp_path: Path) -> None:
+    write_all(tmp_path / "heron", started(), epoch_done(1), Notice(kind="info", text="gone"))
+    run = write_all(tmp_path / "heron", started(), epoch_done(1))
+    assert [event["event"] for event in current_events(read_events(run.events))] == ["run_started", "epoch_done"]
+
+
+def test_the_summary_appears_at_the_end_and_goes_away_when_the_run_goes_on(tmp_path: Path) -> None:
+    run = write_all(tmp_path / "heron", started(), RunEnded(summary={"stopped_by": "signal"}))
+    assert read_summary(run) == {"stopped_by": "signal"}
+    run = write_all(tmp_path / "heron", started(resumed_at_step=10))
+    assert read_summary(run) is None
+
+
+def test_write_json_keeps_the_old_file_and_leaves_no_temporary_one_when_it_fails(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(TypeError):
+        write_json(path, {"a": object()})
+    assert json.loads(path.read_text(encoding="utf-8")) == {"a": 1}
+    assert os.listdir(tmp_path) == ["summary.json"]  # noqa: PTH208
+
+
+def test_write_json_syncs_the_content_before_it_publishes_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    real_fsync, real_replace = os.fsync, Path.replace
+
+    def fsync(fd: int) -> None:
+        order.append("folder" if Path(os.readlink(f"/proc/self/fd/{fd}")) == tmp_path else "content")  # noqa: PTH115
+        real_fsync(fd)
+
+    def replace(source: Path, target: Path) -> Path:
+        order.append("rename")
+        return real_replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "replace", replace)
+    write_json(tmp_path / "summary.json", {"a": 1})
+    assert order == ["content", "rename", "folder"]
+
+
+@pytest.mark.parametrize("content", ["{", "[1]"])
+def test_a_summary_that_is_not_a_json_object_is_an_error_that_names_the_file(tmp_path: Path, content: str) -> None:
+    (tmp_path / "summary.json").write_text(content, encoding="utf-8")
+    with pytest.raises(StormoError, match=r"summary\.json"):
+        read_summary(RunFolder(tmp_path))
+
+
+def test_checkpoints_are_listed_by_step_without_temporary_folders_and_files(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    assert run.checkpoint_folders() == []
+    for name in ("step-00000020", "step-100000000", "step-00000003", ".step-00000030.tmp", "step-x"):
+        (run.checkpoints / name).mkdir(parents=True)
+    (run.checkpoints / "step-00000001").touch()
+    names = [path.name for path in run.checkpoint_folders()]
+    assert names == ["step-00000003", "step-00000020", "step-100000000"]
+
+
+def test_runs_are_listed_by_their_first_start_newest_first_and_other_folders_are_left_out(tmp_path: Path) -> None:
+    for name, time_unix_s in (("b", 200.0), ("a", 300.0), ("c", 100.0)):
+        sink = EventFile(RunFolder(tmp_path / name), clock=lambda time_unix_s=time_unix_s: time_unix_s)  # type: ignore[misc]
+        sink.write(started())
+        sink.close()
+    (tmp_path / "not-a-run").mkdir()
+    (tmp_path / "file").touch()
+    assert [run.name for run in list_runs(tmp_path)] == ["a", "b", "c"]
+
+
+def test_a_folder_that_does_not_exist_holds_no_runs(tmp_path: Path) -> None:
+    assert list_runs(tmp_path / "runs") == []
+
+
+def test_a_run_is_found_by_name_and_by_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_all(tmp_path / "runs" / "heron", started())
+    monkeypatch.chdir(tmp_path)
+    assert find_run(tmp_path / "runs", "heron").name == "heron"
+    assert find_run(tmp_path / "elsewhere", "runs/heron/").name == "heron"
+    assert find_run(tmp_path / "elsewhere", str(tmp_path / "runs" / "heron")).name == "heron"
+
+
+def test_an_unknown_run_is_answered_with_the_closest_name(tmp_path: Path) -> None:
+    write_all(tmp_path / "heron", started())
+    with pytest.raises(SettingError, match="did you mean heron"):
+        find_run(tmp_path, "hero")
+
+
+def test_a_run_asked_for_where_there_is_none_says_so(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="there is no run in"):
+        find_run(tmp_path / "runs", "hero")
+
+
+@pytest.mark.parametrize(
+    ("argument", "masked"),
+    [
+        (["--wandb-token", "abc123"], ["--wandb-token", "***"]),
+        (["--api-key=abc123"], ["--api-key=***"]),
+        (["HF_TOKEN=abc"], ["HF_TOKEN=***"]),
+        (["--auth", "--epochs", "3"], ["--auth", "--epochs", "3"]),
+        (["--data", "https://me:pw@host/x"], ["--data", "https://me:***@host/x"]),
+        (["--note", "use hf_abcdefghijklmnopqrst"], ["--note", "use ***"]),
+        (["--tokenizer", "bpe", "--max-tokens", "5"], ["--tokenizer", "bpe", "--max-tokens", "5"]),
+        (["--task", "fashion-mnist", "--lr=0.1"], ["--task", "fashion-mnist", "--lr=0.1"]),
+    ],
+)
+def test_what_looks_like_a_secret_on_the_command_line_is_masked(argument: list[str], masked: list[str]) -> None:
+    assert mask_secrets(["stormo", "train", *argument]) == ["stormo", "train", *masked]
+
+
+def test_the_environment_holds_the_selected_variables_and_masks_credentials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["stormo", "train", "--password", "x"])
+    for name, value in {
+        "SLURM_JOB_ID": "17",
+        "SLURM_JWT": "eyJ",
+        "NCCL_DEBUG": "INFO",
+        "CUDA_VISIBLE_DEVICES": "0,1",
+        "AWS_SECRET_ACCESS_KEY": "x",
+    }.items():
+        monkeypatch.setenv(name, value)
+    environment = collect_environment({"torch": "2.13.0", "nccl": None})
+    variables = environment["variables"]
+    assert (variables["SLURM_JOB_ID"], variables["SLURM_JWT"]) == ("17", "***")
+    assert (variables["NCCL_DEBUG"], variables["CUDA_VISIBLE_DEVICES"]) == ("INFO", "0,1")
+    assert "AWS_SECRET_ACCESS_KEY" not in variables
+    assert environment["command"] == ["stormo", "train", "--password", "***"]
+    assert environment["torch"] == "2.13.0"
+    assert environment["num_cpus"] >= 1
+    run = RunFolder(tmp_path)
+    write_json(run.environment, environment)
+    assert read_environment(run) == environment
+
+
+def test_the_git_commit_is_that_of_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    for name in ("GIT_DIR", "GIT_WORK_TREE"):
+        monkeypatch.delenv(name, raising=False)
+    assert collect_environment({})["git_commit"] is None
+    assert "not a git repository" in collect_environment({})["git_commit_reason"]
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
+    (tmp_path / "code.py").write_text("a = 1\n", encoding="utf-8")
+    for command in (["init", "-q"], ["add", "code.py"], ["commit", "-q", "--no-verify", "-m", "first"]):
+        subprocess.run([*git, *command], check=True, cwd=tmp_path)
+    head = subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    environment = collect_environment({})
+    assert (environment["git_commit"], environment["git_has_changes"]) == (head, False)
+    (tmp_path / "code.py").write_text("a = 2\n", encoding="utf-8")
+    assert collect_environment({})["git_has_changes"] is True
+
+
+def test_a_machine_without_git_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert collect_environment({})["git_commit_reason"] == "git is not installed"
