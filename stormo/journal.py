@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Mapping
@@ -227,13 +226,3 @@ def _versions(world: World) -> Mapping[str, Any]:
             "gpu": torch.cuda.get_device_name(world.device),
         }
     return versions
-
-
-def process_start_unix_s() -> float:
-    """When this command was typed: the agent's start, which workers inherit, or this process's own."""
-    inherited = os.environ.get("STORMO_STARTED_UNIX_S")
-    if inherited:
-        return float(inherited)
-    started_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
-    return time.time() - age_s

@@ -272,6 +272,16 @@ def make_config(settings: Mapping[str, Any], task_options: type[Any] | None) -> 
     )
 
 
+def flat_settings(config: TrainConfig) -> dict[str, Any]:
+    """Every setting that must be the same on all nodes, by key."""
+    settings: dict[str, Any] = {"task": config.task}
+    for section in SECTIONS:
+        settings |= dataclasses.asdict(getattr(config, section))
+    if config.task_options is not None:
+        settings |= {f"task.{key}": value for key, value in dataclasses.asdict(config.task_options).items()}
+    return {key: value for key, value in settings.items() if key not in ("node_id", "task.data_folder")}
+
+
 def to_toml(config: TrainConfig) -> str:
     """The configuration as TOML, readable by `--config`; what was left to be chosen is left out."""
     lines = [f"task = {json.dumps(config.task)}"]

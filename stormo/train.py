@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from stormo import options
 from stormo.config import TrainConfig
-from stormo.errors import SettingError
+from stormo.errors import EXIT_FAILURE, SettingError, StormoError
 from stormo.hardware import visible_gpus
+from stormo.launch import agent, local
 from stormo.launch.detect import check_flags, detect
-from stormo.launch.place import Place
-from stormo.plan import Launched, Layout, resolve, resolve_layout
+from stormo.launch.lifeline import AgentLifeline, Lifeline, NoLifeline
+from stormo.launch.place import Place, alone
+from stormo.plan import DEFAULT_PORT, Launched, Layout, resolve, resolve_layout
+from stormo.process import STARTED, process_start_unix_s
 from stormo.tasks.find import TASKS, find_task
 from stormo.tasks.task import Task
 from stormo.telemetry.files import RunFolder, find_run, list_runs
@@ -36,9 +41,7 @@ def main(arguments: list[str]) -> int:
         if task_class.facts is not Task.facts:
             resolve(config, layout, task.facts())  # whatever is wrong is said before any process starts
         return _start_workers(arguments, config, layout)
-    from stormo.worker import run_worker
-
-    return run_worker(config, layout, task, place)
+    return _work(config, layout, task, place or alone())
 
 
 def read_settings(arguments: list[str]) -> tuple[TrainConfig, type[Task]]:
@@ -118,4 +121,39 @@ def _launched(place: Place | None) -> Launched | None:
 
 
 def _start_workers(arguments: list[str], config: TrainConfig, layout: Layout) -> int:
-    raise NotImplementedError
+    """Become the agent of this node: the workers run this very command again, told who they are."""
+    os.environ[STARTED] = str(process_start_unix_s())
+    workers = config.workers
+    node = local.Node(
+        num_workers=layout.workers_per_node,
+        num_nodes=workers.num_nodes,
+        node_id=workers.node_id,
+        master_addr=workers.master_addr,
+        master_port=workers.master_port or DEFAULT_PORT,
+    )
+    settings = {f"--{key.replace('_', '-')}": str(value) for key, value in options.flat_settings(config).items()}
+    return agent.run_node(
+        [sys.executable, "-m", "stormo", "train", *arguments],
+        node,
+        digest=hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest(),
+        options=settings,
+        timeout_s=workers.timeout,
+    )
+
+
+def _work(config: TrainConfig, layout: Layout, task: Task, place: Place) -> int:
+    """Be a worker; whatever goes wrong is told to the others before this process ends."""
+    lifeline: Lifeline = AgentLifeline(place, os.environ) if place.launcher == "local" else NoLifeline()
+    try:
+        from stormo.worker import run_worker
+
+        code = run_worker(config, layout, task, place, lifeline)
+    except Exception as error:
+        if place.launcher == "alone":
+            raise
+        from stormo.world.world import is_secondary
+
+        lifeline.report_failure(error, secondary=is_secondary(error))
+        return error.exit_code if isinstance(error, StormoError) else EXIT_FAILURE
+    lifeline.close()
+    return code

@@ -15,12 +15,14 @@ from stormo.data.order import derive_seed
 from stormo.data.tensors import TensorData
 from stormo.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE
 from stormo.hardware import num_cores
-from stormo.journal import Journal, process_start_unix_s
-from stormo.launch.place import Place, alone
+from stormo.journal import Journal
+from stormo.launch.lifeline import Lifeline
+from stormo.launch.place import Place
 from stormo.loop import Training, train
 from stormo.metrics import Validation
 from stormo.optim.schedule import Schedule
 from stormo.plan import Layout, Plan, resolve
+from stormo.process import process_start_unix_s
 from stormo.progress import Progress
 from stormo.state import RunState
 from stormo.strategies.table import STRATEGIES
@@ -29,9 +31,8 @@ from stormo.world.signals import StopFlag, stop_flag
 from stormo.world.world import World
 
 
-def run_worker(config: TrainConfig, layout: Layout, task: Task, place: Place | None) -> int:
+def run_worker(config: TrainConfig, layout: Layout, task: Task, place: Place, lifeline: Lifeline) -> int:
     """Train as one worker of the job; return its exit code."""
-    place = place or alone()
     with stop_flag() as flag, ExitStack() as closing:
         world = World(place, _device(layout, place), layout.backend, config.workers.timeout)
         closing.callback(world.close)
@@ -40,7 +41,7 @@ def run_worker(config: TrainConfig, layout: Layout, task: Task, place: Place | N
                 task.fetch()
         plan = resolve(config, layout, task.facts())
         _set_arithmetic(config, plan)
-        return _train(config, plan, task, world, flag, lambda step: None)
+        return _train(config, plan, task, world, flag, lifeline.alive)
 
 
 def _device(layout: Layout, place: Place) -> torch.device:

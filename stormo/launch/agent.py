@@ -69,9 +69,7 @@ def run_node(
         timeout_s: for all nodes to come together, and for a worker without a sign of life.
     """
     patience = patience or Patience()
-    patience = replace(
-        patience, timing=replace(patience.timing, join_s=timeout_s, stalled_after_s=patience.timing.stalled_after_s)
-    )
+    patience = replace(patience, timing=replace(patience.timing, join_s=timeout_s))
     sys.stdout.flush()
     sys.stderr.flush()
     with ExitStack() as stack:
@@ -124,7 +122,10 @@ class Agent:
         self._num_interrupts = 0
         self._stop_deadline: float | None = None
         self._left = False
+        self._failed = False
         self._exit_code: int | None = None  # once known, the loop ends
+        # Rank 0 writes to the terminal from a background process group; `stty tostop` must not stop it for that.
+        stack.callback(signal.signal, signal.SIGTTOU, signal.signal(signal.SIGTTOU, signal.SIG_IGN))
         self._inbox = stack.enter_context(SignalInbox(_SIGNALS))
         self._selector.register(self._inbox, selectors.EVENT_READ)
 
@@ -150,11 +151,11 @@ class Agent:
         """Agree with the other nodes on where the ranks meet; node 0 already listens there, so no port is raced for."""
         node = self._node
         if node.num_nodes == 1:
-            store = self._stack.enter_context(listen(LOOPBACK, 0, backlog=_STORE_BACKLOG))
-            return LOOPBACK, int(store.getsockname()[1]), store
+            only_store = self._stack.enter_context(listen(LOOPBACK, 0, backlog=_STORE_BACKLOG))
+            return LOOPBACK, int(only_store.getsockname()[1]), only_store
         assert node.master_addr is not None
         timing = self._patience.timing
-        store = None
+        store: socket.socket | None = None
         payload: Mapping[str, object] = {}
         if node.node_id == 0:
             number = listening_address(node.master_addr, all_on_this_host=False)
@@ -254,12 +255,13 @@ class Agent:
                     self._stop_at_once()
                     return
                 self._say("stopping after this step; press Ctrl-C again to stop at once")
-            if number in (signal.SIGTERM, signal.SIGHUP):
-                self._stop_deadline = self._stop_deadline or time.monotonic() + self._patience.stop_s
-                number = signal.SIGTERM  # a closed terminal means the same: save and stop
-            self._forwarded.add(number)
+            # A closed terminal means what SIGTERM means: save and stop.
+            passed_on = signal.SIGTERM if number == signal.SIGHUP else number
+            if passed_on == signal.SIGTERM and self._stop_deadline is None:
+                self._stop_deadline = time.monotonic() + self._patience.stop_s
+            self._forwarded.add(passed_on)
             for worker in self._workers:
-                worker.send_signal(number)
+                worker.send_signal(passed_on)
 
     def _stop_at_once(self) -> None:
         failure = Failure(
@@ -289,11 +291,18 @@ class Agent:
         if worker.channel.closed:
             self._selector.unregister(worker.channel)
             worker.channel.close()
+            worker.channel_closed_at = now
 
     def _take_output(self, stream: Stream) -> None:
+        if stream.closed:  # found ready in the same round in which a failure had it read to its end
+            return
         lines = stream.read()
         if stream.closed:
             self._selector.unregister(stream)
+        self._pass_on(stream, lines)
+
+    def _pass_on(self, stream: Stream, lines: Sequence[bytes]) -> None:
+        """Write what goes to stdout; hold what goes to stderr for a moment."""
         if stream.target_fd != _STDERR:
             write_all(stream.target_fd, b"".join(lines))
             return
@@ -352,19 +361,17 @@ class Agent:
         for worker in self._workers:
             if not worker.running or worker.said_bye or worker.failure is not None:
                 continue
-            silent_s = now - (worker.started_at if worker.heard_at is None else worker.heard_at)
+            heard_at = worker.started_at if worker.heard_at is None else worker.heard_at
+            silent_s = now - heard_at
+            if silent_s <= min(self._timeout_s, self._patience.silent_warning_s):
+                continue
             name = f"rank {worker.rank} (pid {worker.pid})"
-            what = f"has sent no sign of life for {silent_s:.0f} s: {worker.state()}" if silent_s > 1 else ""
+            what = f"has sent no sign of life for {silent_s:.0f} s: {worker.state()}"
             if silent_s > self._timeout_s:
-                failure = Failure(kind="silent", who=name, host=self._hello.host, what=what)
-                worker.failure = failure
-                self._add(Sign(failure=failure, weight=Weight.CAUSE, seen_at=now, rank=worker.rank))
-            elif (
-                worker.heard_at is not None  # before that it still loads its libraries
-                and silent_s > self._patience.silent_warning_s
-                and worker.silent_since is None
-            ):
-                worker.silent_since = worker.heard_at
+                worker.failure = Failure(kind="silent", who=name, host=self._hello.host, what=what)
+                self._add(Sign(failure=worker.failure, weight=Weight.CAUSE, seen_at=now, rank=worker.rank))
+            elif worker.heard_at is not None and worker.silent_since is None:  # before, it still loads its libraries
+                worker.silent_since = heard_at
                 self._say(f"{name} {what}")
 
     def _look_at_stop_deadline(self) -> None:
@@ -400,9 +407,9 @@ class Agent:
 
     def _is_vanishing(self, worker: Worker) -> bool:
         """Whether a worker has closed its channel without a word: its end is about to be seen, and how it ended."""
-        last_heard = worker.started_at if worker.heard_at is None else worker.heard_at
-        recent = time.monotonic() - last_heard < self._patience.settling.secondary_s + 1.0
-        return worker.channel.closed and worker.running and not worker.said_bye and recent
+        if worker.channel_closed_at is None or worker.said_bye or not worker.running:
+            return False
+        return time.monotonic() - worker.channel_closed_at < self._patience.settling.secondary_s
 
     # --- the end -------------------------------------------------------------------------------------------------
 
@@ -436,7 +443,7 @@ class Agent:
     def _end_with(self, sign: Sign) -> None:
         """Tell the other nodes, end all workers of this one, and only then write: the cause comes first."""
         failure = sign.failure
-        self._exit_code = failure.exit_code
+        self._exit_code, self._failed = failure.exit_code, True
         for worker in self._workers:
             worker.kill()
         self._read_rest()
@@ -476,21 +483,18 @@ class Agent:
             streams = [stream for stream in streams if not stream.closed]
 
     def _end_workers(self) -> None:
-        """Leave no process behind, whatever happened; the rest of orderly output is shown."""
+        """Leave no process behind, whatever happened, and no line unshown that is not a consequence of a failure."""
         for worker in self._workers:
             worker.kill()
         deadline = time.monotonic() + _REAP_S
         for worker in self._workers:
             if not worker.reap(max(0.1, deadline - time.monotonic())):
                 self._say(f"rank {worker.rank} (pid {worker.pid}) could not be ended: {worker.state()}")
+        self._read_rest()
         for stream in (stream for worker in self._workers for stream in worker.streams):
-            now = time.monotonic()
-            lines = stream.finish()
-            if stream.target_fd == _STDERR:
-                self._held.extend((now, stream, line) for line in lines)
-            else:
-                write_all(stream.target_fd, b"".join(lines))
-        write_all(_STDERR, b"".join(line for _, _, line in self._held))
+            self._pass_on(stream, stream.finish())
+        if not self._failed:
+            write_all(_STDERR, b"".join(line for _, _, line in self._held))
         for worker in self._workers:
             worker.close()
 

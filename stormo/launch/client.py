@@ -32,6 +32,7 @@ from stormo.launch.link import Link
 
 _ATTEMPT_TIMEOUT_S = 5.0  # for one connection to be accepted and welcomed
 _RETRY_AFTER_S = 0.25
+_LAST_WORDS_S = 1.0
 
 
 class Client:
@@ -93,8 +94,22 @@ class Client:
         if self._server is not None:
             self._server.link.drain(timeout_s)
 
+    def dismiss(self) -> None:
+        """Nothing to tell: only member 0 serves."""
+
+    def abandon(self) -> None:
+        """Let go of every descriptor without a word, in a forked child that shares them with its parent."""
+        # Unregistering would act on the parent's selector too.
+        if self._connecting is not None:
+            self._connecting.close()
+        if self._server is not None:
+            self._server.link.close()
+        self._selector.close()
+
     def close(self) -> None:
         """Let go of the connection."""
+        if self._server is not None:
+            self._server.link.finish(_LAST_WORDS_S)
         self._hang_up()
         self._selector.close()
 

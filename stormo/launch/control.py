@@ -129,8 +129,14 @@ class Control(Protocol):
     def drain(self, timeout_s: float) -> None:
         """Wait until everything said is on its way, at most so long."""
 
+    def dismiss(self) -> None:
+        """Member 0 ends in order and no longer serves the others, who go on without the channel."""
+
     def close(self) -> None:
-        """Let go of every connection."""
+        """Let go of every connection after the last words have arrived."""
+
+    def abandon(self) -> None:
+        """Let go of every descriptor without a word, in a forked child that shares them with its parent."""
 
 
 class Peer:
@@ -197,21 +203,27 @@ def misfit(own: Hello, message: Mapping[str, Any], taken: Mapping[int, str], nou
             "every member has one",
             f"install the same release of stormo on every {noun}",
         )
+    # Nodes are numbered by the user's flags, ranks by their launcher.
+    own_count, their_count, their_id = (
+        (f"--num-nodes {own.num_members}", f"--num-nodes {count}", f"--node-id {member}")
+        if noun == "node"
+        else (f"a world of {own.num_members} ranks", f"a world of {count} ranks", f"rank {member}")
+    )
     if count != own.num_members:
         return SettingError(
-            f"--num-{noun}s {count} was set on host {host} and --num-{noun}s {own.num_members} on host {own.host}",
+            f"Host {host} was started with {their_count} and host {own.host} with {own_count}",
             "both come to the same job",
-            f"set the same --num-{noun}s on every {noun}",
+            f"start every {noun} with the same number of {noun}s",
         )
     if not 0 <= member < own.num_members:
         return SettingError(
-            f"--{noun}-id {member} was set on host {host} with --num-{noun}s {count}",
+            f"Host {host} was started with {their_id} of {count}",
             f"{noun} ids run from 0 to {count - 1}",
             f"give every {noun} its own id from that range",
         )
     if member in taken:
         return SettingError(
-            f"--{noun}-id {member} was set on host {host}",
+            f"Host {host} was started with {their_id}",
             f"host {taken[member]} has already come as {noun} {member}",
             f"give every {noun} its own id from 0 to {count - 1}",
         )

@@ -108,6 +108,19 @@ class Link:
             self._end(fault=f"it sent a line longer than {MAX_LINE_BYTES} bytes")
         return messages
 
+    def finish(self, timeout_s: float) -> None:
+        """Close after the last words have arrived: closing on unread input would reset the connection and lose them."""
+        deadline = time.monotonic() + timeout_s
+        self.drain(timeout_s)
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+            while not self.closed and (left_s := deadline - time.monotonic()) > 0:
+                waiting = select.poll()
+                waiting.register(self._socket, select.POLLIN)
+                if waiting.poll(left_s * 1000) and not self._socket.recv(_READ_BYTES):
+                    break
+        self.close()
+
     def close(self) -> None:
         """Let go of the socket."""
         self.closed = True

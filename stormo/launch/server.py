@@ -110,11 +110,27 @@ class Server:
         for peer in self._members.values():
             peer.link.drain(max(0.0, deadline - time.monotonic()))
 
-    def close(self) -> None:
-        """Let go of every connection and of the port."""
+    def dismiss(self) -> None:
+        """End in order and no longer serve the others, who go on without the channel."""
+        if not self._ended:
+            self._relay({"type": "end", "exit_code": self._own_exit_code or 0})
+
+    def abandon(self) -> None:
+        """Let go of every descriptor without a word, in a forked child that shares them with its parent."""
+        # Unregistering would act on the parent's selector too.
         for peer in (*self._strangers, *self._members.values()):
             peer.link.close()
         self._listener.close()
+        self._selector.close()
+
+    def close(self) -> None:
+        """Let go of every connection and of the port."""
+        self._listener.close()
+        for peer in self._strangers:
+            peer.link.close()
+        deadline = time.monotonic() + _LAST_WORDS_S
+        for peer in self._members.values():
+            peer.link.finish(max(0.0, deadline - time.monotonic()))
         self._selector.close()
 
     def _accept(self) -> None:
@@ -172,7 +188,7 @@ class Server:
             return True
         words = {"type": "refuse", "sentence": str(refusal), "exit_code": EXIT_USAGE}
         peer.link.send(words)
-        peer.link.drain(_LAST_WORDS_S)
+        peer.link.finish(_LAST_WORDS_S)
         if self.started:
             return False
         self._relay(words)

@@ -76,6 +76,7 @@ class Worker:
         self.heard_at: float | None = None  # its lifeline's last message; None before the first
         self.silent_since: float | None = None  # set once a warning about its silence was printed
         self.said_bye = False
+        self.channel_closed_at: float | None = None
         self.failure: Failure | None = None  # what it reported
         self.exit_code: int | None = None  # negative: the signal that ended it
         self.ended_at = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -9,6 +10,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stormo.strategies.strategy import Strategy
+
+# Buffers are averaged before validation instead of overwritten in every pass. torch 2.13 renamed the switch.
+_NEW_NAME, _OLD_NAME = "forward_sync_buffers", "broadcast_buffers"
+_KEEP_BUFFERS = {
+    _NEW_NAME if _NEW_NAME in inspect.signature(DistributedDataParallel.__init__).parameters else _OLD_NAME: False
+}
 
 
 class Replicate(Strategy):
@@ -22,8 +29,8 @@ class Replicate(Strategy):
         self._replica = DistributedDataParallel(
             model,
             device_ids=[self.world.device] if self.world.device.type == "cuda" else None,
-            broadcast_buffers=False,  # they are averaged before validation instead of overwritten every step
             gradient_as_bucket_view=True,
+            **_KEEP_BUFFERS,
         )
         return self._replica
 

@@ -183,6 +183,25 @@ class Vote:
         return int(self._ballot)
 
 
+_PEER_IS_GONE = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Timed out waiting",
+    "Socket closed",
+    "no error",  # Gloo, when a pair was closed under it
+    "NCCL communicator was aborted",
+    "remote process exited",
+)
+
+
+def is_secondary(error: BaseException) -> bool:
+    """Whether an error only says that another worker is gone, and so is not the cause of anything."""
+    if isinstance(error, PeerFailedError | dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in _PEER_IS_GONE)
+
+
 def open_store(place: Place, timeout: timedelta) -> dist.Store:
     """The key-value store through which the workers of a job find one another.
 

@@ -1,0 +1,161 @@
+"""Time and energy to 85 % held for two epochs, and to 95 %, on one GPU; a plain script beside it in the same run.
+
+    python -m benchmarks.time_to_accuracy [--data-folder FOLDER] [--seeds 3]
+
+Every run is a fresh process started on a cold machine (no compilation cache is kept between them); wall time is from
+process start to process end. Energy is the GPU's own counter over that whole time, idle start-up included; it is
+`nan` where the counter cannot be read. Steady-state throughput is that of the fastest epoch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+FAST = [
+    "--batch-size",
+    "512",
+    "--base-lr",
+    "0.1",
+    "--nesterov",
+    "--warmup-epochs",
+    "0.4",
+    "--warmup-from",
+    "0.1",
+    "--decay",
+    "linear",
+    "--epochs",
+    "3",
+    "--weight-decay",
+    "0.0005",
+    "--checkpoint-every",
+    "0",
+]
+ACCURATE = [
+    "--batch-size",
+    "512",
+    "--base-lr",
+    "0.15",
+    "--nesterov",
+    "--warmup-epochs",
+    "3",
+    "--warmup-from",
+    "0.05",
+    "--decay",
+    "linear",
+    "--epochs",
+    "20",
+    "--weight-decay",
+    "0.0005",
+    "--task.augment",
+    "--task.label-smoothing",
+    "0.1",
+    "--target-accuracy",
+    "0.95",
+    "--patience",
+    "1",
+    "--checkpoint-every",
+    "0",
+]
+
+
+def energy_counter_j() -> float:
+    """The GPU's total-energy counter in joules, or nan."""
+    try:
+        import pynvml  # type: ignore[import-untyped, import-not-found, unused-ignore]
+
+        pynvml.nvmlInit()
+        return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByIndex(0))) / 1000
+    except Exception:
+        return math.nan
+
+
+def measured(command: list[str]) -> tuple[float, float, str]:
+    """Run a command on cold caches: wall seconds, joules, standard output."""
+    with tempfile.TemporaryDirectory() as cold:
+        environ = dict(os.environ, TRITON_CACHE_DIR=f"{cold}/triton", TORCHINDUCTOR_CACHE_DIR=f"{cold}/inductor")
+        before_j, began = energy_counter_j(), time.perf_counter()
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+        wall_s, energy_j = time.perf_counter() - began, energy_counter_j() - before_j
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+    return wall_s, energy_j, done.stdout
+
+
+def run_stormo(name: str, flags: list[str], folder: Path, data: list[str]) -> dict[str, Any]:
+    """One `stormo train`: its summary, with measured wall time, energy and the best epoch's throughput."""
+    command = [sys.executable, "-m", "stormo", "train", *flags, *data, "--run-name", name, "--runs-folder", str(folder)]
+    wall_s, energy_j, output = measured(command)
+    print(output)
+    summary: dict[str, Any] = json.loads((folder / name / "summary.json").read_text())
+    events = [json.loads(line) for line in (folder / name / "events.jsonl").read_text().splitlines()]
+    steady = max(event["images_per_s"] for event in events if event["event"] == "epoch_done")
+    return summary | {"wall_time_s": wall_s, "energy_j": energy_j, "steady_images_per_s": steady}
+
+
+def main() -> None:
+    """Run everything and print the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-folder")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each recipe")
+    parser.add_argument("--skip-plain", action="store_true")
+    parser.add_argument("--skip-accurate", action="store_true")
+    options, extra = parser.parse_known_args()
+    if shutil.which("nvidia-smi") is None:
+        sys.exit("this benchmark measures a GPU and none is here; run it on a machine with one")
+    folder = Path(tempfile.mkdtemp())
+    data = ["--task.data-folder", options.data_folder] if options.data_folder else []
+    fast = [run_stormo(f"fast-{s}", [*FAST, "--seed", str(s), *extra], folder, data) for s in range(options.seeds)]
+    for run in fast:
+        print(_row("85 % held two epochs", run))
+    accurate = []
+    if not options.skip_accurate:
+        seeds = range(options.seeds)
+        accurate = [run_stormo(f"acc-{s}", [*ACCURATE, "--seed", str(s), *extra], folder, data) for s in seeds]
+    for run in accurate:
+        print(_row("95 %", run))
+    plain: dict[str, float] = {}
+    if not options.skip_plain:
+        data = ["--data-folder", options.data_folder] if options.data_folder else []
+        wall_s, energy_j, output = measured([sys.executable, "-m", "benchmarks.plain_script", *data])
+        print(output)
+        plain = json.loads(output.splitlines()[-1]) | {"wall_time_s": wall_s, "energy_j": energy_j}
+    figures = {
+        "images_per_s": _median(fast, "steady_images_per_s"),
+        "train_time_s": _median(fast, "time_to_target_s"),
+        "wall_time_s": _median(fast, "wall_time_s"),
+        "energy_j": _median(fast, "energy_j"),
+        "accuracy": _median(fast, "validation_accuracy"),
+        "accurate_train_time_s": _median(accurate, "time_to_target_s"),
+        "accurate_accuracy": _median(accurate, "validation_accuracy"),
+        "accurate_energy_j": _median(accurate, "energy_j"),
+    } | {f"plain_{key}": value for key, value in plain.items()}
+    print("RESULT " + " ".join(f"{key}={value:.6g}" for key, value in figures.items()))
+
+
+def _median(runs: list[dict[str, Any]], key: str) -> float:
+    values = [run[key] for run in runs if run[key] is not None]
+    return statistics.median(values) if values and len(values) == len(runs) else math.nan  # a miss is no figure
+
+
+def _row(label: str, run: dict[str, Any]) -> str:
+    target_s = run["time_to_target_s"]
+    return (
+        f"{label}: {'missed' if target_s is None else f'{target_s:.2f} s'} of training in {run['epochs_run']} epochs, "
+        f"wall {run['wall_time_s']:.1f} s (set-up {run['setup_time_s']:.1f} s), {run['steady_images_per_s']:.0f} images/s, "
+        f"accuracy {run['validation_accuracy']:.4f}, {run['energy_j']:.0f} J"
+    )
+
+
+if __name__ == "__main__":
+    main()

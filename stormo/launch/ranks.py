@@ -1,0 +1,235 @@
+"""The lifeline between ranks that a foreign launcher started: a failure in one ends all within seconds.
+
+srun without -K, and some mpirun, let the others wait for ever. Rank 0 serves the control channel in a thread, on a
+fresh port; the caller makes that port known to the other ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from stormo.errors import EXIT_FAILURE, StormoError
+from stormo.launch.address import listen, listening_address
+from stormo.launch.client import Client
+from stormo.launch.control import Control, Ended, Event, Gone, Hello, RankEnded, Reported, Timing
+from stormo.launch.failure import Failure, of_exception
+from stormo.launch.place import Place
+from stormo.launch.relay import write_all
+from stormo.launch.server import Server
+from stormo.launch.verdict import Ending, Settling, Sign, Weight, cause, decide_at
+
+_STDERR = 2
+_BACKLOG = 4096
+_POLL_S = 0.1
+_SENT_S = 2.0  # for a report to be on its way
+_SAME_SENTENCE_S = 0.5  # for another rank to show a sentence that all of them raise
+_LINGER_S = 5.0  # for a failed rank to end by itself, and for rank 0 to wait for the others' goodbye
+
+
+class RanksLifeline:
+    """One rank's end of the channel; a daemon thread owns it, so that a rank stuck in a collective still ends."""
+
+    shows_failures = True
+
+    def __init__(
+        self,
+        place: Place,
+        *,
+        publish: Callable[[str], None],
+        lookup: Callable[[float], str],
+        timeout_s: float,
+        digest: str = "",
+        options: Mapping[str, str] | None = None,
+        timing: Timing | None = None,
+        settling: Settling | None = None,
+    ) -> None:
+        self._place = place
+        self._settling = settling or Settling()
+        # A rank may hold the interpreter for long without being lost; a lost machine is noticed by the kernel.
+        timing = timing or Timing(join_s=timeout_s, stalled_after_s=timeout_s)
+        self._outbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._told = threading.Event()  # why the job ends is known, here or from another rank
+        self._cause: Failure | None = None
+        self._printing = threading.Lock()
+        self._closing = threading.Event()
+        self._all_left = threading.Event()
+        self._signs: list[Sign] = []
+        self._endings: list[Ending] = []
+        self._exit_at: float | None = None
+        self._step = 0
+        self._control = self._connect(publish, lookup, timeout_s, timing, digest, options or {})
+        os.register_at_fork(after_in_child=self._control.abandon)  # a forked helper must not keep the line open
+        self._thread = threading.Thread(target=self._serve, name="stormo-lifeline", daemon=True)
+        self._thread.start()
+
+    def _connect(
+        self,
+        publish: Callable[[str], None],
+        lookup: Callable[[float], str],
+        timeout_s: float,
+        timing: Timing,
+        digest: str,
+        options: Mapping[str, str],
+    ) -> Control:
+        place = self._place
+        hello = Hello(member=place.rank, num_members=place.world_size, host=place.host, digest=digest, options=options)
+        if place.is_main:
+            number = listening_address(place.master_addr, all_on_this_host=place.all_on_this_host)
+            listener = listen(number, 0, backlog=_BACKLOG)
+            token = secrets.token_hex(16)  # only those who can read the caller's store are let in
+            server = Server(listener, replace(hello, token=token), timing=timing, noun="rank")
+            publish(f"{number} {listener.getsockname()[1]} {token}")
+            return server
+        where = lookup(timeout_s).split()
+        if len(where) != 3 or not where[1].isdecimal():
+            raise StormoError("Rank 0 published no address for the lifeline; use the same release on every node.")
+        return Client(where[0], int(where[1]), replace(hello, token=where[2]), timing=timing, noun="rank")
+
+    # --- what the rank calls -------------------------------------------------------------------------------------
+
+    def report_failure(self, error: BaseException, *, secondary: bool) -> None:
+        """Show why this rank fails and end the others; a rank that only misses a peer leaves that to the culprit.
+
+        Returns for the caller to end the process, except in a rank whose failure is not the cause: that one ends here.
+        """
+        place = self._place
+        failure = of_exception(error, rank=place.rank, host=place.host, secondary=secondary)
+        if failure.kind == "setting":
+            if not place.is_main and self._told.wait(_SAME_SENTENCE_S):
+                self._end_process(failure.exit_code)
+        elif secondary:
+            self._send(failure)
+            # Rank 0 decides, a little earlier than the others would on their own.
+            patience_s = self._settling.other_nodes_s + (0.0 if place.is_main else 0.5)
+            if self._told.wait(patience_s):
+                time.sleep(_LINGER_S)  # the thread is about to end this process
+                self._end_process(EXIT_FAILURE)
+            failure = failure.as_cause()
+        failure = replace(failure, printed=True)
+        self._exit_at = time.monotonic() + _LINGER_S
+        self._cause = self._cause or failure
+        with self._printing:
+            write_all(_STDERR, failure.text().encode())
+        self._send(failure)
+        self._told.set()
+        if secondary:
+            self._end_process(EXIT_FAILURE)
+
+    def alive(self, step: int) -> None:
+        """Note progress; the channel's own heartbeat tells that this rank lives."""
+        self._step = step
+
+    def close(self) -> None:
+        """Say that this rank ends in order; rank 0 waits a moment for the others to say so too."""
+        if self._closing.is_set():
+            return
+        self._outbox.put(self._say_goodbye)
+        if self._place.is_main:
+            self._all_left.wait(_LINGER_S)
+        self._closing.set()
+        self._thread.join(_LINGER_S)
+
+    def _say_goodbye(self) -> None:
+        self._control.rank_ended(self._place.rank, 0)
+        self._control.leave(0)
+
+    def _send(self, failure: Failure) -> None:
+        sent = threading.Event()
+
+        def send() -> None:
+            self._control.report(failure)
+            self._control.drain(_SENT_S)
+            sent.set()
+
+        self._outbox.put(send)
+        sent.wait(_SENT_S)
+
+    # --- what the thread does ------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            while not self._closing.is_set():
+                for event in self._control.poll(_POLL_S):
+                    self._take(event)
+                self._empty_outbox()
+                self._decide()
+            self._empty_outbox()
+            self._control.dismiss()
+            self._control.close()
+        except StormoError as error:  # the ranks did not come together, or do not fit
+            failure = Failure(
+                kind="setting",
+                who=f"rank {self._place.rank}",
+                host=self._place.host,
+                what=str(error),
+                exit_code=error.exit_code,
+            )
+            self._end_with(failure, print_here=self._place.is_main)
+
+    def _empty_outbox(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._outbox.get_nowait()()
+
+    def _take(self, event: Event) -> None:
+        now = time.monotonic()
+        if isinstance(event, Reported):
+            weight = Weight.SECONDARY if event.failure.secondary else Weight.CAUSE
+            self._signs.append(Sign(failure=event.failure, weight=weight, seen_at=now, from_other_node=True))
+        elif isinstance(event, RankEnded):
+            self._endings.append(Ending(rank=event.rank, host=event.host, exit_code=event.exit_code))
+        elif isinstance(event, Gone):
+            failure = Failure(kind="gone", who=f"rank {event.member}", host=event.host, what=event.why)
+            self._signs.append(Sign(failure=failure, weight=Weight.CAUSE, seen_at=now))
+        elif isinstance(event, Ended):
+            self._all_left.set()
+
+    def _decide(self) -> None:
+        """End this process when another rank is known to have failed, or its own failure was told long enough ago."""
+        now = time.monotonic()
+        if self._exit_at is not None and self._cause is not None:
+            if now > self._exit_at:
+                self._end_process(self._cause.exit_code)
+            return
+        if not self._signs:
+            return
+        settling = replace(self._settling, cause_s=0.0, other_nodes_s=self._settling.other_nodes_s * 0.8)
+        if now < decide_at(self._signs, settling, several_nodes=True):
+            return
+        sign = cause(self._signs, self._endings)
+        failure = sign.failure
+        if not sign.from_other_node or sign.weight is Weight.SECONDARY:
+            self._control.report(failure)  # noticed or decided here: the others are yet to be told
+        # The culprit shows its own failure. Where it could not, rank 0 does, or rank 1 when rank 0 is the culprit.
+        speaker = 1 if failure.who == "rank 0" else 0
+        self._end_with(failure, print_here=not failure.printed and self._place.rank == speaker)
+
+    def _end_with(self, failure: Failure, *, print_here: bool) -> None:
+        self._cause = failure
+        self._told.set()
+        with self._printing:  # a failure of this rank's own that is being shown is shown to its end
+            if print_here:
+                write_all(_STDERR, failure.text().encode())
+            self._control.drain(_SENT_S)
+            self._end_process(failure.exit_code)
+
+    def _end_process(self, exit_code: int) -> None:
+        """End now: the main thread may wait in a collective that will never return."""
+        flushing = threading.Thread(target=_flush, daemon=True)
+        flushing.start()
+        flushing.join(0.5)  # the main thread may hold the lock of a stream
+        os._exit(exit_code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()

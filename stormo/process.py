@@ -1,0 +1,19 @@
+"""When this command was typed: the zero of every wall time."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+STARTED = "STORMO_STARTED_UNIX_S"  # the agent's start, which its workers inherit
+
+
+def process_start_unix_s() -> float:
+    """When this command was typed: the agent's start, which workers inherit, or this process's own."""
+    inherited = os.environ.get(STARTED)
+    if inherited:
+        return float(inherited)
+    started_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - age_s
