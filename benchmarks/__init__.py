@@ -1,0 +1,1 @@
+"""Every figure that stormo claims, each with the command that prints it."""

@@ -103,14 +103,14 @@ def median_ms(call: LayerCall, case: Case, batch_size: int, num_repeats: int) ->
     def step(index: int) -> None:
         x, residual, grad = sets[index % len(sets)]
         x.grad = layer.weight.grad = layer.bias.grad = None
-        call(layer, x, residual).backward(grad)  # type: ignore[no-untyped-call]
+        call(layer, x, residual).backward(grad)
 
     for index in range(6):
         step(index)
     torch.cuda.synchronize()
     # The device is kept busy while the host queues the steps, so that launch overhead is not in the figure.
-    torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(num_repeats + 1)]  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(100_000_000)
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(num_repeats + 1)]
     marks[0].record()
     for index in range(num_repeats):
         step(index)
@@ -141,7 +141,7 @@ def relative_error(case: Case, batch_size: int) -> float:
     y.backward(grad)
     wide_x = x.detach().double().requires_grad_()
     wide_y = plain(wide, wide_x, None if residual is None else residual.detach().double())
-    wide_y.backward(grad.double())  # type: ignore[no-untyped-call]
+    wide_y.backward(grad.double())
     pairs = [
         (y, wide_y),
         (x.grad, wide_x.grad),

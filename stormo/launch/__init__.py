@@ -1,1 +1,23 @@
-"""Starts the ranks and, inside one, reads who it is: one launcher a file."""
+"""Starts the ranks (`agent`) and, inside one, reads who it is (`detect`): one launcher a file.
+
+A rank's end or failure reaches the others through its `lifeline`. Standard library only.
+"""
+
+from __future__ import annotations
+
+from stormo.launch.agent import Patience, run_node
+from stormo.launch.lifeline import Lifeline, open_lifeline
+from stormo.launch.local import STORE_FD, Node
+from stormo.launch.place import DEFAULT_MASTER_PORT, Place, alone
+
+__all__ = [
+    "DEFAULT_MASTER_PORT",
+    "STORE_FD",
+    "Lifeline",
+    "Node",
+    "Patience",
+    "Place",
+    "alone",
+    "open_lifeline",
+    "run_node",
+]

@@ -1,40 +1,36 @@
 """The agent of one node: starts the node's workers, passes their output and the user's signals on, and ends all of
 them within seconds when one fails, naming the cause first.
 
-One thread, one loop, nothing shared. Trains nothing and imports nothing heavy.
+One thread, one loop. Trains nothing and imports nothing heavy.
 """
 
 from __future__ import annotations
 
 import os
 import selectors
-import shlex
 import signal
 import socket
 import sys
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
-from stormo.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_RESUMABLE, StormoError
+from stormo.errors import EXIT_FAILURE, EXIT_INTERRUPTED, StormoError
 from stormo.launch import local
-from stormo.launch.address import LOOPBACK, listen, listening_address
-from stormo.launch.client import Client
-from stormo.launch.control import Control, Ended, Event, Gone, Hello, RankEnded, Reported, Timing
-from stormo.launch.failure import Failure, combined_exit_code, of_exit, of_signal, printable, signal_name
+from stormo.launch.control import Ended, Event, Gone, Hello, RankEnded, Reported, Timing
+from stormo.launch.failure import Failure, combined_exit_code, of_exit, of_signal, signal_name
 from stormo.launch.inbox import SignalInbox
+from stormo.launch.meeting import Meeting, StoppedError, meet
 from stormo.launch.place import host_name
-from stormo.launch.relay import write_all
-from stormo.launch.server import Server
+from stormo.launch.screen import Screen
 from stormo.launch.verdict import Ending, Settling, Sign, Weight, cause, decide_at, is_orderly, weigh
 from stormo.launch.worker import Stream, Worker
 
 _SIGNALS = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-_STDERR = 2
-_REAP_S = 5.0
-_STORE_BACKLOG = 4096
+_REAP_S = 5.0  # for the kernel to end what was killed
+_READ_REST_S = 0.3  # for the pipes of killed workers to end
+_LAST_WORDS_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +39,7 @@ class Patience:
 
     silent_warning_s: float = 15.0  # without a sign of life from a worker, until a warning
     stop_s: float = 30.0  # for workers to end after SIGTERM
-    hold_s: float = 0.2  # lines on stderr, so that the cause of a failure is shown before its consequences
+    hold_s: float = 0.2  # lines on stderr, so that the cause of a failure comes before its consequences
     leftover_s: float = 1.0  # for pipes to end after their worker has
     settling: Settling = field(default_factory=Settling)
     timing: Timing = field(default_factory=Timing)
@@ -69,172 +65,135 @@ def run_node(
         timeout_s: for all nodes to come together, and for a worker without a sign of life.
     """
     patience = patience or Patience()
-    patience = replace(patience, timing=replace(patience.timing, join_s=timeout_s))
+    hello = Hello(
+        member=node.node_id,
+        num_members=node.num_nodes,
+        host=host_name(),
+        digest=f"{digest} {node.num_workers}",
+        options={"--num-gpus": str(node.num_workers), **(options or {})},
+    )
     sys.stdout.flush()
     sys.stderr.flush()
     with ExitStack() as stack:
-        agent = Agent(
-            command,
-            node,
-            hello=Hello(
-                member=node.node_id,
-                num_members=node.num_nodes,
-                host=host_name(),
-                digest=f"{digest} {node.num_workers}",
-                options={"--num-gpus": str(node.num_workers), **(options or {})},
-            ),
-            timeout_s=timeout_s,
-            environ=os.environ if environ is None else environ,
-            patience=patience,
-            stack=stack,
-        )
-        return agent.run()
+        # Rank 0 writes to the terminal from a background process group; `stty tostop` must not stop it for that.
+        stack.callback(signal.signal, signal.SIGTTOU, signal.signal(signal.SIGTTOU, signal.SIG_IGN))
+        inbox = stack.enter_context(SignalInbox(_SIGNALS))
+        timing = replace(patience.timing, join_s=timeout_s)
+        screen = Screen(patience.hold_s)
+        try:
+            meeting = meet(command, node, hello=hello, timing=timing, inbox=inbox, stack=stack)
+        except StoppedError as stopped:
+            screen.say(str(stopped))
+            return stopped.exit_code
+        agent = Agent(node, hello.host, meeting, inbox=inbox, screen=screen, timeout_s=timeout_s, patience=patience)
+        stack.callback(agent.close)
+        agent.start(command, os.environ if environ is None else environ)
+        return agent.watch()
 
 
 class Agent:
-    """The state of one node's run; everything it opens is closed by the stack it is given."""
+    """The workers of one node and what is known about them."""
 
     def __init__(
         self,
-        command: Sequence[str],
         node: local.Node,
+        host: str,
+        meeting: Meeting,
         *,
-        hello: Hello,
+        inbox: SignalInbox,
+        screen: Screen,
         timeout_s: float,
-        environ: Mapping[str, str],
         patience: Patience,
-        stack: ExitStack,
     ) -> None:
-        self._command = list(command)
         self._node = node
-        self._hello = hello
+        self._host = host
+        self._meeting = meeting
+        self._control = meeting.control
+        self._inbox = inbox
+        self._screen = screen
         self._timeout_s = timeout_s
-        self._environ = environ
         self._patience = patience
-        self._stack = stack
-        self._selector = stack.enter_context(selectors.DefaultSelector())
-        self._control: Control | None = None
         self._workers: list[Worker] = []
         self._signs: list[Sign] = []
         self._endings: list[Ending] = []
-        self._held: deque[tuple[float, Stream, bytes]] = deque()
         self._forwarded: set[int] = set()
-        self._num_interrupts = 0
         self._stop_deadline: float | None = None
-        self._left = False
-        self._failed = False
+        self._left = False  # the other nodes know that this one has ended in order
         self._exit_code: int | None = None  # once known, the loop ends
-        # Rank 0 writes to the terminal from a background process group; `stty tostop` must not stop it for that.
-        stack.callback(signal.signal, signal.SIGTTOU, signal.signal(signal.SIGTTOU, signal.SIG_IGN))
-        self._inbox = stack.enter_context(SignalInbox(_SIGNALS))
-        self._selector.register(self._inbox, selectors.EVENT_READ)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(inbox, selectors.EVENT_READ)
+        if self._control is not None:
+            self._selector.register(self._control, selectors.EVENT_READ)
 
-    def run(self) -> int:
-        """Meet the other nodes, start the workers, and watch them to the end."""
-        store_addr, store_port, store = self._meet()
-        if self._exit_code is not None:
-            return self._exit_code
-        self._stack.callback(self._end_workers)
-        self._start_workers(store_addr, store_port, store)
+    def start(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
+        """Start every worker of the node."""
+        for local_rank in range(self._node.num_workers):
+            try:
+                worker = self._start_worker(local_rank, command, environ)
+            except OSError as error:
+                raise StormoError(f"The worker command {command[0]} could not be started: {error}.") from error
+            self._workers.append(worker)
+            self._selector.register(worker.channel, selectors.EVENT_READ, worker)
+            for stream in worker.streams:
+                self._selector.register(stream, selectors.EVENT_READ, stream)
+        if self._meeting.store is not None:
+            self._meeting.store.close()  # rank 0 holds it now: without rank 0, nobody may seem to listen
+
+    def _start_worker(self, local_rank: int, command: Sequence[str], environ: Mapping[str, str]) -> Worker:
+        rank = self._node.rank(local_rank)
+        store_fd = self._meeting.store.fileno() if rank == 0 and self._meeting.store is not None else None
+        own, theirs = socket.socketpair()
+        with theirs:
+            variables = local.environment(
+                self._node,
+                local_rank,
+                environ=environ,
+                store_addr=self._meeting.store_addr,
+                store_port=self._meeting.store_port,
+                channel_fd=theirs.fileno(),
+                store_fd=store_fd,
+                num_cores=len(os.sched_getaffinity(0)),
+            )
+            pass_fds = [theirs.fileno()] if store_fd is None else [theirs.fileno(), store_fd]
+            try:
+                return Worker(rank, command, environ=variables, channel=own, pass_fds=pass_fds)
+            except OSError:
+                own.close()
+                raise
+
+    def watch(self) -> int:
+        """Watch the workers to their end."""
         while self._exit_code is None:
             self._wait()
             self._look_for_exits()
             self._look_for_silence()
             self._look_at_stop_deadline()
-            self._show_held_lines()
+            self._show_output()
             self._decide()
         return self._exit_code
 
-    # --- the beginning -------------------------------------------------------------------------------------------
-
-    def _meet(self) -> tuple[str, int, socket.socket | None]:
-        """Agree with the other nodes on where the ranks meet; node 0 already listens there, so no port is raced for."""
-        node = self._node
-        if node.num_nodes == 1:
-            only_store = self._stack.enter_context(listen(LOOPBACK, 0, backlog=_STORE_BACKLOG))
-            return LOOPBACK, int(only_store.getsockname()[1]), only_store
-        assert node.master_addr is not None
-        timing = self._patience.timing
-        store: socket.socket | None = None
-        payload: Mapping[str, object] = {}
-        if node.node_id == 0:
-            number = listening_address(node.master_addr, all_on_this_host=False)
-            listener = self._stack.enter_context(listen(number, node.master_port))
-            store = self._stack.enter_context(listen(number, 0, backlog=_STORE_BACKLOG))
-            payload = {"store_addr": number, "store_port": int(store.getsockname()[1])}
-            self._control = Server(
-                listener, self._hello, payload=payload, timing=timing, how_to_start=self._how_to_start
-            )
-        else:
-            self._control = Client(node.master_addr, node.master_port, self._hello, timing=timing)
-        self._stack.callback(self._control.close)
-        self._selector.register(self._control, selectors.EVENT_READ)
-        while not self._control.started:
-            for key, _ in self._selector.select(0.1):
-                if key.fileobj is self._inbox:
-                    self._take_signals_before_start()
-            if self._exit_code is not None:
-                return "", 0, None
-            for event in self._control.poll():
-                payload = getattr(event, "payload", payload)
-                self._take_event(event)
-        address, port = payload.get("store_addr"), payload.get("store_port")
-        if not isinstance(address, str) or not isinstance(port, int):
-            raise StormoError("node 0 did not say where the ranks meet; use the same release of stormo on every node.")
-        return address, port, store
-
-    def _take_signals_before_start(self) -> None:
-        for number in self._inbox.read():
-            if number == signal.SIGINT:
-                self._exit_code = EXIT_INTERRUPTED
-            elif number != signal.SIGCHLD:
-                self._exit_code = EXIT_RESUMABLE  # nothing was begun, so nothing is lost
-
-    def _how_to_start(self, missing: Sequence[int]) -> str:
-        return f"start there: {command_for(self._command, missing[0])}"
-
-    def _start_workers(self, store_addr: str, store_port: int, store: socket.socket | None) -> None:
-        num_cores = len(os.sched_getaffinity(0))
-        for local_rank in range(self._node.num_workers):
-            own, theirs = socket.socketpair()
-            with theirs:
-                is_main = self._node.rank(local_rank) == 0
-                store_fd = store.fileno() if is_main and store is not None else None
-                environ = local.environment(
-                    self._node,
-                    local_rank,
-                    environ=self._environ,
-                    store_addr=store_addr,
-                    store_port=store_port,
-                    channel_fd=theirs.fileno(),
-                    store_fd=store_fd,
-                    num_cores=num_cores,
-                )
-                try:
-                    worker = Worker(
-                        self._node.rank(local_rank),
-                        self._command,
-                        environ=environ,
-                        channel=own,
-                        pass_fds=[theirs.fileno()] + ([] if store_fd is None else [store_fd]),
-                    )
-                except OSError as error:
-                    own.close()
-                    raise StormoError(f"The command {self._command[0]} could not be started: {error}.") from error
-            self._workers.append(worker)
-            self._selector.register(worker.channel, selectors.EVENT_READ, worker)
-            for stream in worker.streams:
-                self._selector.register(stream, selectors.EVENT_READ, stream)
-        if store is not None:
-            store.close()  # rank 0 holds it now: when rank 0 is gone, nobody may still seem to listen
+    def close(self) -> None:
+        """Leave no process behind, whatever happened, and no line of theirs unshown."""
+        for worker in self._workers:
+            worker.kill()
+        deadline = time.monotonic() + _REAP_S
+        for worker in self._workers:
+            if not worker.reap(max(0.1, deadline - time.monotonic())):
+                self._screen.say(f"rank {worker.rank} (pid {worker.pid}) could not be ended: {worker.state()}")
+        self._read_rest()
+        for stream in self._streams():
+            self._screen.take(stream, stream.finish())
+        self._screen.show_held_lines(at_once=True)
+        for worker in self._workers:
+            worker.close()
+        self._selector.close()
 
     # --- one round of the loop -----------------------------------------------------------------------------------
 
     def _wait(self) -> None:
         """Sleep until something happens, and take it in."""
-        busy = bool(self._held or self._signs)
-        ready = [key for key, _ in self._selector.select(0.05 if busy else 0.25)]
-        for key in ready:
+        hurry = self._signs or self._screen.holds_lines
+        for key, _ in self._selector.select(0.05 if hurry else 0.25):
             if key.fileobj is self._inbox:
                 self._take_signals()
             elif isinstance(key.data, Worker):
@@ -248,13 +207,12 @@ class Agent:
     def _take_signals(self) -> None:
         for number in self._inbox.read():
             if number == signal.SIGCHLD:
-                continue  # `_look_for_exits` looks at every worker anyway
+                continue  # every worker is looked at anyway
+            if number == signal.SIGINT and number in self._forwarded:
+                self._stop_at_once()
+                continue
             if number == signal.SIGINT:
-                self._num_interrupts += 1
-                if self._num_interrupts > 1:
-                    self._stop_at_once()
-                    return
-                self._say("stopping after this step; press Ctrl-C again to stop at once")
+                self._screen.say("stopping after this step; press Ctrl-C again to stop at once")
             # A closed terminal means what SIGTERM means: save and stop.
             passed_on = signal.SIGTERM if number == signal.SIGHUP else number
             if passed_on == signal.SIGTERM and self._stop_deadline is None:
@@ -263,98 +221,79 @@ class Agent:
             for worker in self._workers:
                 worker.send_signal(passed_on)
 
-    def _stop_at_once(self) -> None:
-        failure = Failure(
-            kind="stopped",
-            who=f"node {self._node.node_id}",
-            host=self._hello.host,
-            what="was stopped at once by Ctrl-C",
-            exit_code=EXIT_INTERRUPTED,
-        )
-        self._end_with(Sign(failure=failure, weight=Weight.CAUSE, seen_at=time.monotonic()))
-
     def _take_messages(self, worker: Worker) -> None:
         now = time.monotonic()
         for message in worker.channel.receive():
             if worker.silent_since is not None:
-                self._say(f"rank {worker.rank} (pid {worker.pid}) is back after {now - worker.silent_since:.0f} s")
+                silent_s = now - worker.silent_since
+                self._screen.say(f"rank {worker.rank} (pid {worker.pid}) is back after {silent_s:.0f} s")
                 worker.silent_since = None
             worker.heard_at = now
             if message.get("event") == "bye":
                 worker.said_bye = True
             elif message.get("event") == "failure" and worker.failure is None:
-                failure = Failure.from_message(message)
-                if failure is not None:
-                    worker.failure = failure
-                    weight = Weight.SECONDARY if failure.secondary else Weight.CAUSE
-                    self._add(Sign(failure=failure, weight=weight, seen_at=now, rank=worker.rank))
+                worker.failure = Failure.from_message(message)
+                if worker.failure is not None:
+                    self._note(worker.failure, rank=worker.rank)
         if worker.channel.closed:
             self._selector.unregister(worker.channel)
             worker.channel.close()
             worker.channel_closed_at = now
 
     def _take_output(self, stream: Stream) -> None:
-        if stream.closed:  # found ready in the same round in which a failure had it read to its end
-            return
-        lines = stream.read()
-        if stream.closed:
-            self._selector.unregister(stream)
-        self._pass_on(stream, lines)
-
-    def _pass_on(self, stream: Stream, lines: Sequence[bytes]) -> None:
-        """Write what goes to stdout; hold what goes to stderr for a moment."""
-        if stream.target_fd != _STDERR:
-            write_all(stream.target_fd, b"".join(lines))
-            return
-        now = time.monotonic()
-        self._held.extend((now, stream, line) for line in lines)
+        if not stream.closed:
+            self._screen.take(stream, stream.read())
+            if stream.closed:
+                self._selector.unregister(stream)
 
     def _take_event(self, event: Event) -> None:
-        now = time.monotonic()
         if isinstance(event, Reported):
-            weight = Weight.SECONDARY if event.failure.secondary else Weight.CAUSE
-            self._signs.append(Sign(failure=event.failure, weight=weight, seen_at=now, from_other_node=True))
+            self._note(event.failure, from_other_node=True)
+        elif isinstance(event, Gone):
+            self._note(Failure(kind="gone", who=f"node {event.member}", host=event.host, what=event.why))
         elif isinstance(event, RankEnded):
             self._endings.append(Ending(rank=event.rank, host=event.host, exit_code=event.exit_code))
-        elif isinstance(event, Gone):
-            failure = Failure(kind="gone", who=f"node {event.member}", host=event.host, what=event.why)
-            # Noticed here first: the other nodes are yet to be told.
-            self._signs.append(Sign(failure=failure, weight=Weight.CAUSE, seen_at=now))
-        elif isinstance(event, Ended):
+        elif isinstance(event, Ended) and self._exit_code is None:
             self._exit_code = event.exit_code
+
+    def _note(
+        self,
+        failure: Failure,
+        *,
+        rank: int | None = None,
+        weight: Weight = Weight.CAUSE,
+        from_other_node: bool = False,
+    ) -> None:
+        """Keep a sign of trouble; a complaint of this node's goes to node 0, which may know the cause."""
+        weight = Weight.SECONDARY if failure.secondary else weight
+        self._signs.append(
+            Sign(failure=failure, weight=weight, seen_at=time.monotonic(), rank=rank, from_other_node=from_other_node)
+        )
+        if self._control is not None and failure.secondary and not from_other_node:
+            self._control.report(failure)
 
     def _look_for_exits(self) -> None:
         for worker in self._workers:
-            if not worker.look():
+            if not worker.look() or worker.failure is not None:
                 continue
             code = worker.exit_code
             assert code is not None
-            if worker.failure is not None:
-                continue
             if is_orderly(code):
-                self._endings.append(Ending(rank=worker.rank, host=self._hello.host, exit_code=code))
+                self._endings.append(Ending(rank=worker.rank, host=self._host, exit_code=code))
                 if self._control is not None:
                     self._control.rank_ended(worker.rank, code)
-                continue
-            self._add(
-                Sign(failure=self._describe(worker), weight=weigh(code), seen_at=worker.ended_at, rank=worker.rank)
-            )
+            elif -code in self._forwarded:
+                self._note(self._stopped_too_early(worker.rank, -code), rank=worker.rank)
+            elif code < 0:
+                failure = of_signal(-code, rank=worker.rank, host=self._host)
+                self._note(failure, rank=worker.rank, weight=weigh(code))
+            else:
+                self._note(of_exit(code, rank=worker.rank, host=self._host), rank=worker.rank)
 
-    def _describe(self, worker: Worker) -> Failure:
-        """The end of a worker that never reported one."""
-        code, rank, host = worker.exit_code, worker.rank, self._hello.host
-        assert code is not None
-        if code >= 0:
-            return of_exit(code, rank=rank, host=host)
-        if -code not in self._forwarded:
-            return of_signal(-code, rank=rank, host=host)
-        return Failure(
-            kind="stopped",
-            who=f"rank {rank}",
-            host=host,
-            what=f"was ended by {signal_name(-code)}, which reached it before it was ready to stop in order",
-            exit_code=EXIT_INTERRUPTED if -code == signal.SIGINT else EXIT_FAILURE,
-        )
+    def _stopped_too_early(self, rank: int, number: int) -> Failure:
+        what = f"was ended by {signal_name(number)}, which reached it before it was ready to stop in order"
+        code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_FAILURE
+        return Failure(kind="stopped", who=f"rank {rank}", host=self._host, what=what, exit_code=code)
 
     def _look_for_silence(self) -> None:
         now = time.monotonic()
@@ -365,48 +304,36 @@ class Agent:
             silent_s = now - heard_at
             if silent_s <= min(self._timeout_s, self._patience.silent_warning_s):
                 continue
-            name = f"rank {worker.rank} (pid {worker.pid})"
             what = f"has sent no sign of life for {silent_s:.0f} s: {worker.state()}"
             if silent_s > self._timeout_s:
-                worker.failure = Failure(kind="silent", who=name, host=self._hello.host, what=what)
-                self._add(Sign(failure=worker.failure, weight=Weight.CAUSE, seen_at=now, rank=worker.rank))
+                who = f"rank {worker.rank} (pid {worker.pid})"
+                worker.failure = Failure(kind="silent", who=who, host=self._host, what=what)
+                self._note(worker.failure, rank=worker.rank)
             elif worker.heard_at is not None and worker.silent_since is None:  # before, it still loads its libraries
                 worker.silent_since = heard_at
-                self._say(f"{name} {what}")
+                self._screen.say(f"rank {worker.rank} (pid {worker.pid}) {what}")
 
     def _look_at_stop_deadline(self) -> None:
-        if self._stop_deadline is None or time.monotonic() < self._stop_deadline:
-            return
         late = [worker for worker in self._workers if worker.running]
-        if not late:
+        if self._stop_deadline is None or not late:
             return
-        names = ", ".join(str(worker.rank) for worker in late)
+        if time.monotonic() < self._stop_deadline:
+            return
+        ranks = ", ".join(str(worker.rank) for worker in late)
         states = "; ".join(f"rank {worker.rank} (pid {worker.pid}): {worker.state()}" for worker in late)
-        failure = Failure(
-            kind="stopped",
-            who=f"rank{'s' if len(late) > 1 else ''} {names}",
-            host=self._hello.host,
+        self._end_with_own(
+            who=f"rank{'s' if len(late) > 1 else ''} {ranks}",
             what=f"did not end within {self._patience.stop_s:g} s of SIGTERM and had to be killed ({states})",
+            exit_code=EXIT_FAILURE,
         )
-        self._end_with(Sign(failure=failure, weight=Weight.CAUSE, seen_at=time.monotonic()))
 
-    def _add(self, sign: Sign) -> None:
-        self._signs.append(sign)
-        if self._control is not None and sign.weight is Weight.SECONDARY:
-            self._control.report(sign.failure)  # node 0 may know the cause
-
-    def _show_held_lines(self) -> None:
-        """Show the lines on stderr that have waited long enough, unless something is about to fail."""
-        now = time.monotonic()
-        if self._signs or any(self._is_vanishing(worker) for worker in self._workers):
-            return
-        while self._held and now - self._held[0][0] >= self._patience.hold_s:
-            _, stream, line = self._held.popleft()
-            stream.worker.last_lines.append(line)
-            write_all(_STDERR, line)
+    def _show_output(self) -> None:
+        """Show the workers' lines, unless something is about to fail whose cause must come first."""
+        if not self._signs and not any(self._is_vanishing(worker) for worker in self._workers):
+            self._screen.show_held_lines()
 
     def _is_vanishing(self, worker: Worker) -> bool:
-        """Whether a worker has closed its channel without a word: its end is about to be seen, and how it ended."""
+        """Whether a worker has closed its channel without a word, so that its end is about to be seen."""
         if worker.channel_closed_at is None or worker.said_bye or not worker.running:
             return False
         return time.monotonic() - worker.channel_closed_at < self._patience.settling.secondary_s
@@ -414,112 +341,74 @@ class Agent:
     # --- the end -------------------------------------------------------------------------------------------------
 
     def _decide(self) -> None:
-        """End the run when its cause is clear, or when every worker has ended in order."""
+        """End the run when the cause of a failure is clear, or when every worker has ended in order."""
         now = time.monotonic()
+        running = any(worker.running for worker in self._workers)
         if self._exit_code is not None:
             return
         if self._signs:
-            several = self._node.num_nodes > 1
-            all_seen = not several and not any(worker.running for worker in self._workers)
+            several_nodes = self._node.num_nodes > 1
             settling = self._patience.settling
-            if several and self._node.node_id == 0:
+            if self._node.node_id == 0:
                 # Node 0 decides a little before the others would on their own, so that all name the same cause.
-                settling = replace(settling, other_nodes_s=settling.other_nodes_s * 0.8)
-            if all_seen or now >= decide_at(self._signs, settling, several_nodes=several):
+                settling = replace(settling, other_nodes_s=0.8 * settling.other_nodes_s)
+            all_seen = not several_nodes and not running
+            if all_seen or now >= decide_at(self._signs, settling, several_nodes=several_nodes):
                 self._end_with(cause(self._signs, self._endings))
             return
-        if self._left or any(worker.running for worker in self._workers):
+        if running or self._left:
             return
-        open_pipes = any(not stream.closed for worker in self._workers for stream in worker.streams)
-        if open_pipes and now - max(worker.ended_at for worker in self._workers) < self._patience.leftover_s:
+        pipes_open = any(not stream.closed for stream in self._streams())
+        if pipes_open and now - max(worker.ended_at for worker in self._workers) < self._patience.leftover_s:
             return
-        code = combined_exit_code(worker.exit_code or 0 for worker in self._workers)
+        exit_code = combined_exit_code(worker.exit_code or 0 for worker in self._workers)
         if self._control is None:
-            self._exit_code = code
+            self._exit_code = exit_code
         else:
             self._left = True
-            self._control.leave(code)
+            self._control.leave(exit_code)
+
+    def _stop_at_once(self) -> None:
+        self._end_with_own(
+            who=f"node {self._node.node_id}", what="was stopped at once by Ctrl-C", exit_code=EXIT_INTERRUPTED
+        )
+
+    def _end_with_own(self, *, who: str, what: str, exit_code: int) -> None:
+        failure = Failure(kind="stopped", who=who, host=self._host, what=what, exit_code=exit_code)
+        self._end_with(Sign(failure=failure, weight=Weight.CAUSE, seen_at=time.monotonic()))
 
     def _end_with(self, sign: Sign) -> None:
-        """Tell the other nodes, end all workers of this one, and only then write: the cause comes first."""
+        """End every worker of this node, tell the other nodes, and show the cause; the first call counts."""
+        if self._exit_code is not None:
+            return
         failure = sign.failure
-        self._exit_code, self._failed = failure.exit_code, True
+        self._exit_code = failure.exit_code
         for worker in self._workers:
             worker.kill()
         self._read_rest()
-        if failure.kind in ("signal", "exit", "stopped") and sign.rank is not None:
-            failure = replace(failure, details=self._last_lines(sign.rank))
-        if self._control is not None and not sign.from_other_node:
+        culprit = next((worker for worker in self._workers if worker.rank == sign.rank), None)
+        if culprit is not None and failure.kind in ("signal", "exit", "stopped"):
+            failure = failure.with_last_lines(self._screen.last_lines(culprit))
+        decided_here = not sign.from_other_node or sign.weight is Weight.SECONDARY
+        if self._control is not None and decided_here:
             self._control.report(failure)
-        _restore_terminal()
-        shown = replace(failure, details="") if sign.from_other_node else failure
-        write_all(_STDERR, shown.text().encode())
-        # What the failed rank wrote last goes below its traceback; with no better cause than a complaint, all do.
-        for _, stream, line in self._held:
-            if sign.weight is Weight.SECONDARY or (failure.kind == "exception" and stream.worker.rank == sign.rank):
-                write_all(_STDERR, line)
-        self._held.clear()
+        # What the failed rank wrote last goes below its traceback; without a better cause than a complaint, all do.
+        self._screen.show_cause(
+            failure if decided_here else replace(failure, details=""),
+            and_lines_of=lambda worker: (
+                sign.weight is Weight.SECONDARY or (worker is culprit and failure.kind == "exception")
+            ),
+        )
         if self._control is not None:
-            self._control.drain(1.0)
-
-    def _last_lines(self, rank: int) -> str:
-        worker = next(worker for worker in self._workers if worker.rank == rank)
-        held = [line for _, stream, line in self._held if stream.worker is worker]
-        num_lines = max(len(held), worker.last_lines.maxlen or 0)
-        lines = [*worker.last_lines, *held][-num_lines:]
-        text = printable(b"".join(lines).decode("utf-8", "replace"), 20_000)
-        return f"Its last lines on stderr:\n{text}" if text.strip() else ""
+            self._control.drain(_LAST_WORDS_S)
 
     def _read_rest(self) -> None:
-        """Read what ended workers have left in their pipes; a helper that escaped may keep one open."""
-        deadline = time.monotonic() + 0.3
-        streams = [stream for worker in self._workers for stream in worker.streams if not stream.closed]
-        while streams and time.monotonic() < deadline:
-            with selectors.DefaultSelector() as selector:
-                for stream in streams:
-                    selector.register(stream, selectors.EVENT_READ, stream)
-                for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
+        """Read what ended workers have left in their pipes; a helper that got away may keep one open."""
+        deadline = time.monotonic() + _READ_REST_S
+        while time.monotonic() < deadline and any(not stream.closed for stream in self._streams()):
+            for key, _ in self._selector.select(0.02):
+                if isinstance(key.data, Stream):
                     self._take_output(key.data)
-            streams = [stream for stream in streams if not stream.closed]
 
-    def _end_workers(self) -> None:
-        """Leave no process behind, whatever happened, and no line unshown that is not a consequence of a failure."""
-        for worker in self._workers:
-            worker.kill()
-        deadline = time.monotonic() + _REAP_S
-        for worker in self._workers:
-            if not worker.reap(max(0.1, deadline - time.monotonic())):
-                self._say(f"rank {worker.rank} (pid {worker.pid}) could not be ended: {worker.state()}")
-        self._read_rest()
-        for stream in (stream for worker in self._workers for stream in worker.streams):
-            self._pass_on(stream, stream.finish())
-        if not self._failed:
-            write_all(_STDERR, b"".join(line for _, _, line in self._held))
-        for worker in self._workers:
-            worker.close()
-
-    def _say(self, sentence: str) -> None:
-        write_all(_STDERR, f"stormo: {sentence}\n".encode())
-
-
-def command_for(command: Sequence[str], node_id: int) -> str:
-    """The command line to type on another node."""
-    words = list(command)
-    if words[1:3] == ["-m", "stormo"]:
-        words[:3] = ["stormo"]
-    for position, word in enumerate(words):
-        if word == "--node-id" and position + 1 < len(words):
-            words[position + 1] = str(node_id)
-            break
-        if word.startswith("--node-id="):
-            words[position] = f"--node-id={node_id}"
-            break
-    else:
-        words += ["--node-id", str(node_id)]
-    return shlex.join(words)
-
-
-def _restore_terminal() -> None:
-    """Show the cursor again and begin a new line: rank 0 may have been killed while it drew its progress."""
-    if os.isatty(1):
-        write_all(1, b"\x1b[?25h\n")
+    def _streams(self) -> list[Stream]:
+        return [stream for worker in self._workers for stream in worker.streams]

@@ -17,6 +17,7 @@ from stormo.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_U
 MAX_DETAILS_CHARACTERS = 24_000
 _MAX_SENTENCE_CHARACTERS = 4_000
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_OUT_OF_MEMORY = "The kernel's out-of-memory killer may have done this; dmesg would say so.\n"
 ORDERLY_EXIT_CODES = (0, EXIT_RESUMABLE, EXIT_INTERRUPTED)
 _KINDS = ("exception", "setting", "signal", "exit", "early", "silent", "gone", "stopped")
 
@@ -74,6 +75,13 @@ class Failure:
             printed=bool(flags["printed"]),
         )
 
+    def with_last_lines(self, lines: str) -> Failure:
+        """The same, followed by what the rank wrote last."""
+        if not lines.strip():
+            return self
+        lines = printable(lines, MAX_DETAILS_CHARACTERS - len(self.details) - 100)
+        return replace(self, details=f"{self.details}Its last lines on stderr:\n{lines}")
+
     def as_cause(self) -> Failure:
         """The same, once it is clear that no better cause will be found."""
         return replace(self, secondary=False)
@@ -97,18 +105,21 @@ def of_exception(error: BaseException, *, rank: int, host: str, secondary: bool)
     )
 
 
-def of_signal(number: int, *, rank: int, host: str, last_lines: str = "") -> Failure:
+def of_signal(number: int, *, rank: int, host: str) -> Failure:
     """The failure of a rank that a signal ended."""
-    what = f"was killed by {signal_name(number)} (signal {number})"
-    if number == signal.SIGKILL:
-        what += "; the kernel's out-of-memory killer may have done this (dmesg would say so)"
-    return Failure(kind="signal", who=f"rank {rank}", host=host, what=what, details=_last_lines(last_lines))
+    return Failure(
+        kind="signal",
+        who=f"rank {rank}",
+        host=host,
+        what=f"was killed by {signal_name(number)} (signal {number})",
+        details=_OUT_OF_MEMORY if number == signal.SIGKILL else "",
+    )
 
 
-def of_exit(code: int, *, rank: int, host: str, last_lines: str = "") -> Failure:
+def of_exit(code: int, *, rank: int, host: str) -> Failure:
     """The failure of a rank that ended with an exit code and never said why."""
     what = f"ended with exit code {code} and did not report why"
-    return Failure(kind="exit", who=f"rank {rank}", host=host, what=what, details=_last_lines(last_lines))
+    return Failure(kind="exit", who=f"rank {rank}", host=host, what=what)
 
 
 def combined_exit_code(codes: Iterable[int]) -> int:
@@ -135,11 +146,6 @@ def printable(text: str, max_characters: int) -> str:
         return text
     head = max_characters // 4
     return f"{text[:head]}\n[... {len(text) - max_characters} characters left out ...]\n{text[head - max_characters :]}"
-
-
-def _last_lines(text: str) -> str:
-    shown = printable(text, MAX_DETAILS_CHARACTERS).rstrip()
-    return f"Its last lines on stderr:\n{shown}\n" if shown.strip() else ""
 
 
 def _text(error: BaseException) -> str:

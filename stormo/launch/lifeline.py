@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Protocol
 
 from stormo.errors import EXIT_FAILURE
@@ -19,6 +19,7 @@ from stormo.launch.failure import of_exception
 from stormo.launch.link import Link
 from stormo.launch.local import CHANNEL_FD
 from stormo.launch.place import Place
+from stormo.launch.ranks import RanksLifeline
 
 _PR_SET_PDEATHSIG = 1
 _ALIVE_EVERY_S = 1.0
@@ -27,6 +28,8 @@ _LAST_WORDS_S = 2.0
 
 class Lifeline(Protocol):
     """What a rank calls, whoever started it."""
+
+    shows_failures: bool  # whether a reported failure is shown to the user, so that the caller need not
 
     def report_failure(self, error: BaseException, *, secondary: bool) -> None:
         """Say that this rank fails; secondary when it only misses a peer. The caller ends the process after it."""
@@ -41,6 +44,8 @@ class Lifeline(Protocol):
 class NoLifeline:
     """For a process that is the whole job: nobody else needs to know."""
 
+    shows_failures = False
+
     def report_failure(self, error: BaseException, *, secondary: bool) -> None:
         """Nobody to tell; the caller shows the error."""
 
@@ -53,6 +58,8 @@ class NoLifeline:
 
 class AgentLifeline:
     """To the agent of the node, over the socket it gave; ends the process when the agent is gone."""
+
+    shows_failures = True
 
     def __init__(self, place: Place, environ: MutableMapping[str, str]) -> None:
         self._place = place
@@ -97,6 +104,34 @@ class AgentLifeline:
             self._link.receive()
             if self._link.closed and not self._closing.is_set():
                 _end_group()
+
+
+def open_lifeline(
+    place: Place,
+    *,
+    publish: Callable[[str], None] | None = None,
+    lookup: Callable[[float], str] | None = None,
+    timeout_s: float = 600.0,
+    digest: str = "",
+    options: Mapping[str, str] | None = None,
+    environ: MutableMapping[str, str] | None = None,
+) -> Lifeline:
+    """The lifeline that fits a place.
+
+    Args:
+        publish: under a foreign launcher, makes one string of rank 0 known to all ranks.
+        lookup: gives that string to the other ranks, waiting for at most so many seconds.
+        timeout_s: for all ranks to come, and for a rank whose process no longer answers.
+        digest: stands for everything that must be the same on all ranks.
+        options: what the digest is made of, to name a difference.
+    """
+    if place.launcher == "local":
+        return AgentLifeline(place, os.environ if environ is None else environ)
+    if place.world_size == 1:
+        return NoLifeline()
+    assert publish is not None
+    assert lookup is not None
+    return RanksLifeline(place, publish=publish, lookup=lookup, timeout_s=timeout_s, digest=digest, options=options)
 
 
 def _die_with_parent() -> None:

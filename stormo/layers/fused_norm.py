@@ -1,5 +1,4 @@
 # mypy: disable-error-code="no-untyped-call, unused-ignore"
-# ruff: noqa: PLR0917
 """Batch norm + ReLU + dropout + residual sum as one differentiable operation on the Triton kernels of `norm_kernels`.
 
 Of the activations only x is kept for the backward pass; the residual's gradient is the incoming one, not a copy.

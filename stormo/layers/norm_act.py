@@ -42,7 +42,7 @@ def fused_obstacle(device: torch.device) -> str | None:
     return None
 
 
-def plain_norm_act(  # noqa: PLR0917
+def plain_norm_act(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor,

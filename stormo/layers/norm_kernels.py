@@ -1,5 +1,5 @@
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator"
-# ruff: noqa: D103, N803, N806, PLR0917, SIM102
+# ruff: noqa: D103, N803, N806, SIM102
 """Triton kernels of `fused_norm`, over a row-major matrix [rows, channels] in bf16, fp16 or fp32.
 
 The reductions have two stages and no atomics, so results are bitwise repeatable. Masks are never stored: the backward

@@ -46,14 +46,14 @@ def unpack_moments(vector: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return count, mean, (mean_square - mean.square()).clamp_(min=0.0)
 
 
-def update_running(  # noqa: PLR0917
+def update_running(
     running_mean: Tensor, running_var: Tensor, vector: Tensor, mean: Tensor, variance: Tensor, momentum: float
 ) -> None:
     """Moves the running statistics towards a global batch's, with the unbiased variance, as torch does."""
     count = vector[0]
     unbiased = variance * (count / (count - 1.0).clamp(min=1.0))
     # The weight stays on the device: asking the host whether every rank was absent would synchronise.
-    weight = momentum * (count > 0)
+    weight = momentum * (count > 0).to(count.dtype)  # bool times float would be float32
     running_mean.lerp_(mean.to(running_mean.dtype), weight.to(running_mean.dtype))
     running_var.lerp_(unbiased.to(running_var.dtype), weight.to(running_var.dtype))
 
@@ -69,7 +69,7 @@ class SyncNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # noqa: PLR0917
+    def forward(
         ctx: Any,
         x: Tensor,
         weight: Tensor | None,

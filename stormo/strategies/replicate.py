@@ -13,7 +13,7 @@ from stormo.strategies.strategy import Strategy
 
 # Buffers are averaged before validation instead of overwritten in every pass. torch 2.13 renamed the switch.
 _NEW_NAME, _OLD_NAME = "forward_sync_buffers", "broadcast_buffers"
-_KEEP_BUFFERS = {
+_KEEP_BUFFERS: dict[str, Any] = {
     _NEW_NAME if _NEW_NAME in inspect.signature(DistributedDataParallel.__init__).parameters else _OLD_NAME: False
 }
 

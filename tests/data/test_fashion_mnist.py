@@ -203,17 +203,18 @@ def bare_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sources(*mirrors: str, **changes: Any) -> Sources:
-    fast: dict[str, Any] = {
+    # The time limits suit a machine under load; a test that means to run into one shortens it.
+    settings: dict[str, Any] = {
         "package": "dataset-small-mnist",
         "package_folder": Path("/usr/share/datasets/small-mnist-that-nobody-has"),
-        "connect_timeout_s": 0.4,
-        "answer_timeout_s": 5.0,
-        "stall_timeout_s": 0.4,
-        "files_timeout_s": 10.0,
-        "command_timeout_s": 10.0,
+        "connect_timeout_s": 15.0,
+        "answer_timeout_s": 30.0,
+        "stall_timeout_s": 15.0,
+        "files_timeout_s": 60.0,
+        "command_timeout_s": 60.0,
         "retry_pause_s": 0.01,
     }
-    return Sources(mirrors=mirrors, **(fast | changes))
+    return Sources(mirrors=mirrors, **(settings | changes))
 
 
 def fetch(cache: Path, *mirrors: str, **changes: Any) -> Path:
@@ -439,11 +440,12 @@ def test_a_bad_answer_is_never_used_and_the_next_mirror_is(
     tmp_path: Path, mirror: Mirror, second_mirror: Mirror, *, bad_file: str, answer: Answer | str, reason: str
 ) -> None:
     mirror.answers[bad_file] = mirror.hang if isinstance(answer, str) else answer
+    limits = {"connect_timeout_s": 1.0, "stall_timeout_s": 1.0, "num_attempts": 1} if isinstance(answer, str) else {}
     with pytest.raises(DataNotFoundError, match=rf"{mirror.url}: {bad_file.removesuffix('.gz')} {reason}"):
-        fetch(tmp_path, mirror.url)
+        fetch(tmp_path, mirror.url, **limits)
     assert not (tmp_path / "fashion-mnist" / bad_file.removesuffix(".gz")).exists()
     assert not leftovers(tmp_path)
-    home = fetch(tmp_path, mirror.url, second_mirror.url)
+    home = fetch(tmp_path, mirror.url, second_mirror.url, **limits)
     assert content_of(home) == CONTENT
     assert second_mirror.asked[bad_file] == 1
 
@@ -478,9 +480,9 @@ def test_an_overloaded_mirror_is_asked_again_and_a_missing_file_is_not(tmp_path:
 def test_a_mirror_that_does_not_answer_is_given_up_before_the_large_files(tmp_path: Path, mirror: Mirror) -> None:
     mirror.answer = mirror.hang
     start_s = time.monotonic()
-    with pytest.raises(DataNotFoundError, match=r"t10k-labels was not complete after 0\.3 s"):
-        fetch(tmp_path, mirror.url, answer_timeout_s=0.3, connect_timeout_s=30.0)
-    assert time.monotonic() - start_s < 5
+    with pytest.raises(DataNotFoundError, match="t10k-labels was not complete after 1 s"):
+        fetch(tmp_path, mirror.url, answer_timeout_s=1.0, connect_timeout_s=30.0)
+    assert time.monotonic() - start_s < 15  # a connection alone may take 30
     assert mirror.asked == {"t10k-labels.gz": 1}
 
 
@@ -491,7 +493,7 @@ def test_a_mirror_that_sends_too_slowly_is_given_up(tmp_path: Path, mirror: Mirr
 
 
 def test_the_large_files_are_fetched_side_by_side(tmp_path: Path, mirror: Mirror) -> None:
-    barrier = threading.Barrier(3, timeout=5)
+    barrier = threading.Barrier(3, timeout=10)
 
     def together(handler: BaseHTTPRequestHandler, body: bytes) -> None:
         barrier.wait()  # breaks, and so fails the request, unless all three are under way at once
@@ -499,7 +501,7 @@ def test_the_large_files_are_fetched_side_by_side(tmp_path: Path, mirror: Mirror
 
     mirror.answer = together
     mirror.answers["t10k-labels.gz"] = good
-    fetch(tmp_path, mirror.url, num_attempts=1, stall_timeout_s=10.0)
+    fetch(tmp_path, mirror.url, num_attempts=1)
     assert not barrier.broken
 
 
@@ -548,11 +550,11 @@ def fetch_in_child(cache: Path, mirror_url: str, with_lock: bool) -> None:
             raise OSError(38, "Function not implemented")
 
         fcntl.flock = no_locks
-    home = fetch(cache, mirror_url, stall_timeout_s=20.0, connect_timeout_s=20.0, answer_timeout_s=30.0)
+    home = fetch(cache, mirror_url, connect_timeout_s=60.0, answer_timeout_s=60.0)
     assert content_of(home) == CONTENT
 
 
-def wait_until(condition: Callable[[], object], limit_s: float = 30.0) -> None:
+def wait_until(condition: Callable[[], object], limit_s: float = 60.0) -> None:
     deadline_s = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline_s
@@ -587,7 +589,7 @@ def test_two_processes_can_fetch_at_the_same_time(tmp_path: Path, mirror: Mirror
     for child in children:
         child.start()
     for child in children:
-        child.join(60)
+        child.join(120)
     assert [child.exitcode for child in children] == [0, 0]
     assert content_of(tmp_path / "fashion-mnist") == CONTENT
     assert not leftovers(tmp_path)
@@ -707,8 +709,8 @@ def test_a_tool_that_is_not_installed_is_named(tmp_path: Path, tools: Path, tool
 
 def test_a_tool_that_hangs_is_ended_with_all_it_started(tmp_path: Path, tools: Path) -> None:
     make_tool(tools, "apt-get", f"sleep 60 & echo $! > {tmp_path}/pid\nwait")
-    with pytest.raises(DataNotFoundError, match=r"apt-get did not end within 0\.5 s"):
-        fetch(tmp_path / "cache", command_timeout_s=0.5)
+    with pytest.raises(DataNotFoundError, match="apt-get did not end within 2 s"):
+        fetch(tmp_path / "cache", command_timeout_s=2.0)
     status = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/status")
 
     def is_dead() -> bool:

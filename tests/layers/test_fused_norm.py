@@ -181,7 +181,7 @@ def test_interpreted_batches_are_counted() -> None:
     assert num_batches.item() == 7
 
 
-def _operands(case: dict[str, Tensor]) -> list[Tensor | None]:
+def _operands(case: dict[str, Tensor]) -> list[Any]:
     names = ("weight", "bias", "running_mean", "running_var")
     return [case["x"], None, *(case[name] for name in names)]
 
@@ -263,7 +263,7 @@ def test_interpreted_global_statistics_equal_the_plain_function(absent: bool) ->
         return norm_act(*operands, **settings, reduce_stats=add_other_rank, reduce_grads=add_other_rank, absent=absent)
 
     def plain(x: Tensor, residual: Tensor, *rest: Tensor, **settings: Any) -> Tensor:
-        y: Tensor = SyncNorm.apply(x, *rest, settings["momentum"], settings["eps"], add_other_rank, absent)
+        y: Tensor = SyncNorm.apply(x, *rest, settings["momentum"], settings["eps"], add_other_rank, absent)  # type: ignore[no-untyped-call]
         return y.relu() + residual
 
     actual = _run(fused, case, residual=True, wide=False, **SETTINGS)
@@ -279,9 +279,9 @@ def test_interpreted_residual_of_another_dtype_or_layout_is_added_by_torchs_rule
     case = _case((4, 16, 5, 5), torch.bfloat16)
     operands = _operands(case)
     operands[1] = torch.randn(1, 16, 1, 1)
-    y = norm_act(*operands, **SETTINGS)  # type: ignore[arg-type]
+    y = norm_act(*operands, **SETTINGS)
     operands[1] = None
-    expected = norm_act(*operands, **SETTINGS)  # type: ignore[arg-type]
+    expected = norm_act(*operands, **SETTINGS)
     assert y.dtype == torch.float32
     torch.testing.assert_close(y - expected, (y - expected)[:1, :, :1, :1].expand_as(y), rtol=1e-4, atol=1e-4)
 
@@ -309,7 +309,7 @@ def test_gpu_dropout_has_one_mask_in_both_directions(shape: tuple[int, ...], dty
 @needs_cuda
 def test_gpu_layer_under_autocast_is_fused_and_keeps_bfloat16() -> None:
     layer = NormAct(32, dropout=0.1).cuda()
-    conv = torch.nn.Conv2d(3, 32, 3).cuda().to(memory_format=torch.channels_last)
+    conv = torch.nn.Conv2d(3, 32, 3).cuda()
     images = torch.randn(8, 3, 12, 12, device="cuda").contiguous(memory_format=torch.channels_last)
     with torch.autocast("cuda", dtype=torch.bfloat16):
         hidden = conv(images)

@@ -1,0 +1,106 @@
+"""How the agents of a job come together before any worker starts, and agree on where the ranks will meet."""
+
+from __future__ import annotations
+
+import selectors
+import shlex
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from stormo.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE, StormoError
+from stormo.launch.address import LOOPBACK, listen, listening_address
+from stormo.launch.client import Client
+from stormo.launch.control import Control, Go, Hello, Timing
+from stormo.launch.inbox import SignalInbox
+from stormo.launch.local import Node
+from stormo.launch.server import Server
+
+_STORE_BACKLOG = 4096
+
+
+class StoppedError(StormoError):
+    """The user ended the job while the nodes were still coming together."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name} before all nodes had come.")
+        # Nothing was begun, so nothing is lost.
+        self.exit_code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_RESUMABLE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Meeting:
+    """What the agents agreed on."""
+
+    control: Control | None  # None on one node
+    store_addr: str
+    store_port: int
+    store: socket.socket | None  # node 0 listens already, so that nobody can take the port in between
+
+
+def meet(
+    command: Sequence[str], node: Node, *, hello: Hello, timing: Timing, inbox: SignalInbox, stack: ExitStack
+) -> Meeting:
+    """Come together with the agents of the other nodes; what is opened is closed by the stack."""
+    if node.num_nodes == 1:
+        store = stack.enter_context(listen(LOOPBACK, 0, backlog=_STORE_BACKLOG))
+        return Meeting(control=None, store_addr=LOOPBACK, store_port=store.getsockname()[1], store=store)
+    assert node.master_addr is not None, "Node has checked this"
+    if node.node_id != 0:
+        client = Client(node.master_addr, node.master_port, hello, timing=timing)
+        stack.callback(client.close)
+        return _meeting(client, _join(client, inbox), None)
+    number = listening_address(node.master_addr, all_on_this_host=False)
+    listener = stack.enter_context(listen(number, node.master_port))
+    store = stack.enter_context(listen(number, 0, backlog=_STORE_BACKLOG))
+    server = Server(
+        listener,
+        hello,
+        payload={"store_addr": number, "store_port": store.getsockname()[1]},
+        timing=timing,
+        how_to_start=lambda missing: f"start there: {command_for(command, missing[0])}",
+    )
+    stack.callback(server.close)
+    return _meeting(server, _join(server, inbox), store)
+
+
+def _join(control: Control, inbox: SignalInbox) -> Mapping[str, Any]:
+    """Wait until all have come; a signal ends the waiting."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(inbox, selectors.EVENT_READ)
+        selector.register(control, selectors.EVENT_READ)
+        while True:
+            selector.select(0.1)
+            for number in inbox.read():
+                if number != signal.SIGCHLD:
+                    raise StoppedError(number)
+            for event in control.poll():
+                if isinstance(event, Go):
+                    return event.payload
+
+
+def _meeting(control: Control, payload: Mapping[str, Any], store: socket.socket | None) -> Meeting:
+    address, port = payload.get("store_addr"), payload.get("store_port")
+    if not isinstance(address, str) or not isinstance(port, int):
+        raise StormoError("Node 0 did not say where the ranks meet; install the same release of stormo on every node.")
+    return Meeting(control=control, store_addr=address, store_port=port, store=store)
+
+
+def command_for(command: Sequence[str], node_id: int) -> str:
+    """The command line to type on another node."""
+    words = list(command)
+    if words[1:3] == ["-m", "stormo"]:
+        words[:3] = ["stormo"]
+    for position, word in enumerate(words):
+        if word == "--node-id" and position + 1 < len(words):
+            words[position + 1] = str(node_id)
+            break
+        if word.startswith("--node-id="):
+            words[position] = f"--node-id={node_id}"
+            break
+    else:
+        words += ["--node-id", str(node_id)]
+    return shlex.join(words)

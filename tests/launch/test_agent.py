@@ -1,0 +1,254 @@
+"""One node: how the agent ends a job, what it says first, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+# Each test runs real processes; start_agent comes from conftest.py and returns a Job.
+StartAgent = Callable[..., Any]
+
+WAIT = ["wait for stop"]
+STOP_WITH_75 = [["stop on", "SIGTERM"], ["stop on", "SIGUSR1"], ["stop on", "SIGINT"], WAIT, ["exit", 75]]
+FOREVER = [["sleep", 60]]
+
+
+def first_line(job: Any) -> str:
+    return str(job.err.splitlines()[0])
+
+
+def test_all_ranks_ending_with_0_make_0(start_agent: StartAgent) -> None:
+    job = start_agent({"*": [["out", "done"], ["exit", 0]]}, node={"num_workers": 3})
+    assert job.wait() == 0
+    assert sorted(job.out.splitlines()) == ["[rank 1] done", "[rank 2] done", "done"]
+    assert job.err == ""
+
+
+def test_an_exception_is_shown_first_with_its_traceback_and_ends_the_others(start_agent: StartAgent) -> None:
+    job = start_agent({"1": [["out", "ready"], ["sleep", 0.3], ["raise", "boom"]], "*": FOREVER})
+    job.wait_until_ready(1)
+    began = time.monotonic()
+    assert job.wait() == 1
+    assert time.monotonic() - began < 2.3 + 1.0  # the promise after the failure, and slack for a slow machine
+    assert first_line(job).startswith("stormo: rank 1 on host ")
+    assert first_line(job).endswith(" failed: ValueError: boom")
+    assert "Traceback (most recent call last)" in job.err
+    assert "worker_program.py" in job.err
+
+
+def test_survivors_complaints_are_not_shown_even_when_they_come_first(start_agent: StartAgent) -> None:
+    job = start_agent(
+        {
+            "0": [["sleep", 0.3], ["err", "a noisy library\n"], ["complain", "connection reset by peer"]],
+            "1": [["sleep", 0.8], ["raise", "boom"]],
+        }
+    )
+    assert job.wait() == 1
+    assert "failed: ValueError: boom" in first_line(job)
+    assert "connection reset" not in job.err
+    assert "noisy" not in job.err
+
+
+def test_a_complaint_without_any_cause_is_shown_after_all(start_agent: StartAgent) -> None:
+    job = start_agent({"0": [["err", "hint\n"], ["complain", "connection reset by peer"]], "1": FOREVER})
+    assert job.wait() == 1
+    assert "connection reset by peer" in first_line(job)
+    assert "hint" in job.err
+
+
+def test_a_killed_rank_is_named_with_its_signal_and_its_last_lines(start_agent: StartAgent) -> None:
+    lines = [["err", f"line {number}\n"] for number in range(30)]
+    job = start_agent({"1": [*lines, ["sleep", 0.6], ["kill", signal.SIGKILL]], "0": [["sleep", 60]]})
+    assert job.wait() == 1
+    shown, _, report = job.err.partition("stormo: ")
+    assert "[rank 1] line 0\n" in shown
+    assert report.splitlines()[0].endswith("was killed by SIGKILL (signal 9)")
+    assert "out-of-memory killer may have" in report
+    assert "line 29" in report
+    assert "line 9\n" not in report  # 20 lines are enough
+
+
+def test_all_lines_of_a_burst_before_a_crash_are_kept(start_agent: StartAgent) -> None:
+    burst = "".join(f"frame {number}\n" for number in range(60))
+    job = start_agent({"1": [["err", burst + "no line end"], ["kill", signal.SIGSEGV]], "0": FOREVER})
+    assert job.wait() == 1
+    assert "was killed by SIGSEGV (signal 11)" in first_line(job)
+    assert job.err.index("frame 0\n") < job.err.index("frame 59\n") < job.err.index("no line end")
+
+
+def test_a_killed_rank_with_helpers_leaves_nothing_behind(start_agent: StartAgent) -> None:
+    job = start_agent({"1": [["helper"], ["sleep", 0.5], ["kill", signal.SIGKILL]], "0": [["helper"], *FOREVER]})
+    assert job.wait() == 1
+    assert "rank 1 on host" in first_line(job)
+
+
+def test_helpers_of_ranks_that_ended_in_order_do_not_delay_the_end_for_long(start_agent: StartAgent) -> None:
+    job = start_agent({"*": [["helper"], ["exit", 0]]})
+    assert job.wait(20) == 0
+
+
+def test_an_exit_code_without_a_word_is_a_failure(start_agent: StartAgent) -> None:
+    job = start_agent({"1": [["err", "usage: wrong\n"], ["exit", 3]], "0": FOREVER})
+    assert job.wait() == 1
+    assert "ended with exit code 3" in first_line(job)
+    assert "usage: wrong" in job.err
+
+
+def test_a_rank_that_ends_early_is_the_cause_of_the_others_complaints(start_agent: StartAgent) -> None:
+    job = start_agent({"1": [["exit", 0]], "0": [["sleep", 0.5], ["complain", "connection closed by peer"]]})
+    assert job.wait() == 1
+    assert first_line(job).startswith("stormo: rank 1 on host ")
+    assert first_line(job).endswith(" ended early with exit code 0")
+
+
+def test_a_rank_that_ends_early_is_fine_when_the_others_end_well(start_agent: StartAgent) -> None:
+    job = start_agent({"1": [["exit", 0]], "0": [["sleep", 0.5], ["exit", 0]]})
+    assert job.wait() == 0
+    assert job.err == ""
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"), [((75, 75), 75), ((0, 75), 75), ((130, 0), 130), ((130, 75), 130), ((75, 3), 1)]
+)
+def test_exit_codes_combine(start_agent: StartAgent, codes: tuple[int, int], expected: int) -> None:
+    job = start_agent({str(rank): [["exit", code]] for rank, code in enumerate(codes)})
+    assert job.wait() == expected
+
+
+def test_a_setting_error_on_all_ranks_is_shown_once_without_traceback(start_agent: StartAgent) -> None:
+    setting = ["setting", "--batch-size 3 was set", "3 is no multiple of 2", "set 2 or 4"]
+    job = start_agent({"*": [setting]}, node={"num_workers": 3})
+    assert job.wait() == 2
+    assert job.err == "stormo: --batch-size 3 was set, but 3 is no multiple of 2; set 2 or 4.\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_reaches_every_worker(start_agent: StartAgent, number: signal.Signals) -> None:
+    job = start_agent({"*": STOP_WITH_75}, node={"num_workers": 3})
+    job.wait_until_ready(3)
+    job.process.send_signal(number)
+    assert job.wait() == 75
+    expected = "stormo: stopping after this step; press Ctrl-C again to stop at once\n"
+    assert job.err == (expected if number == signal.SIGINT else "")
+
+
+def test_a_closed_terminal_stops_like_sigterm(start_agent: StartAgent) -> None:
+    job = start_agent({"*": STOP_WITH_75})
+    job.wait_until_ready(2)
+    job.process.send_signal(signal.SIGHUP)
+    assert job.wait() == 75
+
+
+def test_a_second_ctrl_c_stops_at_once(start_agent: StartAgent) -> None:
+    job = start_agent({"*": [["stop on", "SIGINT"], WAIT, *FOREVER]})
+    job.wait_until_ready(2)
+    job.process.send_signal(signal.SIGINT)
+    job.wait_for(lambda job: "press Ctrl-C again" in job.err)
+    job.process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    assert job.wait() == 130
+    assert time.monotonic() - began < 3.0
+    assert "was stopped at once by Ctrl-C" in job.err
+
+
+def test_ctrl_c_before_a_worker_is_ready_ends_with_130(start_agent: StartAgent) -> None:
+    job = start_agent({"*": [["out", "ready"], *FOREVER]})
+    job.wait_until_ready(2)
+    job.process.send_signal(signal.SIGINT)
+    assert job.wait() == 130
+    assert "Traceback" not in job.err.split("stormo: rank")[0]
+
+
+def test_a_sigterm_that_ends_an_unready_worker_is_no_success(start_agent: StartAgent) -> None:
+    job = start_agent({"*": [["out", "ready"], *FOREVER]})
+    job.wait_until_ready(2)
+    job.process.terminate()
+    assert job.wait() == 1
+    assert "was ended by SIGTERM, which reached it before it was ready" in job.err
+
+
+def test_a_stopped_worker_is_named_and_killed_after_sigterm(start_agent: StartAgent) -> None:
+    job = start_agent({"*": STOP_WITH_75}, patience={"stop_s": 1.0})
+    job.wait_until_ready(2)
+    os.kill(job.worker_pid(1), signal.SIGSTOP)
+    job.process.terminate()
+    assert job.wait() == 1
+    assert "rank 1 on host" in first_line(job)
+    assert "did not end within 1 s of SIGTERM" in first_line(job)
+    assert "it is stopped (SIGSTOP?)" in first_line(job)
+
+
+def test_a_silent_worker_is_warned_about_once_and_welcomed_back(start_agent: StartAgent) -> None:
+    job = start_agent({"*": STOP_WITH_75}, patience={"silent_warning_s": 2.0})
+    job.wait_until_ready(2)
+    pid = job.worker_pid(1)
+    os.kill(pid, signal.SIGSTOP)
+    job.wait_for(lambda job: "no sign of life" in job.err)
+    time.sleep(0.5)
+    os.kill(pid, signal.SIGCONT)
+    job.wait_for(lambda job: "is back after" in job.err)
+    job.process.terminate()
+    assert job.wait() == 75
+    warning, back = job.err.splitlines()
+    assert warning.startswith(f"stormo: rank 1 (pid {pid}) has sent no sign of life for 2 s: it is stopped (SIGSTOP?)")
+    assert back.startswith(f"stormo: rank 1 (pid {pid}) is back after ")
+
+
+def test_a_worker_silent_beyond_the_timeout_ends_the_job(start_agent: StartAgent) -> None:
+    job = start_agent({"*": STOP_WITH_75}, timeout_s=3.0)
+    job.wait_until_ready(2)
+    os.kill(job.worker_pid(1), signal.SIGSTOP)
+    assert job.wait() == 1
+    assert "has sent no sign of life for 3 s: it is stopped (SIGSTOP?)" in first_line(job)
+
+
+def test_no_worker_outlives_a_killed_agent(start_agent: StartAgent) -> None:
+    job = start_agent({"*": [["out", "ready"], *FOREVER]})
+    job.wait_until_ready(2)
+    job.process.kill()
+    job.wait()  # the fixture then finds no process left
+
+
+def test_bytes_that_are_no_text_pass_unchanged(start_agent: StartAgent) -> None:
+    job = start_agent({"0": [["err", "caf\xe9 \xff\n"]], "1": [["err", "\xfe half"], ["sleep", 0.1], ["err", " line"]]})
+    assert job.wait() == 0
+    assert sorted(job.err_bytes.splitlines()) == [b"[rank 1] \xfe half line", b"caf\xe9 \xff"]
+
+
+def test_the_environment_says_who_a_worker_is(start_agent: StartAgent) -> None:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "MASTER_ADDR")
+    more = ("STORMO_LAUNCHER", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "STORMO_CHANNEL_FD")
+    job = start_agent({"1": [["environ", *names, *more]]}, environ={"NCCL_SOCKET_IFNAME": "ib0"})
+    assert job.wait() == 0
+    told = json.loads(job.out.removeprefix("[rank 1] "))
+    assert told == {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "0",
+        "NODE_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "STORMO_LAUNCHER": "local",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "ib0",
+        "STORMO_CHANNEL_FD": None,  # taken by the lifeline: what a worker starts is no worker
+    }
+
+
+def test_a_command_that_cannot_be_started_is_one_sentence(start_program: Any) -> None:
+    import sys
+    from pathlib import Path
+
+    arguments = {"command": ["/nowhere/python"], "node": {"num_workers": 2}}
+    program = Path(__file__).parent / "agent_program.py"
+    job = start_program([sys.executable, str(program), json.dumps(arguments)])
+    assert job.wait() == 1
+    assert job.err.startswith("stormo: The worker command /nowhere/python could not be started")
+    assert len(job.err.splitlines()) == 1

@@ -1,0 +1,232 @@
+"""Ranks are threads that meet at a barrier: what they compute together must be what one process computes alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stormo.errors import SettingError
+from stormo.layers.norm_act import NormAct
+from stormo.layers.sync_batch_norm import Reduce, SyncBatchNorm, SyncNorm, convert_sync_batch_norm, set_absent
+
+
+class _Ranks:
+    """Runs one function a rank, with a `reduce` that sums over them."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self.num_reductions = 0
+        self._barrier = threading.Barrier(num_ranks, timeout=30)
+        self._vectors: list[Tensor] = [torch.empty(0)] * num_ranks
+
+    def run(self, function: Callable[[int, Reduce], Any]) -> list[Any]:
+        """What the function returns on each rank."""
+
+        def reduce_of(rank: int) -> Reduce:
+            def reduce(vector: Tensor) -> None:
+                assert vector.dtype == torch.float64
+                assert vector.dim() == 1
+                self._vectors[rank] = vector.clone()
+                self._barrier.wait()
+                vector.copy_(torch.stack(self._vectors).sum(0))
+                self._barrier.wait()
+                self.num_reductions += rank == 0
+
+            return reduce
+
+        def one(rank: int) -> Any:
+            try:
+                return function(rank, reduce_of(rank))
+            except BaseException:
+                self._barrier.abort()  # the others fail at once instead of waiting
+                raise
+
+        with ThreadPoolExecutor(self.num_ranks) as pool:
+            return list(pool.map(one, range(self.num_ranks)))
+
+
+def _batches(sizes: Sequence[int], *rest: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(size, *rest, generator=generator).double() * 2.0 + 1.0 for size in sizes]
+
+
+def _model(kind: str, num_dims: int) -> nn.Module:
+    torch.manual_seed(2)
+    norm: nn.Module
+    if kind == "NormAct":
+        norm = NormAct(3, momentum=0.2)
+    else:
+        table: dict[str, dict[str, Any]] = {
+            "affine": {},
+            "cumulative": {"momentum": None},
+            "no affine": {"affine": False},
+            "no running": {"track_running_stats": False},
+        }
+        options = table[kind]
+        norm = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}[num_dims](3, **options)
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter, mean=0.5)
+    return nn.Sequential(norm).double()
+
+
+def _step(model: nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    x = x.clone().requires_grad_()
+    y = model(x)
+    y.backward(grad)
+    assert x.grad is not None
+    return y.detach(), x.grad
+
+
+def _assert_same(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["affine", "cumulative", "no affine", "no running", "NormAct"])
+@pytest.mark.parametrize("rest", [(3,), (3, 4), (3, 2, 2), (3, 2, 1, 2)])
+@pytest.mark.parametrize("sizes", [(4, 4), (5, 1, 2)])
+def test_ranks_equal_one_process_with_all_samples(kind: str, rest: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+    alone = _model(kind, 1 + len(rest))
+    models = [deepcopy(alone) for _ in sizes]
+    ranks = _Ranks(len(sizes))
+    for _ in range(2):  # the second step sees running statistics that moved
+        inputs = _batches(sizes, *rest)
+        grads = [torch.randn_like(x) for x in inputs]
+        expected_y, expected_grad = _step(alone, torch.cat(inputs), torch.cat(grads))
+
+        def one(
+            rank: int, reduce: Reduce, inputs: list[Tensor] = inputs, grads: list[Tensor] = grads
+        ) -> tuple[Tensor, Tensor]:
+            models[rank] = convert_sync_batch_norm(models[rank], reduce)
+            return _step(models[rank], inputs[rank], grads[rank])
+
+        results = ranks.run(one)
+        _assert_same(torch.cat([y for y, _ in results]), expected_y)
+        _assert_same(torch.cat([grad for _, grad in results]), expected_grad)
+    assert ranks.num_reductions == 4  # one each way, two steps
+    for name, parameter in alone.named_parameters():
+        assert parameter.grad is not None
+        shares = [model.get_parameter(name).grad for model in models]
+        _assert_same(sum(share for share in shares if share is not None), parameter.grad)  # type: ignore[arg-type]
+    for name, buffer in alone.named_buffers():
+        for model in models:
+            _assert_same(model.get_buffer(name), buffer)
+
+
+@pytest.mark.parametrize("kind", ["affine", "NormAct"])
+def test_an_absent_rank_keeps_step_and_changes_nothing(kind: str) -> None:
+    alone = _model(kind, 4)
+    models = [deepcopy(alone) for _ in range(3)]
+    inputs, grads = _batches((4, 1, 3), 3, 2, 2), _batches((4, 1, 3), 3, 2, 2)
+    grads[1].zero_()  # a ghost sample has no loss
+    inputs[1] += 1e6
+    expected_y, expected_grad = _step(alone, torch.cat(inputs[::2]), torch.cat(grads[::2]))
+    ranks = _Ranks(3)
+
+    def one(rank: int, reduce: Reduce) -> tuple[Tensor, Tensor]:
+        convert_sync_batch_norm(models[rank], reduce)
+        set_absent(models[rank], rank == 1)
+        return _step(models[rank], inputs[rank], grads[rank])
+
+    results = ranks.run(one)
+    _assert_same(torch.cat([results[0][0], results[2][0]]), expected_y)
+    _assert_same(torch.cat([results[0][1], results[2][1]]), expected_grad)
+    assert results[1][0].isfinite().all()
+    assert not results[1][1].any()
+    for name, buffer in alone.named_buffers():
+        for model in models:
+            _assert_same(model.get_buffer(name), buffer)
+
+
+def test_statistics_stay_finite_and_still_when_every_rank_is_absent() -> None:
+    model = convert_sync_batch_norm(_model("affine", 2), lambda vector: None)
+    set_absent(model, True)
+    before = model.get_buffer("0.running_var").clone()
+    y, grad = _step(model, *_batches((2, 2), 3))
+    assert y.isfinite().all()
+    assert grad.isfinite().all()
+    assert torch.equal(model.get_buffer("0.running_var"), before)
+
+
+def test_gradients_pass_gradcheck_with_a_second_rank_of_fixed_samples() -> None:
+    mine, other = _batches((3, 4), 2, 2)
+    other_rows = other.movedim(1, 0).flatten(1)
+    weight, bias = torch.tensor([0.7, -1.2]).double(), torch.tensor([0.1, 0.2]).double()
+
+    def add_other(vector: Tensor) -> None:
+        if len(vector) == 5:  # the other rank has no gradient of its own, so only the statistics gain from it
+            count = torch.tensor([float(other_rows.shape[1])]).double()
+            vector += torch.cat((count, other_rows.sum(1), other_rows.square().sum(1)))
+
+    def function(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        y: Tensor = SyncNorm.apply(x, w, b, None, None, 0.1, 1e-5, add_other, False)  # type: ignore[no-untyped-call]
+        return y
+
+    operands = tuple(operand.requires_grad_() for operand in (mine, weight, bias))
+    assert torch.autograd.gradcheck(function, operands)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lower_precision_keeps_its_dtype_under_autocast(dtype: torch.dtype) -> None:
+    model = convert_sync_batch_norm(nn.BatchNorm2d(3), lambda vector: None)
+    x = _batches((4,), 3, 2, 2)[0].to(dtype).requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = model(x)
+    assert y.dtype == dtype
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype == dtype
+    expected = nn.BatchNorm2d(3)(x.detach())
+    torch.testing.assert_close(y, expected, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-5)
+
+
+def test_conversion_keeps_objects_names_modes_and_sharing() -> None:
+    shared = nn.BatchNorm1d(3, momentum=None, eps=1e-3)
+    inner = nn.Sequential(shared, NormAct(3))
+    model = nn.Sequential(nn.Linear(3, 3), shared, inner, nn.BatchNorm1d(3).eval())
+    state, parameters = model.state_dict(), dict(model.named_parameters())
+
+    def reduce(vector: Tensor) -> None:
+        raise AssertionError("evaluation reduces nothing")
+
+    converted = convert_sync_batch_norm(model, reduce)
+    assert converted is model
+    assert isinstance(model[1], SyncBatchNorm)
+    assert model[1] is inner[0]
+    assert (model[1].momentum, model[1].eps, model[3].training) == (None, 1e-3, False)
+    assert inner[1].reduce is reduce
+    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
+    assert model.state_dict().keys() == state.keys()
+    model.eval()(torch.randn(4, 3))
+    bare = convert_sync_batch_norm(nn.BatchNorm2d(3), reduce)
+    assert isinstance(bare, SyncBatchNorm)
+
+
+def test_a_batch_norm_with_another_forward_pass_is_refused() -> None:
+    class NormWithActivation(nn.BatchNorm2d):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input).relu()
+
+    with pytest.raises(SettingError, match="NormWithActivation"):
+        convert_sync_batch_norm(nn.Sequential(NormWithActivation(3)), lambda vector: None)
+
+
+def test_absence_without_synchronisation_is_evaluation_and_ends_where_it_began() -> None:
+    trained, frozen = nn.BatchNorm1d(3), nn.BatchNorm1d(3).eval()
+    model = nn.Sequential(trained, frozen)
+    x = torch.randn(4, 3)
+    for _ in range(2):  # telling twice is telling once
+        set_absent(model, True)
+    model(x)
+    assert model.get_buffer("0.num_batches_tracked").item() == 0
+    assert torch.equal(model.get_buffer("0.running_mean"), torch.zeros(3))
+    set_absent(model, False)
+    assert (trained.training, frozen.training) == (True, False)
+    model(x)
+    assert model.get_buffer("0.num_batches_tracked").item() == 1
