@@ -111,6 +111,15 @@ class Command:
     dry_run: bool = option(False, "print every effective value with its arithmetic, then stop")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Effective:
+    """What a run was found to mean by its settings; a resume goes on with it, however many workers there are then."""
+
+    global_batch_size: int
+    learning_rate: float
+    warmup_start: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """All settings of `stormo train`."""
@@ -125,8 +134,10 @@ class TrainConfig:
     run: Run = field(default_factory=Run)
     command: Command = field(default_factory=Command)
     given: frozenset[str] = frozenset()  # field names the user set, by flag or file
+    resumed: Effective | None = None  # of the run that goes on
 
 
+EFFECTIVE = "effective"  # the section of a run's config.toml that holds its `Effective`
 SECTIONS: dict[str, type[Any]] = {
     "workers": Workers,
     "batch": Batch,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from stormo import checkpoint
-from stormo.config import TrainConfig
+from stormo.config import Effective, TrainConfig
 from stormo.errors import SettingError
 from stormo.options import to_toml
 from stormo.plan import Plan
@@ -98,7 +98,11 @@ class Journal:
         if not self._world.is_main:
             return
         config, plan, progress = self._config, self._plan, self._state.progress
-        self.folder.config.write_text(to_toml(resolved(config, plan, self.folder.name)), encoding="utf-8")
+        named = replace(config, run=replace(config.run, run_name=self.folder.name))
+        effective = Effective(
+            global_batch_size=plan.global_batch_size, learning_rate=plan.learning_rate, warmup_start=plan.warmup_start
+        )
+        self.folder.config.write_text(to_toml(named, effective), encoding="utf-8")
         write_json(self.folder.environment, collect_environment(_versions(self._world)))
         self._sinks = [make_console(sys.stdout), EventFile(self.folder)]
         if config.run.tensorboard:
@@ -194,17 +198,6 @@ class Journal:
             "num_resumes": progress.num_resumes,
             "stopped_by": stopped_by,
         }
-
-
-def resolved(config: TrainConfig, plan: Plan, run_name: str) -> TrainConfig:
-    """The settings with the effective batch and learning rate in place of what they were derived from."""
-    fraction = plan.warmup_start / plan.learning_rate
-    return replace(
-        config,
-        batch=replace(config.batch, global_batch_size=plan.global_batch_size),
-        optimizer=replace(config.optimizer, base_lr=plan.learning_rate, warmup_from=fraction),
-        run=replace(config.run, run_name=run_name),
-    )
 
 
 def _slug(task: str) -> str:

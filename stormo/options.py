@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from stormo.config import SECTIONS, TrainConfig
+from stormo.config import EFFECTIVE, SECTIONS, Effective, TrainConfig
 from stormo.errors import SettingError, StormoError, unknown_name
 
 _KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
@@ -244,6 +244,7 @@ def settings_from_toml(document: Mapping[str, Any], options: Sequence[Option], s
     for name, value in document.items():
         if name == "task" and isinstance(value, str):
             settings["task"] = value
+        if name in ("task", EFFECTIVE):  # what was derived is derived anew
             continue
         section = "task" if name == "task_options" else name
         if section not in sections or not isinstance(value, Mapping):
@@ -282,18 +283,17 @@ def flat_settings(config: TrainConfig) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key not in ("node_id", "task.data_folder")}
 
 
-def to_toml(config: TrainConfig) -> str:
-    """The configuration as TOML, readable by `--config`; what was left to be chosen is left out."""
+def to_toml(config: TrainConfig, effective: Effective) -> str:
+    """The settings and what they came to, as TOML that `--config` reads; what was left to be chosen is left out."""
     lines = [f"task = {json.dumps(config.task)}"]
-    sections = {section: getattr(config, section) for section in SECTIONS if section != "command"}
+    sections = {section: dataclasses.asdict(getattr(config, section)) for section in SECTIONS if section != "command"}
+    if config.batch.global_batch_size is not None:
+        del sections["batch"]["batch_size"]  # only one of the two is ever set
+    del sections["run"]["resume"]  # said of one call, not of the run
     if config.task_options is not None:
-        sections["task_options"] = config.task_options
-    for section, content in sections.items():
-        values = dataclasses.asdict(content)
-        if section == "batch" and config.batch.global_batch_size is not None:
-            del values["batch_size"]  # only one of the two is ever set
-        if section == "run":
-            del values["resume"]  # said of one call, not of the run
+        sections["task_options"] = dataclasses.asdict(config.task_options)
+    sections[EFFECTIVE] = dataclasses.asdict(effective)
+    for section, values in sections.items():
         lines += ["", f"[{section}]"]
         lines += [f"{k} = {json.dumps(v, ensure_ascii=False)}" for k, v in values.items() if v is not None]
     return "\n".join(lines) + "\n"

@@ -247,6 +247,8 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
     warmup_steps = round(config.optimizer.warmup_epochs * steps_per_epoch)
     fraction = config.optimizer.warmup_from
     start = learning_rate * (fraction if fraction is not None else 1 / (layout.world_size * layout.devices_per_worker))
+    if config.resumed:
+        start = config.resumed.warmup_start
     precision, precision_reason = _precision(config, layout)
     channels_last, layout_reason = _channels_last(config, layout, precision)
     seconds = _estimate_s(config, layout, facts, precision)
@@ -345,12 +347,12 @@ def _batch(config: TrainConfig, layout: Layout, facts: Facts) -> tuple[int, str]
     workers, accumulate = layout.world_size * layout.devices_per_worker, config.batch.accumulate
     product = f"{workers} worker{'s' * (workers > 1)} × {accumulate} accumulation"
     per_worker = config.batch.batch_size
-    total = config.batch.global_batch_size
+    total = config.resumed.global_batch_size if config.resumed else config.batch.global_batch_size
     if total is None:
         total = per_worker * workers * accumulate
         text = f"{total} = {per_worker} per worker × {product}"
     else:
-        if "batch_size" in config.given and per_worker * workers * accumulate != total:
+        if not config.resumed and "batch_size" in config.given and per_worker * workers * accumulate != total:
             raise SettingError(
                 f"--global-batch-size {total} and --batch-size {per_worker} were both set",
                 f"{per_worker} per worker × {product} makes {per_worker * workers * accumulate}",
@@ -358,12 +360,12 @@ def _batch(config: TrainConfig, layout: Layout, facts: Facts) -> tuple[int, str]
             )
         if total < workers * accumulate:
             raise SettingError(
-                f"--global-batch-size {total} was set",
+                f"a global batch of {total} was set",
                 f"{product} cut it into {workers * accumulate} parts of at least one sample",
                 f"set --global-batch-size {workers * accumulate} or more",
             )
         low, uneven = divmod(total, workers * accumulate)
-        text = f"{total} as set = {low}{f' to {low + 1}' if uneven else ''} per worker × {product}"
+        text = f"{total} as {'before' if config.resumed else 'set'} = {low}{f' to {low + 1}' if uneven else ''} per worker × {product}"
     if facts.num_train < workers:
         raise SettingError(
             f"{workers} workers were asked for",
@@ -377,6 +379,8 @@ def _batch(config: TrainConfig, layout: Layout, facts: Facts) -> tuple[int, str]
 
 def _learning_rate(config: TrainConfig, layout: Layout, global_batch_size: int) -> tuple[float, str]:
     base, rule = config.optimizer.base_lr, config.optimizer.lr_rule
+    if config.resumed:
+        return config.resumed.learning_rate, f"{config.resumed.learning_rate:g} as before"
     if config.batch.global_batch_size is not None:
         return base, f"{base:g} as set, for the global batch as set"
     ratio = global_batch_size // config.batch.batch_size

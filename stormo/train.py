@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from stormo import options
-from stormo.config import TrainConfig
+from stormo.config import EFFECTIVE, Effective, TrainConfig
 from stormo.errors import EXIT_FAILURE, SettingError, StormoError
 from stormo.hardware import visible_gpus
-from stormo.launch import agent, local
+from stormo.launch import Node, Place, alone, open_lifeline, run_node
 from stormo.launch.detect import check_flags, detect
-from stormo.launch.lifeline import AgentLifeline, Lifeline, NoLifeline
-from stormo.launch.place import Place, alone
 from stormo.plan import DEFAULT_PORT, Launched, Layout, resolve, resolve_layout
 from stormo.process import STARTED, process_start_unix_s
 from stormo.tasks.find import TASKS, find_task
@@ -25,6 +23,7 @@ from stormo.telemetry.files import RunFolder, find_run, list_runs
 
 # What makes a run the run it is: a resume cannot change it.
 _FIXED = ("task", "seed", "optimizer")
+_BATCH_AND_RATE = ("batch_size", "global_batch_size", "base_lr", "lr_rule", "warmup_from")
 
 
 def main(arguments: list[str]) -> int:
@@ -62,7 +61,10 @@ def read_settings(arguments: list[str]) -> tuple[TrainConfig, type[Task]]:
     _check_resumed(settings, before, resumed)
     settings["run_name"], settings["runs_folder"] = resumed.name, str(resumed.path.parent)
     config = options.make_config(before | settings, task_class.Options)
-    return replace(config, given=frozenset(settings)), task_class
+    # The batch and the rate stay what they were, whatever the number of workers, unless the user changes them now.
+    unchanged = all(settings.get(key, before.get(key)) == before.get(key) for key in _BATCH_AND_RATE)
+    effective = Effective(**inherited[EFFECTIVE]) if unchanged else None
+    return replace(config, given=frozenset(settings), resumed=effective), task_class
 
 
 def _looks_like_task(argument: str) -> bool:
@@ -92,12 +94,6 @@ def _check_resumed(settings: dict[str, Any], before: dict[str, Any], resumed: Ru
                 f"run {resumed.name} was started with {before[key]!r} and is another run without it",
                 "leave it out, or start a new run",
             )
-    if "batch_size" in settings:
-        raise SettingError(
-            f"--batch-size {settings['batch_size']} was set with --resume",
-            f"run {resumed.name} goes on with its global batch of {before['global_batch_size']}, however many workers",
-            "leave it out, or set --global-batch-size",
-        )
 
 
 def _place(config: TrainConfig) -> Place | None:
@@ -124,36 +120,47 @@ def _start_workers(arguments: list[str], config: TrainConfig, layout: Layout) ->
     """Become the agent of this node: the workers run this very command again, told who they are."""
     os.environ[STARTED] = str(process_start_unix_s())
     workers = config.workers
-    node = local.Node(
+    node = Node(
         num_workers=layout.workers_per_node,
         num_nodes=workers.num_nodes,
         node_id=workers.node_id,
         master_addr=workers.master_addr,
         master_port=workers.master_port or DEFAULT_PORT,
     )
-    settings = {f"--{key.replace('_', '-')}": str(value) for key, value in options.flat_settings(config).items()}
-    return agent.run_node(
-        [sys.executable, "-m", "stormo", "train", *arguments],
-        node,
-        digest=hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest(),
-        options=settings,
-        timeout_s=workers.timeout,
-    )
+    command = [sys.executable, "-m", "stormo", "train", *arguments]
+    return run_node(command, node, timeout_s=workers.timeout, **_same_on_all(config))
 
 
 def _work(config: TrainConfig, layout: Layout, task: Task, place: Place) -> int:
     """Be a worker; whatever goes wrong is told to the others before this process ends."""
-    lifeline: Lifeline = AgentLifeline(place, os.environ) if place.launcher == "local" else NoLifeline()
+    # Taken up before torch is imported where it can be: an agent wants signs of life from the start.
+    lifeline = open_lifeline(place) if place.launcher in ("local", "alone") else None
     try:
         from stormo.worker import run_worker
+        from stormo.world.store import Store
 
-        code = run_worker(config, layout, task, place, lifeline)
+        store = Store(place, config.workers.timeout) if place.world_size > 1 else None
+        if lifeline is None:
+            lifeline = open_lifeline(
+                place,
+                publish=store.publish if store else None,
+                lookup=store.lookup if store else None,
+                timeout_s=config.workers.timeout,
+                **_same_on_all(config),
+            )
+        code = run_worker(config, layout, task, place, store, lifeline)
     except Exception as error:
-        if place.launcher == "alone":
+        if lifeline is None or not lifeline.shows_failures:
             raise
-        from stormo.world.world import is_secondary
+        from stormo.world.store import is_secondary
 
         lifeline.report_failure(error, secondary=is_secondary(error))
         return error.exit_code if isinstance(error, StormoError) else EXIT_FAILURE
     lifeline.close()
     return code
+
+
+def _same_on_all(config: TrainConfig) -> dict[str, Any]:
+    """What must agree on all nodes, as a digest and in words."""
+    settings = {f"--{key.replace('_', '-')}": str(value) for key, value in options.flat_settings(config).items()}
+    return {"digest": hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest(), "options": settings}

@@ -16,8 +16,7 @@ from stormo.data.tensors import TensorData
 from stormo.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE
 from stormo.hardware import num_cores
 from stormo.journal import Journal
-from stormo.launch.lifeline import Lifeline
-from stormo.launch.place import Place
+from stormo.launch import Lifeline, Place
 from stormo.loop import Training, train
 from stormo.metrics import Validation
 from stormo.optim.schedule import Schedule
@@ -28,13 +27,17 @@ from stormo.state import RunState
 from stormo.strategies.table import STRATEGIES
 from stormo.tasks.task import Task
 from stormo.world.signals import StopFlag, stop_flag
+from stormo.world.store import Store
 from stormo.world.world import World
 
 
-def run_worker(config: TrainConfig, layout: Layout, task: Task, place: Place, lifeline: Lifeline) -> int:
+def run_worker(
+    config: TrainConfig, layout: Layout, task: Task, place: Place, store: Store | None, lifeline: Lifeline
+) -> int:
     """Train as one worker of the job; return its exit code."""
     with stop_flag() as flag, ExitStack() as closing:
-        world = World(place, _device(layout, place), layout.backend, config.workers.timeout)
+        device, timeout_s = _device(layout, place), config.workers.timeout
+        world = World(place, device, store=store, backend=layout.backend, timeout_s=timeout_s)
         closing.callback(world.close)
         with world.once_per_node() as is_fetcher:
             if is_fetcher:

@@ -19,7 +19,7 @@ from stormo.errors import StormoError
 def collect_random_state() -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The generators' states: the large parts as CPU tensors, the rest as JSON-ready values."""
     tensors = {"torch_rng": torch.get_rng_state()}
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized():
         tensors["cuda_rng"] = torch.cuda.get_rng_state().cpu()
     version, words, gauss_next = random.getstate()
     tensors["python_rng"] = torch.tensor(words, dtype=torch.int64)
@@ -60,6 +60,6 @@ def restore_random_state(tensors: Mapping[str, Tensor], values: Mapping[str, Any
         raise StormoError(f"The stored random state cannot be restored ({error}).") from error
     if "cuda_rng" in tensors and not torch.cuda.is_available():
         return ("The random state of the CUDA generator was not restored: this process has no CUDA device.",)
-    if "cuda_rng" not in tensors and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if "cuda_rng" not in tensors and torch.cuda.is_initialized():
         return ("The CUDA generator was not restored: the state was stored by a process without a CUDA device.",)
     return ()

@@ -19,7 +19,7 @@ from dataclasses import replace
 from stormo.errors import EXIT_FAILURE, StormoError
 from stormo.launch.address import listen, listening_address
 from stormo.launch.client import Client
-from stormo.launch.control import Control, Ended, Event, Gone, Hello, RankEnded, Reported, Timing
+from stormo.launch.control import Control, Ended, Event, Go, Gone, Hello, RankEnded, Reported, Timing
 from stormo.launch.failure import Failure, of_exception
 from stormo.launch.place import Place
 from stormo.launch.relay import write_all
@@ -60,6 +60,7 @@ class RanksLifeline:
         self._cause: Failure | None = None
         self._printing = threading.Lock()
         self._closing = threading.Event()
+        self._all_came = threading.Event()
         self._all_left = threading.Event()
         self._signs: list[Sign] = []
         self._endings: list[Ending] = []
@@ -131,6 +132,7 @@ class RanksLifeline:
         """Say that this rank ends in order; rank 0 waits a moment for the others to say so too."""
         if self._closing.is_set():
             return
+        self._all_came.wait(_LINGER_S)  # a goodbye before the hello would not be understood
         self._outbox.put(self._say_goodbye)
         if self._place.is_main:
             self._all_left.wait(_LINGER_S)
@@ -181,7 +183,9 @@ class RanksLifeline:
 
     def _take(self, event: Event) -> None:
         now = time.monotonic()
-        if isinstance(event, Reported):
+        if isinstance(event, Go):
+            self._all_came.set()
+        elif isinstance(event, Reported):
             weight = Weight.SECONDARY if event.failure.secondary else Weight.CAUSE
             self._signs.append(Sign(failure=event.failure, weight=weight, seen_at=now, from_other_node=True))
         elif isinstance(event, RankEnded):

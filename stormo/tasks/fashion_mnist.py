@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +61,7 @@ class FashionMnist(Task):
         from stormo.data.fashion_mnist import find_or_fetch
 
         folder = self.options.data_folder
-        self._folder = find_or_fetch(Path(folder) if folder else None)
+        self._folder = find_or_fetch(Path(folder) if folder else None, tell=_tell)
         return self._folder
 
     def model(self) -> nn.Module:
@@ -82,7 +83,7 @@ class FashionMnist(Task):
         from stormo.data.tensors import TensorData
 
         arrays = read(self._folder or self.fetch(), split)  # type: ignore[arg-type]
-        return TensorData(arrays.images[:num_samples], arrays.labels[:num_samples].long())
+        return TensorData(arrays.images[:num_samples], arrays.labels[:num_samples])
 
     def augment(self, batch: Any, draws: Tensor) -> Any:
         """Mirror half of the images and shift each by up to two pixels."""
@@ -112,6 +113,10 @@ class FashionMnist(Task):
             "loss": cross_entropy(_at_least_fp32(logits), labels, reduction="sum"),
             "accuracy": (logits.argmax(dim=1) == labels).sum(),
         }
+
+
+def _tell(sentence: str) -> None:
+    print(f"stormo: {sentence}", file=sys.stderr)  # noqa: T201
 
 
 def training_flops(width: int) -> float:

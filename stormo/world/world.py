@@ -6,8 +6,6 @@ With one worker every collective returns at once and no process group exists.
 from __future__ import annotations
 
 import json
-import os
-import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,26 +15,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stormo.errors import StormoError
 from stormo.launch.place import Place
+from stormo.world.store import PeerFailedError, Store
 
 _FETCH_TIMEOUT = timedelta(hours=24)  # a download may be slow; a dead fetcher ends the job by other means
-
-
-class PeerFailedError(StormoError):
-    """Another worker failed in something this one waited for."""
 
 
 class World:
     """The workers of a run, seen from one of them."""
 
-    def __init__(self, place: Place, device: torch.device, backend: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        place: Place,
+        device: torch.device,
+        *,
+        store: Store | None = None,
+        backend: str = "gloo",
+        timeout_s: float = 600.0,
+    ) -> None:
         self.place = place
         self.rank = place.rank
         self.size = place.world_size
         self.device = device
         self.is_main = place.rank == 0
-        self.store: dist.Store | None = None
+        self._store = store.shared("world") if store else None
         self._num_fetches = 0
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -44,12 +46,11 @@ class World:
             self._join(backend, timedelta(seconds=timeout_s))
 
     def _join(self, backend: str, timeout: timedelta) -> None:
-        self.store = open_store(self.place, timeout)
         # Tensors on the CPU always travel by Gloo, so that counters and votes never wait for a GPU.
         backends = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
         dist.init_process_group(
             backends,
-            store=dist.PrefixStore("world", self.store),
+            store=self._store,
             rank=self.rank,
             world_size=self.size,
             timeout=timeout,
@@ -60,7 +61,7 @@ class World:
     def once_per_node(self) -> Iterator[bool]:
         """Yield True in one process of each node; the others get False when it has finished, or its error."""
         self._num_fetches += 1
-        if self.store is None or self.place.local_size == 1:
+        if self._store is None or self.place.local_size == 1:
             yield True
             return
         key = f"fetch/{self._num_fetches}/{self.place.node_id}"
@@ -68,12 +69,12 @@ class World:
             try:
                 yield True
             except BaseException as error:
-                self.store.set(key, f"{type(error).__name__}: {error}")
+                self._store.set(key, f"{type(error).__name__}: {error}")
                 raise
-            self.store.set(key, "")
+            self._store.set(key, "")
             return
-        self.store.wait([key], _FETCH_TIMEOUT)
-        failure = self.store.get(key).decode()
+        self._store.wait([key], _FETCH_TIMEOUT)
+        failure = self._store.get(key).decode()
         if failure:
             raise PeerFailedError(f"rank {self.rank - self.place.local_rank} failed while this one waited: {failure}")
         yield False
@@ -181,62 +182,3 @@ class Vote:
             self._work.wait()
             self._work = None
         return int(self._ballot)
-
-
-_PEER_IS_GONE = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Timed out waiting",
-    "Socket closed",
-    "no error",  # Gloo, when a pair was closed under it
-    "NCCL communicator was aborted",
-    "remote process exited",
-)
-
-
-def is_secondary(error: BaseException) -> bool:
-    """Whether an error only says that another worker is gone, and so is not the cause of anything."""
-    if isinstance(error, PeerFailedError | dist.DistError):
-        return True
-    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in _PEER_IS_GONE)
-
-
-def open_store(place: Place, timeout: timedelta) -> dist.Store:
-    """The key-value store through which the workers of a job find one another.
-
-    Rank 0 listens on the master address alone (the loopback one when all workers are on this host), never on every
-    interface: torch's own server would, so it is given a socket that is already bound.
-    """
-    agent_store = place.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if agent_store or not place.is_main:
-        store = dist.TCPStore(place.master_addr, place.master_port, is_master=False, timeout=timeout)
-    else:
-        inherited = os.environ.get("STORMO_STORE_FD")
-        descriptor = int(inherited) if inherited else _listen(place.master_addr, place.master_port)
-        store = dist.TCPStore(
-            place.master_addr,
-            place.master_port,
-            is_master=True,
-            timeout=timeout,
-            wait_for_workers=False,
-            master_listen_fd=descriptor,
-        )
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"stormo/{attempt}", store)
-
-
-def _listen(address: str, port: int) -> int:
-    family, kind, protocol, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(target)
-        listener.listen(1024)
-    except OSError as error:
-        listener.close()
-        raise StormoError(
-            f"rank 0 cannot listen on {address} port {port} ({error.strerror}); "
-            "set --master-port to a free port, or --master-addr to an address of the first node."
-        ) from None
-    return listener.detach()  # the store owns it from here

@@ -30,7 +30,6 @@ from stormo.checkpoint import (
     verify,
     weights_digest,
 )
-from stormo.checkpoint import reading as module
 from stormo.checkpoint.layout import FILES, MANIFEST, TENSOR_FILES, Manifest, parse_manifest
 from stormo.errors import EXIT_USAGE
 
@@ -236,16 +235,16 @@ def test_a_resealed_state_that_is_no_object_is_refused(newest: Path, data: bytes
         load(newest)
 
 
-def test_a_file_larger_than_memory_is_refused_before_it_is_read(newest: Path) -> None:
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    manifest = read_manifest(newest)
-    size = memory_bytes + 1
-    os.truncate(newest / "model.safetensors", size)  # sparse: takes no space
-    entry = FileEntry(size_bytes=size, sha256="0" * 64)
-    hostile = replace(manifest, files={**manifest.files, "model.safetensors": entry})
-    (newest / MANIFEST).write_bytes(hostile.to_bytes())
-    with pytest.raises(CorruptCheckpointError, match="bytes of memory"):
-        module._load(newest)
+def test_a_file_larger_than_memory_is_refused_before_it_is_read(newest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = (newest / "model.safetensors").stat().st_size
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": size - 1}.__getitem__)
+        with pytest.raises(
+            CorruptCheckpointError, match=rf"it is {size:,} bytes long, this machine has {size - 1:,} bytes of memory"
+        ):
+            load(newest)
+        patch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 10 * size}.__getitem__)
+        load(newest)
 
 
 def sealed(**changes: Any) -> bytes:

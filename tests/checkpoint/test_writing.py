@@ -233,10 +233,11 @@ def test_a_metric_that_is_not_finite_is_never_the_best(tmp_path: Path, make_snap
 
 def test_later_steps_and_other_runs_are_not_superseded(tmp_path: Path, make_snapshot: Make) -> None:
     store(tmp_path, make_snapshot(1), 1, identity="another run")
-    for step in (2, 10, 3):
-        store(tmp_path, make_snapshot(step), step, keep_last=1)
-    # 10 removed 2; 3 was then saved after going back, and leaves 10 alone.
-    assert steps(tmp_path) == [10, 3, 1]
+    for step in (2, 10, 3, 4):
+        saved = store(tmp_path, make_snapshot(step), step, keep_last=1)
+    # 10 removed 2; after going back, 3 and 4 leave 10 alone and 4 removes 3.
+    assert steps(tmp_path) == [10, 4, 1]
+    assert saved.notices == ()
 
 
 def test_a_damaged_checkpoint_does_not_count_as_kept_and_is_left_for_a_look(

@@ -1,4 +1,4 @@
-"""A worker without torch: does what the scenario on its command line says for its rank, then ends."""
+"""A rank without torch: does what the scenario on its command line says for its rank, then ends."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 from stormo.errors import SettingError
@@ -16,16 +17,37 @@ from stormo.launch import Lifeline, open_lifeline
 from stormo.launch.detect import detect
 
 
+def publish(text: str) -> None:
+    """Under a foreign launcher the ranks meet in a file here; the product uses torch's store."""
+    target = Path(os.environ["STORMO_TEST_STORE"])
+    target.with_suffix(".new").write_text(text)
+    target.with_suffix(".new").rename(target)
+
+
+def lookup(timeout_s: float) -> str:
+    target, deadline = Path(os.environ["STORMO_TEST_STORE"]), time.monotonic() + timeout_s
+    while not target.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return target.read_text()
+
+
 def main() -> None:
     place = detect(os.environ)
     assert place is not None
     scenario: dict[str, list[list[Any]]] = json.loads(sys.argv[1])
     actions = scenario.get(str(place.rank), scenario.get("*", []))
-    line: Lifeline | None = None if ["no lifeline"] in actions else open_lifeline(place)
+    timeout_s = float(os.environ.get("STORMO_TEST_TIMEOUT_S", "30"))
+    options = {"--lr": os.environ.get("STORMO_TEST_LR", "0.1")}
+    line: Lifeline = open_lifeline(
+        place, publish=publish, lookup=lookup, timeout_s=timeout_s, digest=options["--lr"], options=options
+    )
     asked_to_stop = threading.Event()
     for action, *arguments in actions:
         if action == "out":
             print(arguments[0], flush=True)
+        elif action == "unflushed out":
+            sys.stdout.write(arguments[0])
         elif action == "err":
             os.write(2, arguments[0].encode("latin-1"))
         elif action == "sleep":
@@ -33,7 +55,7 @@ def main() -> None:
         elif action == "kill":
             os.kill(os.getpid(), arguments[0])
         elif action == "exit":
-            if line is not None and arguments[0] in (0, 75, 130):
+            if arguments[0] in (0, 75, 130):
                 line.close()
             sys.exit(arguments[0])
         elif action in ("raise", "complain", "setting"):
@@ -41,9 +63,10 @@ def main() -> None:
             try:
                 raise error
             except ValueError as caught:
-                assert line is not None
                 line.report_failure(caught, secondary=action == "complain")
-                sys.exit(1)
+                if "and linger" in arguments:
+                    time.sleep(60)
+                sys.exit(getattr(caught, "exit_code", 1))
         elif action == "stop on":
             signal.signal(getattr(signal, arguments[0]), lambda *_: asked_to_stop.set())
         elif action == "wait for stop":
@@ -52,10 +75,15 @@ def main() -> None:
                 pass
         elif action == "helper":  # what a data loader does: a child in the same process group, holding the pipes
             subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        elif action == "forked helper":  # shares every descriptor of this process
+            if os.fork() == 0:
+                time.sleep(20)
+                os._exit(0)
         elif action == "environ":
             print(json.dumps({name: os.environ.get(name) for name in arguments}), flush=True)
-    if line is not None:
-        line.close()
+        else:
+            raise AssertionError(action)
+    line.close()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,182 @@
+"""Ranks of a foreign launcher that does nothing about failures: one that fails ends all the others."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+FOREVER = [["out", "ready"], ["sleep", 60]]
+StartRanks = Callable[..., list[Any]]
+
+
+@pytest.fixture
+def start_ranks(start_program: Callable[..., Any], tmp_path: Path) -> StartRanks:
+    """Starts every rank as torchrun would, but watches none of them."""
+
+    def start(scenario: dict[str, Any], *, world_size: int = 3, **environ: Any) -> list[Any]:
+        jobs = []
+        for rank in range(world_size):
+            variables = {
+                "TORCHELASTIC_RUN_ID": "test",
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": world_size,
+                "LOCAL_WORLD_SIZE": world_size,
+                "GROUP_RANK": 0,
+                "GROUP_WORLD_SIZE": 1,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": 29500,
+                "STORMO_TEST_STORE": tmp_path / "store",
+                **{name: value[rank] if isinstance(value, list) else value for name, value in environ.items()},
+            }
+            command = [sys.executable, str(HERE / "worker_program.py"), json.dumps(scenario)]
+            jobs.append(start_program(command, **{name: str(value) for name, value in variables.items()}))
+        return jobs
+
+    return start
+
+
+def all_text(jobs: list[Any]) -> str:
+    return "".join(job.err for job in jobs)
+
+
+def wait_until_ready(jobs: list[Any]) -> float:
+    for job in jobs:
+        job.wait_until_ready(1)
+    return time.monotonic()
+
+
+def test_ranks_that_end_in_order_say_nothing(start_ranks: StartRanks) -> None:
+    jobs = start_ranks({"1": [["sleep", 0.5]], "*": []})
+    assert [job.wait() for job in jobs] == [0, 0, 0]
+    assert all_text(jobs) == ""
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_rank_may_end_in_order_long_before_the_others(start_ranks: StartRanks, late: int) -> None:
+    jobs = start_ranks({str(late): [["sleep", 7.0]], "*": [["exit", 0]]})
+    assert [job.wait() for job in jobs] == [0, 0, 0]
+    assert all_text(jobs) == ""
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_exception_is_shown_once_and_ends_all_ranks(start_ranks: StartRanks, failing: int) -> None:
+    jobs = start_ranks({str(failing): [["out", "ready"], ["sleep", 0.5], ["raise", "boom"]], "*": FOREVER})
+    began = wait_until_ready(jobs)
+    assert [job.wait() for job in jobs] == [1, 1, 1]
+    assert time.monotonic() - began < 10.0
+    assert jobs[failing].err.startswith(f"stormo: rank {failing} on host ")
+    assert jobs[failing].err.splitlines()[0].endswith(" failed: ValueError: boom")
+    assert "Traceback" in jobs[failing].err
+    assert [job.err for job in jobs if job is not jobs[failing]] == ["", ""]
+
+
+@pytest.mark.parametrize(("killed", "speaker"), [(0, 1), (2, 0)])
+def test_a_killed_rank_is_named_once_by_another(start_ranks: StartRanks, killed: int, speaker: int) -> None:
+    jobs = start_ranks({"*": FOREVER})
+    began = wait_until_ready(jobs)
+    jobs[killed].process.kill()
+    survivors = [job for job in jobs if job is not jobs[killed]]
+    assert [job.wait() for job in survivors] == [1, 1]
+    assert time.monotonic() - began < 10.0
+    assert jobs[speaker].err.startswith(f"stormo: rank {killed} on host ")
+    assert "ended without a word (it was killed, or crashed)" in jobs[speaker].err
+    assert all_text(jobs) == jobs[speaker].err
+
+
+def test_a_killed_rank_is_noticed_although_a_forked_helper_shares_its_descriptors(start_ranks: StartRanks) -> None:
+    jobs = start_ranks({"*": [["forked helper"], *FOREVER]})
+    began = wait_until_ready(jobs)
+    helpers = [pid for job in jobs for pid in children_of(job.process.pid)]
+    try:
+        jobs[2].process.kill()
+        assert [job.wait() for job in jobs[:2]] == [1, 1]
+        assert time.monotonic() - began < 10.0
+    finally:
+        for pid in helpers:
+            os.kill(pid, signal.SIGKILL)
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_survivors_that_notice_first_leave_the_word_to_the_cause(start_ranks: StartRanks, culprit: int) -> None:
+    jobs = start_ranks({str(culprit): [["sleep", 1.5], ["raise", "boom"]], "*": [["complain", "connection reset"]]})
+    assert [job.wait() for job in jobs] == [1, 1, 1]
+    assert "failed: ValueError: boom" in jobs[culprit].err
+    assert "connection reset" not in all_text(jobs)
+
+
+@pytest.mark.parametrize("complaining", [0, 1])
+def test_a_complaint_without_a_cause_is_shown_after_all(start_ranks: StartRanks, complaining: int) -> None:
+    jobs = start_ranks({str(complaining): [["complain", "connection reset"]], "*": [["sleep", 60]]})
+    assert [job.wait() for job in jobs] == [1, 1, 1]
+    assert all_text(jobs).count("stormo: ") == 1
+    assert f"rank {complaining} on host" in all_text(jobs)
+    assert "connection reset" in all_text(jobs)
+
+
+def test_a_rank_that_ended_early_is_the_cause_of_a_complaint(start_ranks: StartRanks) -> None:
+    jobs = start_ranks({"2": [["exit", 0]], "1": [["sleep", 0.5], ["complain", "closed"]], "0": [["sleep", 60]]})
+    assert [job.wait() for job in jobs] == [1, 1, 0]
+    assert "rank 2 on host" in jobs[0].err
+    assert "ended early with exit code 0" in jobs[0].err
+
+
+@pytest.mark.parametrize("ranks", ["*", "1", "0"])
+def test_a_setting_error_is_shown_once_whoever_has_it(start_ranks: StartRanks, ranks: str) -> None:
+    jobs = start_ranks({ranks: [["setting", "--lr 0 was set", "nothing would be learned", "set 0.1"]], "*": FOREVER}
+                       if ranks != "*" else {"*": [["setting", "--lr 0 was set", "nothing would be learned", "set 0.1"]]})
+    assert [job.wait() for job in jobs] == [2, 2, 2]
+    assert all_text(jobs) == "stormo: --lr 0 was set, but nothing would be learned; set 0.1.\n"
+
+
+def test_a_failed_rank_that_does_not_end_by_itself_is_ended(start_ranks: StartRanks) -> None:
+    jobs = start_ranks({"1": [["raise", "boom", "and linger"]], "*": FOREVER})
+    assert [job.wait(20) for job in jobs] == [1, 1, 1]
+
+
+def test_ranks_with_different_options_are_told(start_ranks: StartRanks) -> None:
+    jobs = start_ranks({"*": FOREVER}, world_size=2, STORMO_TEST_LR=["0.1", "0.2"])
+    assert [job.wait() for job in jobs] == [2, 2]
+    assert all_text(jobs).count("stormo: ") == 1
+    assert "--lr is 0.1 on rank 0" in jobs[0].err
+    assert "and 0.2 on rank 1" in jobs[0].err
+
+
+def test_a_rank_that_never_comes_is_named(start_ranks: StartRanks) -> None:
+    jobs = start_ranks({"*": FOREVER}, WORLD_SIZE=4, LOCAL_WORLD_SIZE=4, STORMO_TEST_TIMEOUT_S=2)
+    assert [job.wait() for job in jobs] == [1, 1, 1]
+    assert "the job has 4 ranks, but rank 3 has not come to 127.0.0.1:" in jobs[0].err
+    assert all_text(jobs).count("stormo: ") == 1
+
+
+def test_a_stopped_rank_is_not_taken_for_a_lost_one(start_ranks: StartRanks) -> None:
+    jobs = start_ranks({"*": [["stop on", "SIGTERM"], ["wait for stop"]]})
+    wait_until_ready(jobs)
+    jobs[1].process.send_signal(signal.SIGSTOP)
+    time.sleep(11.0)  # longer than a lost machine would get
+    assert [job.process.poll() for job in jobs] == [None, None, None]
+    jobs[1].process.send_signal(signal.SIGCONT)
+    for job in jobs:
+        job.process.terminate()
+    assert [job.wait() for job in jobs] == [0, 0, 0]
+
+
+def test_what_a_surviving_rank_had_printed_is_not_lost(start_ranks: StartRanks) -> None:
+    jobs = start_ranks({"0": [["out", "ready"], ["unflushed out", "epoch 3 done"], ["sleep", 60]], "*": FOREVER})
+    wait_until_ready(jobs)
+    jobs[1].process.kill()
+    assert jobs[0].wait() == 1
+    assert "epoch 3 done" in jobs[0].out
