@@ -82,6 +82,7 @@ class Journal:
             path = self._checkpoint_to_resume(run.resume)
             if path is not None:
                 snapshot, found = checkpoint.load(path), True
+                self._set_aside_later_than(path)
                 self._weights_sha256 = checkpoint.read_manifest(path).weights_sha256
         if self._world.share_json(found):
             self._state.restore(self._world, snapshot, run.seed)
@@ -92,6 +93,13 @@ class Journal:
             return Path(named)
         published = checkpoint.find(self.folder.checkpoints)
         return published[0].path if published else None
+
+    def _set_aside_later_than(self, path: Path) -> None:
+        """Going on from an older checkpoint makes the later ones history: they are kept, but not resumed from."""
+        for found in checkpoint.find(self.folder.checkpoints):
+            if found.path.resolve() == path.resolve():
+                return
+            found.path.rename(found.path.with_name(f"superseded-{found.path.name}-{time.time_ns()}"))
 
     def start(self) -> None:
         """Write the settings and open every sink."""

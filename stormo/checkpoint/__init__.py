@@ -12,7 +12,7 @@ from stormo.checkpoint.layout import (
     Saved,
     Snapshot,
 )
-from stormo.checkpoint.optimizer_state import flatten_optimizer, restore_optimizer
+from stormo.checkpoint.optimizer_state import OptimizerStateError, flatten_optimizer, restore_optimizer
 from stormo.checkpoint.random_state import collect_random_state, restore_random_state
 from stormo.checkpoint.reading import find, load, newest_good, read_manifest, verify
 from stormo.checkpoint.tensors import weights_digest
@@ -24,6 +24,7 @@ __all__ = [
     "FileEntry",
     "Found",
     "Manifest",
+    "OptimizerStateError",
     "Saved",
     "Snapshot",
     "collect_random_state",

@@ -19,7 +19,7 @@ from dataclasses import replace
 from stormo.errors import EXIT_FAILURE, StormoError
 from stormo.launch.address import listen, listening_address
 from stormo.launch.client import Client
-from stormo.launch.control import Control, Ended, Event, Go, Gone, Hello, RankEnded, Reported, Timing
+from stormo.launch.control import Control, Ended, Event, Go, Gone, Hello, RankEnded, RefusedError, Reported, Timing
 from stormo.launch.failure import Failure, of_exception
 from stormo.launch.place import Place
 from stormo.launch.relay import write_all
@@ -70,6 +70,9 @@ class RanksLifeline:
         os.register_at_fork(after_in_child=self._control.abandon)  # a forked helper must not keep the line open
         self._thread = threading.Thread(target=self._serve, name="stormo-lifeline", daemon=True)
         self._thread.start()
+        # From here on every death is noticed. If they do not come together, the thread ends the process and says why.
+        while not self._all_came.wait(0.5):
+            assert self._thread.is_alive(), "the lifeline's thread has ended"
 
     def _connect(
         self,
@@ -132,7 +135,6 @@ class RanksLifeline:
         """Say that this rank ends in order; rank 0 waits a moment for the others to say so too."""
         if self._closing.is_set():
             return
-        self._all_came.wait(_LINGER_S)  # a goodbye before the hello would not be understood
         self._outbox.put(self._say_goodbye)
         if self._place.is_main:
             self._all_left.wait(_LINGER_S)
@@ -174,7 +176,7 @@ class RanksLifeline:
                 what=str(error),
                 exit_code=error.exit_code,
             )
-            self._end_with(failure, print_here=self._place.is_main)
+            self._end_with(failure, print_here=self._place.is_main or not isinstance(error, RefusedError))
 
     def _empty_outbox(self) -> None:
         with contextlib.suppress(queue.Empty):

@@ -76,9 +76,11 @@ def main() -> None:
         elif action == "helper":  # what a data loader does: a child in the same process group, holding the pipes
             subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
         elif action == "forked helper":  # shares every descriptor of this process
-            if os.fork() == 0:
-                time.sleep(20)
+            pid = os.fork()
+            if pid == 0:
+                time.sleep(60)
                 os._exit(0)
+            print("helper", pid, flush=True)
         elif action == "environ":
             print(json.dumps({name: os.environ.get(name) for name in arguments}), flush=True)
         else:

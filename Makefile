@@ -1,0 +1,35 @@
+# Everything a checkout needs; each target works alone on a fresh clone.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: train test check format clean
+.DEFAULT_GOAL := train
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(RUN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(RUN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	# The CPU build of torch leaves Triton out; the tests of the GPU kernels run in its interpreter.
+	$(RUN)/python -c 'import triton' 2>/dev/null || $(RUN)/pip install --quiet --disable-pip-version-check triton==3.6.0
+	touch $@
+
+# The reference job on two CPU processes: the documents' network at a tenth of its width.
+train: $(READY)
+	$(RUN)/stormo train fashion-mnist --num-gpus 2 --task.width 1 --batch-size 32 --base-lr 0.05 --warmup-epochs 1 --epochs 8
+
+check: $(READY)
+	$(RUN)/ruff check .
+	$(RUN)/ruff format --check .
+	$(RUN)/mypy
+
+test: check
+	$(RUN)/python -m pytest
+
+format: $(READY)
+	$(RUN)/ruff check --fix .
+	$(RUN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

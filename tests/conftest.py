@@ -1,0 +1,38 @@
+"""What all tests share: the pool of ranks, the reasons for skipping, the progress line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.ranks import Pool
+
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def _pool() -> Iterator[Pool]:
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def run_ranks(_pool: Pool) -> Callable[..., list[Any]]:
+    """Call a function in several ranks of one Gloo group; see `tests.ranks`."""
+    return _pool.run
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """GPU tests are skipped by name where there is no GPU."""
+    from stormo.hardware import visible_gpus
+
+    if not visible_gpus():
+        skip = pytest.mark.skip(reason="needs a CUDA device and none is visible")
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(skip)

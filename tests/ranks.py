@@ -1,0 +1,110 @@
+"""A pool of worker ranks, shared by all tests: importing torch in a new process for each test would take most of the time.
+
+`run_ranks(function, size, *arguments)` calls `function(world, *arguments)` in `size` processes that share a Gloo
+process group, and returns their results in the order of ranks. The function must be importable (module level).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+MAX_RANKS = 4
+_context = multiprocessing.get_context("spawn")
+
+
+class RankFailedError(Exception):
+    """A function raised in a rank; its traceback is the text."""
+
+
+def _serve(connection: Connection) -> None:
+    import warnings
+
+    import torch
+
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    while True:
+        job = connection.recv()
+        if job is None:
+            return
+        try:
+            connection.send((True, _join_and_call(*job)))
+        except BaseException:
+            connection.send((False, traceback.format_exc()))
+
+
+def _join_and_call(rank: int, size: int, port: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    import torch
+
+    from stormo.launch import Place
+    from stormo.world.store import Store
+    from stormo.world.world import World
+
+    place = Place(
+        launcher="local" if size > 1 else "alone",
+        rank=rank,
+        world_size=size,
+        local_rank=rank,
+        local_size=size,
+        node_id=0,
+        num_nodes=1,
+        master_addr="127.0.0.1",
+        master_port=port,
+        host="localhost",
+    )
+    torch.manual_seed(0)
+    store = Store(place, 60.0) if size > 1 else None
+    world = World(place, torch.device("cpu"), store=store, backend="gloo", timeout_s=60.0)
+    try:
+        return function(world, *arguments)
+    finally:
+        world.close()
+        torch.set_default_dtype(torch.float32)
+
+
+class Pool:
+    """Starts ranks when they are first needed and keeps them."""
+
+    def __init__(self) -> None:
+        self._members: list[tuple[Any, Connection]] = []
+
+    def run(self, function: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
+        """Call the function in `size` ranks; raise the first rank's error, if any, with its traceback."""
+        while len(self._members) < size:
+            ours, theirs = _context.Pipe()
+            process = _context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            self._members.append((process, ours))
+        port = _free_port()
+        for rank in range(size):
+            self._members[rank][1].send((rank, size, port, function, arguments))
+        answers = []
+        for rank in range(size):
+            connection = self._members[rank][1]
+            if not connection.poll(120):
+                self.close()
+                raise TimeoutError(f"rank {rank} did not answer within 120 s")
+            answers.append(connection.recv())
+        failures = [text for is_good, text in answers if not is_good]
+        if failures:
+            raise RankFailedError("\n".join(failures))
+        return [result for _, result in answers]
+
+    def close(self) -> None:
+        """End all ranks."""
+        for process, connection in self._members:
+            connection.close()
+            process.kill()
+            process.join()
+        self._members = []
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,121 @@
+"""The rooms of the house: a module imports only from rooms below its own, and heavy packages only where they belong."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "stormo"
+
+# A room's number is its floor; docs/architecture.md draws the same picture.
+FLOORS = {
+    "errors": 0,
+    "hardware": 0,
+    "process": 0,
+    "config": 1,
+    "plan": 2,
+    "options": 2,
+    "telemetry": 2,
+    "launch": 2,
+    "data": 3,
+    "layers": 3,
+    "optim": 3,
+    "world": 3,
+    "tasks": 4,
+    "strategies": 5,
+    "metrics": 6,
+    "checkpoint": 6,
+    "progress": 6,
+    "stopwatch": 7,
+    "state": 7,
+    "loop": 8,
+    "journal": 8,
+    "worker": 9,
+    "train": 9,
+    "runs": 9,
+    "show": 9,
+    "cli": 10,
+    "__main__": 11,
+    "__init__": 11,
+}
+# Neighbours on one floor that may be imported, and only in this direction.
+SIDEWAYS = {("options", "plan"), ("train", "worker"), ("show", "runs")}
+WITHOUT_TORCH = {"errors", "hardware", "process", "config", "plan", "options", "telemetry", "launch", "runs", "show"}
+
+
+def room(module: Path) -> str:
+    relative = module.relative_to(PACKAGE)
+    return relative.parts[0].removesuffix(".py")
+
+
+def imports(module: Path) -> set[str]:
+    """Every absolute import of a module, wherever in it; those for type checkers alone do not count."""
+    found: set[str] = set()
+    tree = ast.parse(module.read_text(encoding="utf-8"))
+    guarded = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in guarded:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: imports are absolute"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("module", modules(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_downward(module: Path) -> None:
+    own = room(module)
+    assert own in FLOORS, f"{own} has no floor: add it here and in docs/architecture.md"
+    for name in imports(module):
+        parts = name.split(".")
+        if parts[0] != "stormo" or len(parts) < 2:
+            continue
+        other = parts[1] if parts[1] in FLOORS else "__init__"
+        if other == own or (own, other) in SIDEWAYS or name == "stormo.__version__":
+            continue
+        assert FLOORS[other] < FLOORS[own], f"{module.relative_to(ROOT)} imports {name}, which is not below it"
+
+
+@pytest.mark.parametrize("name", sorted(WITHOUT_TORCH))
+def test_light_rooms_import_without_torch(name: str) -> None:
+    program = f"import sys, stormo.{name}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_init_files_hold_docstring_and_imports_only() -> None:
+    for module in PACKAGE.rglob("__init__.py"):
+        for node in ast.parse(module.read_text(encoding="utf-8")).body:
+            is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+            is_listing = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+            assert is_docstring or is_listing or isinstance(node, ast.ImportFrom | ast.Import), module
+
+
+def test_architecture_page_names_every_room() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    for name in FLOORS:
+        if not name.startswith("__"):
+            assert re.search(rf"`{name}(\.py|/)`", page), f"docs/architecture.md does not name {name}"
+
+
+def test_links_in_documents_lead_somewhere() -> None:
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
+            if not re.match(r"[a-z]+:", target):
+                assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"
