@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -40,6 +41,7 @@ class Journal:
         # Whatever goes wrong with the folder must end all workers alike, so the main one speaks for all.
         if world.is_main:
             self.folder = self._open_folder()
+            self._lock = _lock(self.folder)
 
     def _open_folder(self) -> RunFolder:
         run = self._config.run
@@ -206,6 +208,20 @@ class Journal:
             "num_resumes": progress.num_resumes,
             "stopped_by": stopped_by,
         }
+
+
+def _lock(folder: RunFolder) -> IO[bytes] | None:
+    """Hold the run for this process alone, until it ends however it ends; None where the file system has no locks."""
+    file = (folder.path / ".lock").open("wb")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise SettingError(
+            f"run {folder.name} was to go on", "another process is training it", "wait for its end, or stop it first"
+        ) from None
+    except OSError:
+        return None
+    return file
 
 
 def _slug(task: str) -> str:

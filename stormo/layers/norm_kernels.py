@@ -19,9 +19,11 @@ def _tile_offsets(num_channels: tl.tensor, channels: tl.tensor, BLOCK_ROWS: tl.c
 
 
 @triton.jit
-def _fold(values: tl.tensor, BLOCK_ROWS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr) -> tl.tensor:
-    # Rows 32 apart belong to one thread (4 warps of 8 rows): this sum stays in registers and keeps accumulators small.
-    return tl.sum(tl.reshape(values, (BLOCK_ROWS // 32, 32, BLOCK_CHANNELS)), axis=0)
+def _fold(
+    values: tl.tensor, ROWS_KEPT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr
+) -> tl.tensor:
+    # Rows ROWS_KEPT apart belong to one thread: this sum stays in registers and keeps the accumulators small.
+    return tl.sum(tl.reshape(values, (BLOCK_ROWS // ROWS_KEPT, ROWS_KEPT, BLOCK_CHANNELS)), axis=0)
 
 
 @triton.jit
@@ -53,23 +55,25 @@ def statistics_kernel(
     partial_ptr: tl.tensor,  # [2, programs, channels]: sums of (x - shift) and of its square
     num_rows: tl.tensor,
     num_channels: tl.tensor,
+    ROWS_KEPT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
+    STAGES: tl.constexpr,
 ) -> None:
     channels = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     valid = channels < num_channels
     offsets = _tile_offsets(num_channels, channels, BLOCK_ROWS)
     # Around the first row rather than zero: a mean far from zero would cancel the variance away in float32.
     shift = tl.load(x_ptr + channels, mask=valid, other=0.0).to(tl.float32)
-    total = tl.zeros((32, BLOCK_CHANNELS), tl.float32)
-    squares = tl.zeros((32, BLOCK_CHANNELS), tl.float32)
-    for tile in range(tl.program_id(1), tl.cdiv(num_rows, BLOCK_ROWS), tl.num_programs(1)):
+    total = tl.zeros((ROWS_KEPT, BLOCK_CHANNELS), tl.float32)
+    squares = tl.zeros((ROWS_KEPT, BLOCK_CHANNELS), tl.float32)
+    for tile in tl.range(tl.program_id(1), tl.cdiv(num_rows, BLOCK_ROWS), tl.num_programs(1), num_stages=STAGES):
         first_row = tile * BLOCK_ROWS
         mask = ((first_row + tl.arange(0, BLOCK_ROWS)) < num_rows)[:, None] & valid[None, :]
         x = tl.load(x_ptr + tl.cast(first_row, tl.int64) * num_channels + offsets, mask=mask, other=0.0).to(tl.float32)
         moved = tl.where(mask, x - shift[None, :], 0.0)
-        total += _fold(moved, BLOCK_ROWS, BLOCK_CHANNELS)
-        squares += _fold(moved * moved, BLOCK_ROWS, BLOCK_CHANNELS)
+        total += _fold(moved, ROWS_KEPT, BLOCK_ROWS, BLOCK_CHANNELS)
+        squares += _fold(moved * moved, ROWS_KEPT, BLOCK_ROWS, BLOCK_CHANNELS)
     out_ptr = partial_ptr + tl.program_id(1) * num_channels + channels
     tl.store(out_ptr, tl.sum(total, axis=0), mask=valid)
     tl.store(out_ptr + tl.num_programs(1) * num_channels, tl.sum(squares, axis=0), mask=valid)
@@ -138,6 +142,7 @@ def finish_statistics_kernel(
 def apply_kernel(
     x_ptr: tl.tensor,
     residual_ptr: tl.tensor,
+    residual_bias_ptr: tl.tensor,
     y_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     bias_ptr: tl.tensor,
@@ -154,6 +159,9 @@ def apply_kernel(
     RESIDUAL: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
+    STAGES: tl.constexpr,
+    LOADS: tl.constexpr,
+    STORES: tl.constexpr,
 ) -> None:
     channels = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     valid = channels < num_channels
@@ -163,31 +171,36 @@ def apply_kernel(
         None, :
     ]
     bias = tl.load(bias_ptr + channels, mask=valid, other=0.0)[None, :]
+    if residual_bias_ptr is not None:  # known when the kernel is compiled
+        residual_bias = tl.load(residual_bias_ptr + channels, mask=valid, other=0.0)[None, :]
     num_tiles = tl.cdiv(num_rows, BLOCK_ROWS)
     begin = tl.program_id(1) * tiles_each
-    for tile in range(begin, tl.minimum(begin + tiles_each, num_tiles)):
+    for tile in tl.range(begin, tl.minimum(begin + tiles_each, num_tiles), num_stages=STAGES):
         # From the last row to the first: the reduction before this ended there, so those rows are still in the cache.
         first_row = (num_tiles - 1 - tile) * BLOCK_ROWS
         start = tl.cast(first_row, tl.int64) * num_channels
         mask = ((first_row + tl.arange(0, BLOCK_ROWS)) < num_rows)[:, None] & valid[None, :]
-        x = tl.load(x_ptr + start + offsets, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + start + offsets, mask=mask, other=0.0, eviction_policy=LOADS).to(tl.float32)
         if RESIDUAL:
-            residual = tl.load(residual_ptr + start + offsets, mask=mask, other=0.0).to(tl.float32)
+            residual = tl.load(residual_ptr + start + offsets, mask=mask, other=0.0, eviction_policy=LOADS)
         y = (x - mean) * scale + bias
         y = tl.where(y <= floor, floor, y)  # NaN passes, as through torch's ReLU
         if DROPOUT:
             keep = _keep_mask(first_row, tl.program_id(0), seed, threshold, BLOCK_ROWS, BLOCK_CHANNELS)
             y = tl.where(keep, y * keep_scale, 0.0)
         if RESIDUAL:
-            y += residual
-        tl.store(y_ptr + start + offsets, y, mask=mask)
+            y += residual.to(tl.float32)
+        if residual_bias_ptr is not None:
+            y += residual_bias
+        tl.store(y_ptr + start + offsets, y, mask=mask, eviction_policy=STORES)
 
 
 @triton.jit(do_not_specialize=["num_rows", "seed", "threshold"])
 def gradient_sums_kernel(
     grad_ptr: tl.tensor,
     x_ptr: tl.tensor,
-    partial_ptr: tl.tensor,  # [2, programs, channels]: sums of the norm's output gradient, and of it times the normal x
+    partial_ptr: tl.tensor,  # [2 or 3, programs, channels]: sums of the norm's output gradient, of it times the normal
+    # x and, for a residual's bias, of the gradient as it came
     weight_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     mean_ptr: tl.tensor,
@@ -199,8 +212,11 @@ def gradient_sums_kernel(
     threshold: tl.tensor,
     keep_scale: tl.tensor,
     DROPOUT: tl.constexpr,
+    RESIDUAL_BIAS: tl.constexpr,
+    ROWS_KEPT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
+    STAGES: tl.constexpr,
 ) -> None:
     channels = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     valid = channels < num_channels
@@ -209,26 +225,32 @@ def gradient_sums_kernel(
     invstd = tl.load(invstd_ptr + channels, mask=valid, other=0.0)
     scale = (tl.load(weight_ptr + channels, mask=valid, other=0.0) * invstd)[None, :]
     bias = tl.load(bias_ptr + channels, mask=valid, other=0.0)[None, :]
-    total = tl.zeros((32, BLOCK_CHANNELS), tl.float32)
-    products = tl.zeros((32, BLOCK_CHANNELS), tl.float32)
-    for tile in range(tl.program_id(1), tl.cdiv(num_rows, BLOCK_ROWS), tl.num_programs(1)):
+    total = tl.zeros((ROWS_KEPT, BLOCK_CHANNELS), tl.float32)
+    products = tl.zeros((ROWS_KEPT, BLOCK_CHANNELS), tl.float32)
+    if RESIDUAL_BIAS:
+        plain = tl.zeros((ROWS_KEPT, BLOCK_CHANNELS), tl.float32)
+    for tile in tl.range(tl.program_id(1), tl.cdiv(num_rows, BLOCK_ROWS), tl.num_programs(1), num_stages=STAGES):
         first_row = tile * BLOCK_ROWS
         start = tl.cast(first_row, tl.int64) * num_channels
         mask = ((first_row + tl.arange(0, BLOCK_ROWS)) < num_rows)[:, None] & valid[None, :]
         grad = tl.load(grad_ptr + start + offsets, mask=mask, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + start + offsets, mask=mask, other=0.0).to(tl.float32)
+        if RESIDUAL_BIAS:
+            plain += _fold(grad, ROWS_KEPT, BLOCK_ROWS, BLOCK_CHANNELS)
         centred = x - mean
         grad = tl.where(centred * scale + bias <= floor, 0.0, grad)
         if DROPOUT:
             keep = _keep_mask(first_row, tl.program_id(0), seed, threshold, BLOCK_ROWS, BLOCK_CHANNELS)
             grad = tl.where(keep, grad, 0.0)
-        total += _fold(grad, BLOCK_ROWS, BLOCK_CHANNELS)
-        products += _fold(grad * centred, BLOCK_ROWS, BLOCK_CHANNELS)
+        total += _fold(grad, ROWS_KEPT, BLOCK_ROWS, BLOCK_CHANNELS)
+        products += _fold(grad * centred, ROWS_KEPT, BLOCK_ROWS, BLOCK_CHANNELS)
     out_ptr = partial_ptr + tl.program_id(1) * num_channels + channels
     # Constant factors come once a channel, not once an element.
     tl.store(out_ptr, tl.sum(total, axis=0) * keep_scale, mask=valid)
     product = tl.sum(products, axis=0) * keep_scale * invstd
     tl.store(out_ptr + tl.num_programs(1) * num_channels, product, mask=valid)
+    if RESIDUAL_BIAS:
+        tl.store(out_ptr + 2 * tl.num_programs(1) * num_channels, tl.sum(plain, axis=0), mask=valid)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_partials"])
@@ -236,6 +258,7 @@ def finish_gradients_kernel(
     partial_ptr: tl.tensor,
     grad_weight_ptr: tl.tensor,
     grad_bias_ptr: tl.tensor,
+    grad_residual_bias_ptr: tl.tensor,
     means_ptr: tl.tensor,  # [2, channels]: the same sums over the number of rows
     num_rows: tl.tensor,
     num_partials: tl.tensor,
@@ -253,6 +276,10 @@ def finish_gradients_kernel(
     tl.store(grad_weight_ptr + channels, products.to(tl.float32), mask=valid)
     tl.store(means_ptr + channels, (total / count).to(tl.float32), mask=valid)
     tl.store(means_ptr + num_channels + channels, (products / count).to(tl.float32), mask=valid)
+    if grad_residual_bias_ptr is not None:
+        plain_ptr = products_ptr + num_partials * num_channels
+        plain = _sum_partials(plain_ptr, num_partials, num_channels, channels, BLOCK_PARTIALS, BLOCK_CHANNELS)
+        tl.store(grad_residual_bias_ptr + channels, plain.to(tl.float32), mask=valid)
 
 
 @triton.jit(do_not_specialize=["num_rows", "tiles_each", "seed", "threshold"])
@@ -275,6 +302,9 @@ def input_gradient_kernel(
     DROPOUT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
+    STAGES: tl.constexpr,
+    LOADS: tl.constexpr,
+    STORES: tl.constexpr,
 ) -> None:
     channels = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     valid = channels < num_channels
@@ -289,15 +319,16 @@ def input_gradient_kernel(
     scale = scale[None, :]
     num_tiles = tl.cdiv(num_rows, BLOCK_ROWS)
     begin = tl.program_id(1) * tiles_each
-    for tile in range(begin, tl.minimum(begin + tiles_each, num_tiles)):
+    for tile in tl.range(begin, tl.minimum(begin + tiles_each, num_tiles), num_stages=STAGES):
         first_row = (num_tiles - 1 - tile) * BLOCK_ROWS  # last to first, as in apply_kernel
         start = tl.cast(first_row, tl.int64) * num_channels
         mask = ((first_row + tl.arange(0, BLOCK_ROWS)) < num_rows)[:, None] & valid[None, :]
-        grad = tl.load(grad_ptr + start + offsets, mask=mask, other=0.0).to(tl.float32)
-        x = tl.load(x_ptr + start + offsets, mask=mask, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + start + offsets, mask=mask, other=0.0, eviction_policy=LOADS).to(tl.float32)
+        x = tl.load(x_ptr + start + offsets, mask=mask, other=0.0, eviction_policy=LOADS).to(tl.float32)
         centred = x - mean
         grad = tl.where(centred * scale + bias <= floor, 0.0, grad)
         if DROPOUT:
             keep = _keep_mask(first_row, tl.program_id(0), seed, threshold, BLOCK_ROWS, BLOCK_CHANNELS)
             grad = tl.where(keep, grad, 0.0)
-        tl.store(out_ptr + start + offsets, grad * grad_scale - constant - centred * slope, mask=mask)
+        value = grad * grad_scale - constant - centred * slope
+        tl.store(out_ptr + start + offsets, value, mask=mask, eviction_policy=STORES)

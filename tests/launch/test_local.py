@@ -1,0 +1,77 @@
+"""stormo's own launcher: what a worker is told is what it reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from stormo.errors import SettingError
+from stormo.launch import local
+from stormo.launch.local import Node
+
+
+def told(node: Node, local_rank: int, environ: dict[str, str] | None = None, **more: Any) -> dict[str, str]:
+    settings: dict[str, Any] = {
+        "store_addr": "n1",
+        "store_port": 12345,
+        "channel_fd": 5,
+        "store_fd": None,
+        "num_cores": 16,
+        **more,
+    }
+    return local.environment(node, local_rank, environ=environ or {}, **settings)
+
+
+@pytest.mark.parametrize("local_rank", range(3))
+@pytest.mark.parametrize("node_id", range(2))
+def test_a_worker_reads_what_its_agent_wrote(node_id: int, local_rank: int) -> None:
+    node = Node(num_workers=3, num_nodes=2, node_id=node_id, master_addr="n1")
+    environ = told(node, local_rank)
+    assert local.detect(environ)
+    place = local.place(environ)
+    assert (place.launcher, place.rank, place.world_size) == ("local", 3 * node_id + local_rank, 6)
+    assert (place.local_rank, place.local_size) == (local_rank, 3)
+    assert (place.node_id, place.num_nodes) == (node_id, 2)
+    assert (place.master_addr, place.master_port) == ("n1", 12345)
+
+
+def test_a_shell_without_the_launcher_is_not_detected() -> None:
+    assert not local.detect({"RANK": "0", "WORLD_SIZE": "2"})
+
+
+def test_cores_are_shared_among_the_workers_unless_the_user_says_otherwise() -> None:
+    node = Node(num_workers=3)
+    assert told(node, 0)["OMP_NUM_THREADS"] == "5"
+    assert told(node, 0, num_cores=2)["OMP_NUM_THREADS"] == "1"
+    assert told(node, 0, {"OMP_NUM_THREADS": "8"})["OMP_NUM_THREADS"] == "8"
+
+
+def test_one_machine_keeps_to_loopback_unless_the_user_says_otherwise() -> None:
+    environ = told(Node(num_workers=2), 0, {"GLOO_SOCKET_IFNAME": "eth0"})
+    assert (environ["GLOO_SOCKET_IFNAME"], environ["NCCL_SOCKET_IFNAME"]) == ("eth0", "lo")
+    several = told(Node(num_workers=2, num_nodes=2, master_addr="n1"), 0)
+    assert "NCCL_SOCKET_IFNAME" not in several
+
+
+def test_only_the_worker_that_gets_the_store_hears_of_it() -> None:
+    node = Node(num_workers=2)
+    assert told(node, 0, store_fd=7)["STORMO_STORE_FD"] == "7"
+    assert "STORMO_STORE_FD" not in told(node, 1, {"STORMO_STORE_FD": "7"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"num_workers": 0}, "--num-gpus 0 was set"),
+        ({"num_workers": 1, "num_nodes": 0}, "--num-nodes 0 was set"),
+        ({"num_workers": 1, "num_nodes": 2, "node_id": 5, "master_addr": "n1"}, "node ids run from 0 to 1"),
+        ({"num_workers": 1, "num_nodes": 2, "node_id": -1, "master_addr": "n1"}, "--node-id -1 was set"),
+        ({"num_workers": 1, "num_nodes": 2}, "set --master-addr to the name or address of node 0"),
+        ({"num_workers": 1, "master_port": 70000}, "--master-port 70000 was set"),
+    ],
+)
+def test_a_node_that_cannot_be_is_refused_before_anything_starts(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(SettingError) as caught:
+        Node(**settings)
+    assert sentence in str(caught.value)
