@@ -365,7 +365,8 @@ def _batch(config: TrainConfig, layout: Layout, facts: Facts) -> tuple[int, str]
                 f"set --global-batch-size {workers * accumulate} or more",
             )
         low, uneven = divmod(total, workers * accumulate)
-        text = f"{total} as {'before' if config.resumed else 'set'} = {low}{f' to {low + 1}' if uneven else ''} per worker × {product}"
+        origin = "before" if config.resumed else "set"
+        text = f"{total} as {origin} = {low}{f' to {low + 1}' if uneven else ''} per worker × {product}"
     if facts.num_train < workers:
         raise SettingError(
             f"{workers} workers were asked for",

@@ -7,8 +7,6 @@ Importing this file imports triton: `NormAct` does so on CUDA only, after checki
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,64 +15,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from stormo.layers import norm_kernels
+from stormo.layers.kernel_calls import launch, on_device
+from stormo.layers.norm_act import add_residual
+from stormo.layers.norm_tiles import FINISH, Matrix, tile_for
 from stormo.layers.sync_batch_norm import Reduce, unpack_moments, update_running
-
-# One channel width for all tiles: 32 divides the usual channel counts, so no lane idles, and each kernel is compiled
-# once. In bf16 a warp reads 8 rows of 64 contiguous bytes, 16 bytes a thread. The row counts give every thread 4 loads
-# in flight within the registers that several programs on one multiprocessor leave it.
-_STATISTICS: dict[str, Any] = {"BLOCK_ROWS": 128, "BLOCK_CHANNELS": 32, "num_warps": 4}
-_APPLY = _STATISTICS
-_GRADIENT_SUMS = _STATISTICS
-_INPUT_GRADIENT: dict[str, Any] = {"BLOCK_ROWS": 64, "BLOCK_CHANNELS": 32, "num_warps": 4}
-_FINISH: dict[str, Any] = {"BLOCK_PARTIALS": 256, "BLOCK_CHANNELS": 8, "num_warps": 4}
-
-_STATISTICS_PER_SM = 8  # programs that a multiprocessor's registers hold at once: one wave, no tail
-_GRADIENT_SUMS_PER_SM = 4
-_STREAMED_PER_SM = 16  # element-wise programs: a few waves, which the hardware balances
-_MAX_PARTIALS = 512  # rows of partial sums: two steps of the finishing kernels
-_MAX_GRID = 2**15  # CUDA's limit on a grid's second dimension is 65535
-
-
-@functools.cache
-def _num_multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":  # Triton's interpreter
-        return 4
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Matrix:
-    """The rows and channels of one call, and how they are shared out among programs."""
-
-    num_rows: int
-    num_channels: int
-    num_sms: int
-
-    @staticmethod
-    def of(x: Tensor) -> _Matrix:
-        """The matrix of a tensor whose dimension 1 is channels."""
-        num_channels = x.shape[1]
-        return _Matrix(
-            num_rows=x.numel() // num_channels, num_channels=num_channels, num_sms=_num_multiprocessors(x.device)
-        )
-
-    def reduce_grid(self, tile: dict[str, Any], programs_per_sm: int) -> tuple[int, int]:
-        """Channel blocks first: neighbouring programs read neighbouring bytes of the same rows."""
-        num_blocks = -(-self.num_channels // int(tile["BLOCK_CHANNELS"]))
-        num_tiles = -(-self.num_rows // int(tile["BLOCK_ROWS"]))
-        return num_blocks, max(1, min(num_tiles, _MAX_PARTIALS, programs_per_sm * self.num_sms // num_blocks))
-
-    def stream_grid(self, tile: dict[str, Any]) -> tuple[tuple[int, int], int]:
-        """The grid of an element-wise kernel and the number of tiles of each program."""
-        num_blocks = -(-self.num_channels // int(tile["BLOCK_CHANNELS"]))
-        num_tiles = -(-self.num_rows // int(tile["BLOCK_ROWS"]))
-        num_programs = max(1, min(num_tiles, _MAX_GRID, _STREAMED_PER_SM * self.num_sms // num_blocks))
-        tiles_each = -(-num_tiles // num_programs)
-        return (num_blocks, -(-num_tiles // tiles_each)), tiles_each
-
-    def finish_grid(self) -> tuple[int]:
-        """The grid of the finishing kernels."""
-        return (-(-self.num_channels // int(_FINISH["BLOCK_CHANNELS"])),)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,20 +64,18 @@ class _Options:
     absent: bool
 
 
-def _on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Triton launches on the current device, which need not be the tensor's."""
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
-
-
-def _partial_statistics(x: Tensor, matrix: _Matrix) -> Tensor:
-    grid = matrix.reduce_grid(_STATISTICS, _STATISTICS_PER_SM)
+def _partial_statistics(x: Tensor, matrix: Matrix) -> Tensor:
+    tile = tile_for("statistics", matrix.num_channels)
+    grid = matrix.reduce_grid(tile)
     partials = torch.empty(2, grid[1], matrix.num_channels, dtype=torch.float32, device=x.device)
-    norm_kernels.statistics_kernel[grid](x, partials, matrix.num_rows, matrix.num_channels, **_STATISTICS)
+    launch(
+        norm_kernels.statistics_kernel, grid, x, partials, matrix.num_rows, matrix.num_channels, **tile.reduction
+    )
     return partials
 
 
 def _global_statistics(
-    x: Tensor, matrix: _Matrix, running_mean: Tensor, running_var: Tensor, options: _Options, reduce: Reduce
+    x: Tensor, matrix: Matrix, running_mean: Tensor, running_var: Tensor, options: _Options, reduce: Reduce
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Mean, inverse deviation and count over all ranks, in one collective."""
     vector = torch.zeros(1 + 2 * matrix.num_channels, dtype=torch.float64, device=x.device)
@@ -159,6 +101,7 @@ class _FusedNormAct(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         residual: Tensor | None,
+        residual_bias: Tensor | None,
         weight: Tensor,
         bias: Tensor,
         running_mean: Tensor,
@@ -166,9 +109,9 @@ class _FusedNormAct(torch.autograd.Function):
         num_batches_tracked: Tensor | None,
         options: _Options,
     ) -> Tensor:
-        matrix = _Matrix.of(x)
+        matrix = Matrix.of(x)
         count = None
-        with _on_device(x):
+        with on_device(x):
             if not options.training:
                 # A copy: a training pass before this one's backward would move the running mean in place.
                 mean, invstd = running_mean.clone(), (running_var + options.eps).rsqrt()
@@ -181,7 +124,9 @@ class _FusedNormAct(torch.autograd.Function):
             else:
                 mean, invstd = torch.empty_like(running_mean), torch.empty_like(running_var)
                 partials = _partial_statistics(x, matrix)
-                norm_kernels.finish_statistics_kernel[matrix.finish_grid()](
+                launch(
+                    norm_kernels.finish_statistics_kernel,
+                    matrix.finish_grid(),
                     x,
                     partials,
                     mean,
@@ -194,13 +139,17 @@ class _FusedNormAct(torch.autograd.Function):
                     matrix.num_channels,
                     options.momentum,
                     options.eps,
-                    **_FINISH,
+                    **FINISH,
                 )
             y = torch.empty_like(x)
-            grid, tiles_each = matrix.stream_grid(_APPLY)
-            norm_kernels.apply_kernel[grid](
+            tile = tile_for("apply", matrix.num_channels)
+            grid, tiles_each = matrix.stream_grid(tile)
+            launch(
+                norm_kernels.apply_kernel,
+                grid,
                 x,
                 x if residual is None else residual,
+                residual_bias,
                 y,
                 weight,
                 bias,
@@ -211,28 +160,33 @@ class _FusedNormAct(torch.autograd.Function):
                 tiles_each,
                 RESIDUAL=residual is not None,
                 **options.mask.arguments(),
-                **_APPLY,
+                **tile.stream,
             )
         ctx.save_for_backward(x, weight, bias, mean, invstd, count)
-        ctx.matrix, ctx.options = matrix, options
+        ctx.matrix, ctx.options, ctx.has_residual_bias = matrix, options, residual_bias is not None
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, mean, invstd, count = ctx.saved_tensors
-        matrix: _Matrix = ctx.matrix
+        matrix: Matrix = ctx.matrix
         options: _Options = ctx.options
         grad_residual = grad if ctx.needs_input_grad[1] else None
         dense = grad.contiguous(memory_format=torch.channels_last) if grad.dim() == 4 else grad.contiguous()
         grad_x: Tensor | None = None
         grad_weight, grad_bias = torch.empty_like(weight), torch.empty_like(bias)
+        grad_residual_bias = torch.empty_like(bias) if ctx.has_residual_bias else None
         means = torch.empty(2, matrix.num_channels, dtype=torch.float32, device=x.device)
-        with _on_device(x):
-            grid = matrix.reduce_grid(_GRADIENT_SUMS, _GRADIENT_SUMS_PER_SM)
-            partials = torch.empty(2, grid[1], matrix.num_channels, dtype=torch.float32, device=x.device)
+        with on_device(x):
+            tile = tile_for("gradient_sums", matrix.num_channels)
+            grid = matrix.reduce_grid(tile)
+            num_sums = 3 if ctx.has_residual_bias else 2
+            partials = torch.empty(num_sums, grid[1], matrix.num_channels, dtype=torch.float32, device=x.device)
             mask = options.mask.arguments()
-            norm_kernels.gradient_sums_kernel[grid](
+            launch(
+                norm_kernels.gradient_sums_kernel,
+                grid,
                 dense,
                 x,
                 partials,
@@ -242,32 +196,40 @@ class _FusedNormAct(torch.autograd.Function):
                 invstd,
                 matrix.num_rows,
                 matrix.num_channels,
+                RESIDUAL_BIAS=ctx.has_residual_bias,
                 **mask,
-                **_GRADIENT_SUMS,
+                **tile.reduction,
             )
             if options.training and options.reduce_grads is not None:
                 sums = partials.sum(1, dtype=torch.float64)
-                grad_bias, grad_weight = sums.float().unbind()
-                vector = sums.zero_().view(-1) if options.absent else sums.view(-1)
+                grad_bias, grad_weight, *others = sums.float().unbind()
+                grad_residual_bias = others[0] if others else None  # a parameter's gradient: local, as the other two
+                vector = sums[:2].zero_().view(-1) if options.absent else sums[:2].view(-1)
                 options.reduce_grads(vector)
                 means = (vector.view(2, -1) / (matrix.num_rows if count is None else count)).float()
             else:
-                norm_kernels.finish_gradients_kernel[matrix.finish_grid()](
+                launch(
+                    norm_kernels.finish_gradients_kernel,
+                    matrix.finish_grid(),
                     partials,
                     grad_weight,
                     grad_bias,
+                    grad_residual_bias,
                     means,
                     matrix.num_rows,
                     partials.shape[1],
                     matrix.num_channels,
-                    **_FINISH,
+                    **FINISH,
                 )
             if not options.training or options.absent:
                 means.zero_()  # these samples moved no statistic, so no gradient comes back that way
             if ctx.needs_input_grad[0]:
                 grad_x = torch.empty_like(x)
-                grid, tiles_each = matrix.stream_grid(_INPUT_GRADIENT)
-                norm_kernels.input_gradient_kernel[grid](
+                tile = tile_for("input_gradient", matrix.num_channels)
+                grid, tiles_each = matrix.stream_grid(tile)
+                launch(
+                    norm_kernels.input_gradient_kernel,
+                    grid,
                     dense,
                     x,
                     grad_x,
@@ -280,9 +242,19 @@ class _FusedNormAct(torch.autograd.Function):
                     matrix.num_channels,
                     tiles_each,
                     **mask,
-                    **_INPUT_GRADIENT,
+                    **tile.stream,
                 )
-        return grad_x, grad_residual, grad_weight, grad_bias, None, None, None, None
+        return grad_x, grad_residual, grad_residual_bias, grad_weight, grad_bias, None, None, None, None
+
+
+def _fits(residual: Tensor, x: Tensor) -> bool:
+    layout = torch.channels_last if x.dim() == 4 else torch.contiguous_format
+    return (
+        residual.dtype == x.dtype
+        and residual.shape == x.shape
+        and residual.device == x.device
+        and residual.is_contiguous(memory_format=layout)
+    )
 
 
 def norm_act(
@@ -298,24 +270,21 @@ def norm_act(
     eps: float,
     dropout: float,
     activation: bool,
+    residual_bias: Tensor | None = None,
     num_batches_tracked: Tensor | None = None,
     reduce_stats: Reduce | None = None,
     reduce_grads: Reduce | None = None,
     absent: bool = False,
 ) -> Tensor:
-    """dropout(relu(batch_norm(x))) + residual for a dense 2-D or channels_last x and float32 parameters.
+    """dropout(relu(batch_norm(x))) + residual + residual_bias for a dense 2-D or channels_last x, float32 parameters.
 
     With `reduce_stats` and `reduce_grads` (both or neither) the statistics are those of all ranks.
     """
     assert (reduce_stats is None) == (reduce_grads is None), "statistics and gradients are reduced together"
     assert reduce_stats is not None or not absent or not training, "an absent rank needs global or running statistics"
     # Anything but the same dtype, shape and layout is added by torch, with its rules of promotion and broadcasting.
-    fits = (
-        residual is not None
-        and residual.dtype == x.dtype
-        and residual.shape == x.shape
-        and residual.device == x.device
-        and residual.is_contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.contiguous_format)
+    fits = (residual is None or _fits(residual, x)) and (
+        residual_bias is None or _fits(residual_bias, bias)  # a float32 vector, as every parameter here
     )
     options = _Options(
         training=training,
@@ -327,6 +296,14 @@ def norm_act(
         absent=absent,
     )
     y: Tensor = _FusedNormAct.apply(
-        x, residual if fits else None, weight, bias, running_mean, running_var, num_batches_tracked, options
+        x,
+        residual if fits else None,
+        residual_bias if fits else None,
+        weight,
+        bias,
+        running_mean,
+        running_var,
+        num_batches_tracked,
+        options,
     )
-    return y if residual is None or fits else y + residual
+    return y if fits else add_residual(y, residual, residual_bias)

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from stormo.errors import SettingError
 from stormo.layers.sync_batch_norm import SynchronisedNorm, SyncNorm
 
-_FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_MAX_FUSED_ROWS = 2**31 - 2**10  # kernels count rows in int32 (elements in int64) and look one tile past the end
+FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_FUSED_ROWS = 2**31 - 2**10  # kernels count rows in int32 (elements in int64) and look one tile past the end
 
 
 @functools.cache
@@ -55,17 +55,26 @@ def plain_norm_act(
     eps: float,
     dropout: float,
     activation: bool,
+    residual_bias: Tensor | None = None,
 ) -> Tensor:
-    """The layer in torch operations: dropout(relu(batch_norm(x))) + residual."""
+    """The layer in torch operations: dropout(relu(batch_norm(x))) + residual + residual_bias."""
     y = F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
-    return _after_norm(y, residual, dropout if training else 0.0, activation)
+    return add_residual(_activate(y, dropout if training else 0.0, activation), residual, residual_bias)
 
 
-def _after_norm(y: Tensor, residual: Tensor | None, dropout: float, activation: bool) -> Tensor:
+def _activate(y: Tensor, dropout: float, activation: bool) -> Tensor:
     if activation:
         y = F.relu(y)
-    if dropout > 0.0:
-        y = F.dropout(y, dropout)
+    return F.dropout(y, dropout) if dropout > 0.0 else y
+
+
+def add_residual(y: Tensor, residual: Tensor | None, residual_bias: Tensor | None) -> Tensor:
+    """y + residual + residual_bias, whose vector is one value a channel and does not widen the dtype."""
+    if residual_bias is not None:
+        like = y if residual is None else residual
+        vector = residual_bias.to(like.dtype).view(1, -1, *([1] * (y.dim() - 2)))
+        # First to the residual, as the convolution or linear layer would have done that the bias belongs to.
+        residual = vector if residual is None else residual + vector
     return y if residual is None else y + residual
 
 
@@ -77,7 +86,7 @@ def is_row_major(x: Tensor) -> bool:
 
 
 class NormAct(nn.Module, SynchronisedNorm):
-    """y = dropout(relu(batch_norm(x))) + residual, with the parameters and buffers of `nn.BatchNorm2d`."""
+    """y = dropout(relu(batch_norm(x))) + residual + residual_bias; parameters and buffers are `nn.BatchNorm2d`'s."""
 
     running_mean: Tensor
     running_var: Tensor
@@ -118,18 +127,21 @@ class NormAct(nn.Module, SynchronisedNorm):
         """Whether this input takes the fused kernels."""
         if torch.compiler.is_compiling() or not x.is_cuda or fused_obstacle(x.device) is not None:
             return False
-        if x.dtype not in _FUSED_DTYPES or not is_row_major(x) or x.shape[1] != self.num_channels:
+        if x.dtype not in FUSED_DTYPES or not is_row_major(x) or x.shape[1] != self.num_channels:
             return False
         if any(t.dtype != torch.float32 for t in (self.weight, self.bias, self.running_mean, self.running_var)):
             return False
         num_rows = x.numel() // self.num_channels
-        if not 2 <= num_rows < _MAX_FUSED_ROWS:  # torch's own operation has the error for a single row
+        if not 2 <= num_rows < MAX_FUSED_ROWS:  # torch's own operation has the error for a single row
             return False
         # The fused mask is keyed by a number drawn on the host, which a captured graph would replay for ever.
         return not (self.training and self.dropout > 0.0 and torch.cuda.is_current_stream_capturing())
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Normalises (batch statistics in training, running ones in evaluation), activates, drops, adds."""
+    def forward(self, x: Tensor, residual: Tensor | None = None, residual_bias: Tensor | None = None) -> Tensor:
+        """Normalises (batch statistics in training, running ones in evaluation), activates, drops, adds.
+
+        `residual_bias` has one value a channel: the bias of the layer that made the residual, added here for free.
+        """
         # An absent rank without synchronisation has no statistics but the running ones.
         training = self.training and not (self.absent and self.reduce is None)
         reduce = self.reduce if training else None
@@ -148,6 +160,7 @@ class NormAct(nn.Module, SynchronisedNorm):
                 eps=self.eps,
                 dropout=self.dropout,
                 activation=self.activation,
+                residual_bias=residual_bias,
                 num_batches_tracked=self.num_batches_tracked,
                 reduce_stats=reduce,
                 reduce_grads=reduce,
@@ -167,7 +180,7 @@ class NormAct(nn.Module, SynchronisedNorm):
                 reduce,
                 self.absent,
             )
-            return _after_norm(y, residual, self.dropout, self.activation)
+            return add_residual(_activate(y, self.dropout, self.activation), residual, residual_bias)
         return plain_norm_act(
             x,
             residual,
@@ -180,4 +193,5 @@ class NormAct(nn.Module, SynchronisedNorm):
             eps=self.eps,
             dropout=self.dropout,
             activation=self.activation,
+            residual_bias=residual_bias,
         )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stormo.layers.max_pool import MaxPool2x2
 from stormo.layers.norm_act import NormAct
 
 
@@ -16,14 +18,16 @@ class Block(nn.Module):
         self.norm1 = NormAct(out_channels, dropout=dropout)
         self.conv2 = nn.Conv2d(out_channels, out_channels, kernel_size=3, padding=1, bias=False)
         self.norm2 = NormAct(out_channels)
-        self.shortcut: nn.Module = nn.Identity()
-        if in_channels != out_channels:
-            self.shortcut = nn.Conv2d(in_channels, out_channels, kernel_size=1)
+        self.shortcut = nn.Conv2d(in_channels, out_channels, kernel_size=1) if in_channels != out_channels else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, in_channels, h, w] -> [n, out_channels, h, w]."""
-        hidden = self.norm1(self.conv1(x))
-        return self.norm2(self.conv2(hidden), residual=self.shortcut(x))  # type: ignore[no-any-return]
+        hidden = self.conv2(self.norm1(self.conv1(x)))
+        if self.shortcut is None:
+            return self.norm2(hidden, residual=x)  # type: ignore[no-any-return]
+        # The shortcut's bias is added by the norm, which saves it a pass over the activations in each direction.
+        shortcut = F.conv2d(x, self.shortcut.weight)
+        return self.norm2(hidden, residual=shortcut, residual_bias=self.shortcut.bias)  # type: ignore[no-any-return]
 
 
 class WideResNet(nn.Module):
@@ -37,17 +41,16 @@ class WideResNet(nn.Module):
         self.blocks = nn.Sequential(
             Block(16, narrow, dropout),
             Block(narrow, narrow, dropout),
-            nn.MaxPool2d(2),
+            MaxPool2x2(),
             Block(narrow, middle, dropout),
             Block(middle, middle, dropout),
-            nn.MaxPool2d(2),
+            MaxPool2x2(),
             Block(middle, wide, dropout),
             Block(wide, wide, dropout),
         )
-        self.pool = nn.AvgPool2d(7)
         self.head = nn.Linear(wide, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
         """[n, 1, 28, 28] in [0, 1] -> logits [n, num_classes]."""
         features = self.blocks(self.stem_norm(self.stem(images)))
-        return self.head(self.pool(features).flatten(1))  # type: ignore[no-any-return]
+        return self.head(features.mean((2, 3)))  # type: ignore[no-any-return]
