@@ -4,4 +4,5 @@ import sys
 
 from stormo.cli import main
 
-sys.exit(main())
+if __name__ == "__main__":  # loader processes import this module again
+    sys.exit(main())

@@ -7,12 +7,12 @@ a slot of their own. Adding the workers' tables then only fills slots, and the f
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
 from stormo.data.loaders import move
 from stormo.data.tensors import TensorData
@@ -23,15 +23,34 @@ from stormo.world.world import World
 class Validation:
     """The validation set as fixed batches, of which this worker computes every world-size-th."""
 
-    def __init__(self, task: Task, data: Dataset[Any], batch_size: int, world: World, *, resident: bool) -> None:
+    def __init__(
+        self,
+        task: Task,
+        data: Dataset[Any],
+        batch_size: int,
+        world: World,
+        *,
+        resident: bool = True,
+        num_loader_workers: int = 0,
+    ) -> None:
         self._task = task
         self._world = world
-        self._batch_size = batch_size
         self.num_samples = len(data)  # type: ignore[arg-type]
         self.num_batches = math.ceil(self.num_samples / batch_size)
+        mine = range(world.rank, self.num_batches, world.size)
+        spans = [range(i * batch_size, min((i + 1) * batch_size, self.num_samples)) for i in mine]
         if resident and isinstance(data, TensorData):
-            data = TensorData(*(tensor.to(world.device) for tensor in data.tensors))
-        self._data = data
+            tensors = [tensor.to(world.device) for tensor in data.tensors]
+            self._batches: Iterable[Any] = [tuple(t[span.start : span.stop] for t in tensors) for span in spans]
+        else:
+            self._batches = DataLoader(
+                data,
+                batch_sampler=spans,
+                num_workers=num_loader_workers,
+                pin_memory=world.device.type == "cuda",
+                generator=torch.Generator().manual_seed(0),  # leave the global generator alone
+                multiprocessing_context="forkserver" if num_loader_workers else None,
+            )
 
     @property
     def num_rounds(self) -> int:
@@ -47,12 +66,14 @@ class Validation:
         names: list[str] = []
         was_training = model.training
         model.eval()
+        batches = iter(self._batches)
         try:
             for turn in range(self.num_rounds):
                 index = turn * self._world.size + self._world.rank
                 if index < self.num_batches:
+                    batch = move(next(batches), self._world.device)
                     with torch.no_grad(), autocast():
-                        sums = self._task.metrics(model, self._batch(index))
+                        sums = self._task.metrics(model, batch)
                     names = sorted(sums)
                     if table is None:
                         table = torch.zeros(
@@ -67,13 +88,6 @@ class Validation:
 
     def _empty(self, names: list[str]) -> Tensor:
         return torch.zeros(self.num_batches, len(names), dtype=torch.float64, device=self._world.device)
-
-    def _batch(self, index: int) -> Any:
-        start = index * self._batch_size
-        stop = min(start + self._batch_size, self.num_samples)
-        if isinstance(self._data, TensorData):
-            return move(tuple(tensor[start:stop] for tensor in self._data.tensors), self._world.device)
-        return move(default_collate([self._data[i] for i in range(start, stop)]), self._world.device)
 
     def _total(self, names: list[str], table: Tensor | None) -> dict[str, float]:
         names = self._world.share_json(names)  # a worker may have had no batch at all

@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
 def read_settings(arguments: list[str]) -> tuple[TrainConfig, type[Task]]:
     """Defaults, then the settings of a resumed run, then a TOML file's, then flags: the later wins."""
     peeked = options.peek_flags(arguments, options.train_options(), _looks_like_task)
-    resumed = _resumed_run(peeked) if "resume" in peeked else None
+    resumed = _resumed_run(peeked)
     inherited = options.read_toml(resumed.config) if resumed else {}
     inherited.pop("workers", None)  # it goes on with whatever is there now
     document = options.read_toml(Path(peeked["config"])) if "config" in peeked else {}
@@ -71,18 +71,22 @@ def _looks_like_task(argument: str) -> bool:
     return argument in TASKS or argument.partition(":")[0].endswith(".py") or ":" in argument
 
 
-def _resumed_run(flags: dict[str, Any]) -> RunFolder:
-    folder, wanted = Path(flags.get("runs_folder", "runs")), flags["resume"] or flags.get("run_name", "")
-    if wanted:
-        path = Path(wanted)
+def _resumed_run(flags: dict[str, Any]) -> RunFolder | None:
+    """The run to go on with; None for a new one, also where `--run-name NAME --resume` finds that NAME never began."""
+    if "resume" not in flags:
+        return None
+    folder, named = Path(flags.get("runs_folder", "runs")), flags["resume"]
+    if named:
+        path = Path(named)
         if (path / "manifest.json").is_file():  # a checkpoint: <run>/checkpoints/<step>
             return RunFolder(path.resolve().parent.parent)
-        return find_run(folder, wanted)
+        return find_run(folder, named)
+    if "run_name" in flags:
+        run = RunFolder(folder / flags["run_name"])
+        return run if run.config.is_file() else None
     runs = list_runs(folder)
     if not runs:
-        raise SettingError(
-            "--resume was set", f"there is no run in {folder}", "name one with --resume RUN, or leave it out"
-        )
+        raise SettingError("--resume was set", f"there is no run in {folder}", "name one with --resume RUN")
     return runs[0]
 
 

@@ -84,6 +84,7 @@ def _train(
         config.speed.validation_batch_size,
         world,
         resident=plan.loader == "resident",
+        num_loader_workers=_num_loader_workers(config, world),
     )
     journal = Journal(config, plan, world, state, process_start_unix_s())
     journal.resume()
@@ -127,10 +128,14 @@ def _loader(config: TrainConfig, plan: Plan, task: Task, world: World) -> Loader
     if plan.loader == "resident":
         assert isinstance(data, TensorData)
         return ResidentLoader(data, share, seed, num_draws, task.augment, world.device)
-    num_workers = config.speed.loader_workers
-    if num_workers is None:
-        num_workers = min(8, max(1, num_cores() // world.place.local_size - 1))
+    num_workers = _num_loader_workers(config, world)
     return StreamedLoader(data, share, seed, num_draws, task.augment, world.device, num_workers)
+
+
+def _num_loader_workers(config: TrainConfig, world: World) -> int:
+    if config.speed.loader_workers is not None:
+        return config.speed.loader_workers
+    return min(8, max(1, num_cores() // world.place.local_size - 1))
 
 
 def _schedule(config: TrainConfig, plan: Plan) -> Schedule:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import ipaddress
 import socket
+import struct
+from pathlib import Path
 
 from stormo.errors import SettingError
 from stormo.launch.place import host_name
 
 LOOPBACK = "127.0.0.1"
+_SIOCGIFADDR = 0x8915
+_SOMEWHERE_ELSE = "192.0.2.1"  # reserved for documentation
 
 
 def listening_address(master_addr: str, *, all_on_this_host: bool) -> str:
@@ -97,9 +102,35 @@ def _free_port(number: str) -> int:
 
 
 def _address_towards_others() -> str | None:
-    """The address this machine would send from; connecting a datagram socket sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        probe.connect(("192.0.2.1", 9))  # an address reserved for documentation: only the route is looked up
-        number = str(probe.getsockname()[0])
-        return None if is_loopback(number) or ipaddress.ip_address(number).is_unspecified else number
+    number = _address_towards(_SOMEWHERE_ELSE)
+    return None if number is None or is_loopback(number) else number
+
+
+def _address_towards(number: str) -> str | None:
+    """The address this machine would send from; connecting a datagram socket sends nothing, it looks up the route."""
+    family = socket.AF_INET6 if ":" in number else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect((number, 9))
+        own = str(probe.getsockname()[0]).partition("%")[0]
+        return None if ipaddress.ip_address(own).is_unspecified else own
     return None
+
+
+def interface_towards(name: str) -> str | None:
+    """The network interface by which this machine reaches a host; None where that cannot be told."""
+    own = _address_towards(resolve(name)[0])
+    return next((interface for _, interface in socket.if_nameindex() if own in _addresses_of(interface)), None)
+
+
+def _addresses_of(interface: str) -> list[str]:
+    """The first IPv4 address of an interface and all its IPv6 ones, as the kernel lists them."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()))
+        found.append(socket.inet_ntoa(answer[20:24]))  # behind the name (16) and the family and port (4)
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            fields = line.split()
+            if fields[-1] == interface:
+                found.append(str(ipaddress.IPv6Address(bytes.fromhex(fields[0]))))
+    return found

@@ -163,7 +163,7 @@ class _FusedNormAct(torch.autograd.Function):
                 **tile.stream,
             )
         ctx.save_for_backward(x, weight, bias, mean, invstd, count)
-        ctx.matrix, ctx.options, ctx.has_residual_bias = matrix, options, residual_bias is not None
+        ctx.matrix, ctx.options = matrix, options
         return y
 
     @staticmethod
@@ -176,13 +176,13 @@ class _FusedNormAct(torch.autograd.Function):
         dense = grad.contiguous(memory_format=torch.channels_last) if grad.dim() == 4 else grad.contiguous()
         grad_x: Tensor | None = None
         grad_weight, grad_bias = torch.empty_like(weight), torch.empty_like(bias)
-        grad_residual_bias = torch.empty_like(bias) if ctx.has_residual_bias else None
+        has_bias_grad = ctx.needs_input_grad[2]
+        grad_residual_bias = torch.empty_like(bias) if has_bias_grad else None
         means = torch.empty(2, matrix.num_channels, dtype=torch.float32, device=x.device)
         with on_device(x):
             tile = tile_for("gradient_sums", matrix.num_channels)
             grid = matrix.reduce_grid(tile)
-            num_sums = 3 if ctx.has_residual_bias else 2
-            partials = torch.empty(num_sums, grid[1], matrix.num_channels, dtype=torch.float32, device=x.device)
+            partials = torch.empty(2 + has_bias_grad, grid[1], matrix.num_channels, dtype=torch.float32, device=x.device)
             mask = options.mask.arguments()
             launch(
                 norm_kernels.gradient_sums_kernel,
@@ -196,7 +196,7 @@ class _FusedNormAct(torch.autograd.Function):
                 invstd,
                 matrix.num_rows,
                 matrix.num_channels,
-                RESIDUAL_BIAS=ctx.has_residual_bias,
+                RESIDUAL_BIAS=has_bias_grad,
                 **mask,
                 **tile.reduction,
             )

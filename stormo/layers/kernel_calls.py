@@ -40,7 +40,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *operands: Any, **settings: Any) 
 
 @contextlib.contextmanager
 def noting() -> Iterator[list[KernelCall]]:
-    """Kernel calls of this thread are listed instead of launched; meant for tensors on the meta device."""
+    """Kernel calls of this thread are listed instead of launched; what they would have written stays as it was."""
     noted: list[KernelCall] = []
     token = _NOTED.set(noted)
     try:

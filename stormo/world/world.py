@@ -6,6 +6,7 @@ With one worker every collective returns at once and no process group exists.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stormo.launch.address import interface_towards
 from stormo.launch.place import Place
 from stormo.world.store import PeerFailedError, Store
 
@@ -48,6 +50,10 @@ class World:
     def _join(self, backend: str, timeout: timedelta) -> None:
         # Tensors on the CPU always travel by Gloo, so that counters and votes never wait for a GPU.
         backends = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
+        # Gloo would listen where this host's name leads, which on many systems is a loopback address, or nowhere.
+        interface = "lo" if self.place.all_on_this_host else interface_towards(self.place.master_addr)
+        if interface is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         dist.init_process_group(
             backends,
             store=self._store,

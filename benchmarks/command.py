@@ -1,0 +1,86 @@
+"""The real command `stormo train`, as the benchmarks start it, and what it leaves behind, as they compare it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_SMALL_TASKS = Path(__file__).with_name("small_tasks.py")
+
+
+def small_task(name: str) -> str:
+    """How a task of small_tasks.py is named on a command line."""
+    return f"{_SMALL_TASKS}:{name}"
+
+
+def train_command(*words: str | int | float) -> list[str]:
+    """The command line of `stormo train`."""
+    return [sys.executable, "-m", "stormo", "train", *map(str, words)]
+
+
+def one_thread(variables: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This environment with one thread for each worker: the order of sums must not depend on the worker count."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})}
+
+
+def run_to_end(command: list[str]) -> None:
+    """Run a command; end the benchmark with its output when it fails."""
+    done = subprocess.run(command, env=one_thread(), capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+
+
+def relative_difference(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
+    """max |a - b| / max |b| of each tensor, then the largest; infinite where whole numbers or names differ."""
+    if ours.keys() != reference.keys():
+        return float("inf")
+    largest = 0.0
+    for name, b in reference.items():
+        a = ours[name]
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return float("inf")
+        if not b.is_floating_point():
+            if not a.equal(b):
+                return float("inf")
+            continue
+        distance = float((a - b).abs().max())
+        if distance != 0:  # also not-a-number, which then spoils the quotient as it should
+            scale = float(b.abs().max())
+            quotient = distance / scale if scale else float("inf")
+            largest = quotient if not quotient <= largest else largest
+    return largest
+
+
+def result_line(figures: Mapping[str, Any]) -> str:
+    """The last line of a benchmark: plain numbers by name."""
+    return "RESULT " + " ".join(
+        f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={int(value)}" for name, value in figures.items()
+    )
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """`2,3,4` as whole numbers above 0, for argparse."""
+    values = tuple(int(part) for part in text.split(","))
+    if not values or min(values) < 1:
+        raise ValueError(text)
+    return values
+
+
+def spaced(rows: Iterable[Iterable[str]]) -> list[str]:
+    """Rows as lines of aligned columns, the first to the left and the others to the right."""
+    table = [list(row) for row in rows]
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in table
+    ]

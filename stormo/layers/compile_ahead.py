@@ -1,0 +1,169 @@
+# mypy: disable-error-code="import-untyped, import-not-found, attr-defined, unused-ignore"
+"""Compiles the fused kernels that a model will need before its first step, all at once.
+
+The layers run on small tensors with their kernel calls noted instead of launched, so what is compiled is what a step
+looks up: there is no second description of the arguments. Nothing is launched and no random state moves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stormo.layers.kernel_calls import KernelCall, noting
+from stormo.layers.max_pool import MaxPool2x2
+from stormo.layers.norm_act import FUSED_DTYPES, NormAct, fused_obstacle
+
+_MAX_THREADS = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompiledAhead:
+    """What was compiled, and why not more."""
+
+    num_kernels: int
+    time_s: float
+    obstacle: str | None = None  # kernels not compiled here are compiled when a step first calls them
+
+
+def compile_ahead(model: nn.Module, dtype: torch.dtype, device: torch.device, training: bool = True) -> CompiledAhead:
+    """Compiles and loads every kernel for the model's `NormAct` and `MaxPool2x2` layers, side by side in threads.
+
+    `dtype` is that of the activations (autocast's, say). `training` includes the backward and the evaluation passes.
+    """
+    began_s = time.perf_counter()
+    if not any(isinstance(layer, NormAct | MaxPool2x2) for layer in model.modules()):
+        return CompiledAhead(num_kernels=0, time_s=0.0)
+    obstacle = fused_obstacle(device)
+    if obstacle is None and dtype not in FUSED_DTYPES:
+        obstacle = f"the fused kernels do not compute in {dtype}"
+    if obstacle is not None:
+        return CompiledAhead(num_kernels=0, time_s=0.0, obstacle=obstacle)
+    num_kernels = 0
+    try:
+        with torch.cuda.device(device):
+            # In a context of its own: an error inside leaves triton's asynchronous mode switched on.
+            context = contextvars.copy_context()
+            num_kernels, obstacle = context.run(compile_calls, needed_calls(model, dtype, training), device)
+    except Exception as error:  # whatever this triton cannot do ahead, it does or reports at the first call
+        obstacle = f"{type(error).__name__}: {error}"
+    return CompiledAhead(num_kernels=num_kernels, time_s=time.perf_counter() - began_s, obstacle=obstacle)
+
+
+def needed_calls(model: nn.Module, dtype: torch.dtype, training: bool = True) -> list[KernelCall]:
+    """The kernel calls of all fused layers; a norm layer's with and without a residual, which only a step knows."""
+    norms: dict[tuple[Any, ...], NormAct] = {}
+    has_pool = False
+    num_channels: set[int] = set()
+    for layer in model.modules():
+        has_pool = has_pool or isinstance(layer, MaxPool2x2)
+        if isinstance(layer, NormAct) and all(t.dtype == torch.float32 for t in _tensors(layer)[:4]):
+            offsets = [tensor.data_ptr() % 16 for tensor in _tensors(layer)]
+            numbers = (type(layer.momentum), type(layer.eps))
+            num_channels.add(layer.num_channels)
+            key = (layer.num_channels, layer.dropout > 0.0, layer.reduce is None, *offsets, *numbers)
+            norms.setdefault(key, layer)
+    # Masks are drawn from the CPU's generator, whose state a run with this call must share with one without it.
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), noting() as calls:
+        for layer in norms.values():
+            for in_training in (True, False) if training else (False,):
+                _note_norm(layer, dtype, in_training, backward=training)
+        # A pool's own channels are not known to it: those of the norms around it are the best guess there is.
+        for channels in sorted(num_channels) if has_pool else ():
+            _note_pool(channels, dtype, backward=training)
+    return calls
+
+
+def _tensors(layer: NormAct) -> list[Tensor]:
+    return [layer.weight, layer.bias, layer.running_mean, layer.running_var, layer.num_batches_tracked]
+
+
+def _stand_in(tensor: Tensor) -> Tensor:
+    """Zeros at the same address modulo 16: kernels are compiled either for such addresses or for any."""
+    offset = tensor.data_ptr() % 16 // tensor.element_size()
+    return torch.zeros(offset + tensor.numel(), dtype=tensor.dtype)[offset:].view(tensor.shape)
+
+
+def _activations(num_channels: int, dtype: torch.dtype) -> Tensor:
+    # The number of images and their sides change a grid, not a kernel. On the CPU rather than the meta device, whose
+    # arithmetic imports torch.compile's machinery: seconds.
+    x = torch.zeros(2, num_channels, 2, 2, dtype=dtype).contiguous(memory_format=torch.channels_last)
+    return x.requires_grad_()
+
+
+def _note_norm(layer: NormAct, dtype: torch.dtype, in_training: bool, backward: bool) -> None:
+    from stormo.layers.fused_norm import norm_act
+
+    weight, bias, running_mean, running_var, num_batches_tracked = map(_stand_in, _tensors(layer))
+    weight.requires_grad_()
+    bias.requires_grad_()
+    reduce = (lambda vector: None) if in_training and layer.reduce is not None else None
+    other = _activations(layer.num_channels, dtype)
+    other_bias = torch.zeros(layer.num_channels).requires_grad_()
+    for residual, residual_bias in ((None, None), (other, None), (other, other_bias)):
+        y = norm_act(
+            _activations(layer.num_channels, dtype),
+            residual,
+            weight,
+            bias,
+            running_mean,
+            running_var,
+            training=in_training,
+            momentum=layer.momentum,
+            eps=layer.eps,
+            dropout=layer.dropout,
+            activation=layer.activation,
+            residual_bias=residual_bias,
+            num_batches_tracked=num_batches_tracked,
+            reduce_stats=reduce,
+            reduce_grads=reduce,
+        )
+        if backward and in_training:
+            y.sum().backward()  # as a loss does; an explicit gradient makes torch import sympy: a second
+
+
+def _note_pool(num_channels: int, dtype: torch.dtype, backward: bool) -> None:
+    from stormo.layers.fused_pool import max_pool
+
+    y = max_pool(_activations(num_channels, dtype))
+    if backward:
+        y.sum().backward()
+
+
+def compile_calls(calls: Sequence[KernelCall], device: torch.device | None) -> tuple[int, str | None]:
+    """Compiles what is not compiled yet and, given a CUDA device, loads it; the number of kernels and what failed."""
+    import triton
+
+    num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+    kernels: dict[int, Any] = {}
+    loads: list[Future[None]] = []
+    with (
+        ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as pool,
+        triton.AsyncCompileMode(pool, ignore_errors=True),
+    ):
+        for call in calls:
+            # Calls of one specialisation come back as one object: a kernel, or the promise of one.
+            kernel = call.kernel.warmup(*call.operands, grid=call.grid, **call.settings)
+            kernels[id(kernel)] = kernel
+        # Queued behind all compilations, so that a thread never waits for one that has not begun.
+        loads = [pool.submit(_load, kernel, device) for kernel in kernels.values()]
+    errors = [error for load in loads if (error := load.exception()) is not None]
+    obstacle = f"{type(errors[0]).__name__}: {errors[0]}" if errors else None
+    return len(kernels) - len(errors), obstacle
+
+
+def _load(kernel: Any, device: torch.device | None) -> None:
+    compiled = kernel.future.result() if hasattr(kernel, "future") else kernel
+    with contextlib.nullcontext() if device is None else torch.cuda.device(device):
+        if device is not None:
+            # Builds the host's launcher with a C compiler and loads the machine code, which a first launch would do.
+            _ = compiled.run

@@ -1,0 +1,526 @@
+"""The arithmetic of a run: layouts, batches, rates, and every setting that cannot hold."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stormo import options
+from stormo.config import Effective, TrainConfig
+from stormo.data.order import part
+from stormo.errors import SettingError
+from stormo.hardware import Gpu
+from stormo.plan import Facts, Launched, Layout, Plan, resolve, resolve_layout
+
+H200 = Gpu(name="NVIDIA H200", memory_bytes=141 * 2**30, capability=(9, 0))
+V100 = Gpu(name="Tesla V100-SXM2-16GB", memory_bytes=16 * 2**30, capability=(7, 0))
+T4 = Gpu(name="Tesla T4", memory_bytes=15 * 2**30, capability=(7, 5))
+RTX4090 = Gpu(name="NVIDIA GeForce RTX 4090", memory_bytes=24 * 2**30, capability=(8, 9))
+P100 = Gpu(name="Tesla P100-PCIE-16GB", memory_bytes=16 * 2**30, capability=(6, 0))
+FACTS = Facts(num_train=60_000, num_validation=10_000, flops_per_sample=11.08e9, train_bytes=60_000 * 792)
+
+
+def configured(**flags: Any) -> TrainConfig:
+    return options.make_config(flags, None)
+
+
+def layout_of(gpus: Sequence[Gpu] = (), launched: Launched | None = None, **flags: Any) -> Layout:
+    return resolve_layout(configured(**flags), gpus, launched)
+
+
+def plan_of(gpus: Sequence[Gpu] = (), facts: Facts = FACTS, launched: Launched | None = None, **flags: Any) -> Plan:
+    return resolve(configured(**flags), layout_of(gpus, launched, **flags), facts)
+
+
+def said(plan: Plan | Layout, label: str) -> str:
+    return dict(plan.explanation)[label]
+
+
+# --- every check ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"num_gpus": 0}, "--num-gpus 0 was set, but it must be at least 1; set --num-gpus 1 or more."),
+        ({"num_nodes": 0}, "--num-nodes 0 was set, but it must be at least 1; set --num-nodes 1 or more."),
+        (
+            {"node_id": 2},
+            "--node-id 2 was set with --num-nodes 1, but the nodes are counted from 0 to 0; "
+            "set --num-nodes 3 or more, or leave --node-id out.",
+        ),
+        (
+            {"node_id": -1, "num_nodes": 2},
+            "--node-id -1 was set with --num-nodes 2, but the nodes are counted from 0 to 1; "
+            "set --node-id to a number from 0 to 1.",
+        ),
+        (
+            {"node_id": 1, "num_nodes": 2},
+            "--num-nodes 2 was set with --master-addr localhost, but that address means this very node, and node 0 is "
+            "another one; set --master-addr to the address of node 0, the same on every node.",
+        ),
+        ({"master_port": 80}, "--master-port 80 was set, but it lies outside 1024 to 49151; set a port in that range."),
+        (
+            {"master_port": 49152},
+            "--master-port 49152 was set, but it lies outside 1024 to 49151; set a port in that range.",
+        ),
+        ({"timeout": 0.0}, "--timeout 0 was set, but it must be above 0 seconds; set --timeout 600."),
+        (
+            {"device": "cuda"},
+            "--device cuda was set, but no GPU is visible to this process; set --device cpu, or check nvidia-smi.",
+        ),
+        (
+            {"strategy": "dp"},
+            "--strategy dp was set, but DataParallel splits a batch over GPUs and none is used; set --strategy ddp.",
+        ),
+        (
+            {"backend": "nccl"},
+            "--backend nccl was set, but NCCL moves GPU memory and the workers run on CPUs; set --backend gloo.",
+        ),
+        (
+            {"strategy": "single", "num_gpus": 2},
+            "--strategy single was set with 2 workers, but single trains on one device; "
+            "set --strategy ddp, or --num-gpus 1 --num-nodes 1.",
+        ),
+        ({"batch_size": 0}, "--batch-size 0 was set, but it must be at least 1; set --batch-size 1 or more."),
+        ({"accumulate": 0}, "--accumulate 0 was set, but it must be at least 1; set --accumulate 1 or more."),
+        ({"epochs": 0}, "--epochs 0 was set, but it must be at least 1; set --epochs 1 or more."),
+        ({"patience": 0}, "--patience 0 was set, but it must be at least 1; set --patience 1 or more."),
+        (
+            {"validation_batch_size": 0},
+            "--validation-batch-size 0 was set, but it must be at least 1; set --validation-batch-size 1 or more.",
+        ),
+        (
+            {"loader_workers": -1},
+            "--loader-workers -1 was set, but it must be at least 0; set --loader-workers 0 or more.",
+        ),
+        (
+            {"keep_checkpoints": 0},
+            "--keep-checkpoints 0 was set, but it must be at least 1; set --keep-checkpoints 1 or more.",
+        ),
+        ({"seed": -1}, "--seed -1 was set, but it must be at least 0; set --seed 0 or more."),
+        ({"seed": 2**63}, f"--seed {2**63} was set, but it must fit in 63 bits; set a smaller seed."),
+        (
+            {"weight_decay": -0.1},
+            "--weight-decay -0.1 was set, but it must be at least 0; set --weight-decay 0 or more.",
+        ),
+        (
+            {"warmup_epochs": -1.0},
+            "--warmup-epochs -1 was set, but it must be at least 0; set --warmup-epochs 0 or more.",
+        ),
+        ({"warmup_from": -1.0}, "--warmup-from -1 was set, but it must be at least 0; set --warmup-from 0 or more."),
+        ({"base_lr": 0.0}, "--base-lr 0 was set, but it must be above 0; set --base-lr to a positive number."),
+        ({"clip_norm": 0.0}, "--clip-norm 0 was set, but it must be above 0; set --clip-norm to a positive number."),
+        (
+            {"decay_every": 0.0},
+            "--decay-every 0 was set, but it must be above 0; set --decay-every to a positive number.",
+        ),
+        ({"momentum": 1.0}, "--momentum 1 was set, but it must lie in [0, 1); set something like --momentum 0.9."),
+        (
+            {"nesterov": True, "momentum": 0.0},
+            "--nesterov was set with --optimizer sgd --momentum 0, but Nesterov's momentum needs sgd and a momentum "
+            "above 0; set --momentum 0.9, or --no-nesterov.",
+        ),
+        (
+            {"nesterov": True, "optimizer": "adamw"},
+            "--nesterov was set with --optimizer adamw --momentum 0.9, but Nesterov's momentum needs sgd and a "
+            "momentum above 0; set --momentum 0.9, or --no-nesterov.",
+        ),
+        (
+            {"global_batch_size": 100, "batch_size": 32, "num_gpus": 2},
+            "--global-batch-size 100 and --batch-size 32 were both set, but 32 per worker × 2 workers × 1 accumulation "
+            "makes 64; set only one of them.",
+        ),
+        (
+            {"global_batch_size": 5, "num_gpus": 3, "accumulate": 2},
+            "a global batch of 5 was set, but 3 workers × 2 accumulation cut it into 6 parts of at least one sample; "
+            "set --global-batch-size 6 or more.",
+        ),
+        (
+            {"global_batch_size": 0},
+            "a global batch of 0 was set, but 1 worker × 1 accumulation cut it into 1 parts of at least one sample; "
+            "set --global-batch-size 1 or more.",
+        ),
+        (
+            {"precision": "tf32"},
+            "--precision tf32 was set, but TF32 exists only on GPUs and the workers run on CPUs; set fp32.",
+        ),
+        *(
+            (
+                {"checkpoint_every": text},
+                f"--checkpoint-every {text} was set, but it is neither a number of steps (500) nor of epochs "
+                "(1ep, 0.25ep); set one of these, or 0 for none.",
+            )
+            for text in ("often", "-1", "-1ep", "1.5", "nan", "inf", "infep", "ep", "", "1 epoch")
+        ),
+    ],
+)
+def test_what_cannot_hold_is_refused_with_the_whole_sentence(flags: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(SettingError) as caught:
+        plan_of(**flags)
+    assert str(caught.value) == sentence
+
+
+def test_more_workers_than_samples_are_refused() -> None:
+    with pytest.raises(SettingError) as caught:
+        plan_of(facts=replace(FACTS, num_train=3), num_gpus=4)
+    assert str(caught.value) == (
+        "4 workers were asked for, but the training set has 3 samples, fewer than one for each; "
+        "set --num-gpus so that at most 3 workers take part."
+    )
+
+
+def test_a_data_set_without_tensors_cannot_be_resident() -> None:
+    with pytest.raises(SettingError) as caught:
+        plan_of(facts=replace(FACTS, train_bytes=None), loader="resident")
+    assert str(caught.value) == (
+        "--loader resident was set, but this task's data set is not held in tensors; "
+        "set --loader streamed, or let train_data() return a stormo.data.TensorData."
+    )
+
+
+# --- layouts ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_machine_without_gpus_gets_one_cpu_process() -> None:
+    layout = layout_of()
+    assert (layout.device_type, layout.gpu_name, layout.backend) == ("cpu", None, "gloo")
+    assert (layout.strategy, layout.world_size, layout.workers_per_node, layout.num_nodes) == ("single", 1, 1, 1)
+    assert said(layout, "workers") == (
+        "1 = 1 node × 1 CPU process (the default; no GPU is visible, so a worker is a CPU process); "
+        "no communication needed"
+    )
+    assert said(layout, "strategy") == "single: one worker, nothing to average"
+
+
+def test_num_gpus_without_gpus_counts_cpu_processes() -> None:
+    layout = layout_of(num_gpus=3, num_nodes=2)
+    assert (layout.world_size, layout.workers_per_node, layout.num_nodes, layout.strategy) == (6, 3, 2, "ddp")
+    assert said(layout, "workers").startswith("6 = 2 nodes × 3 CPU processes (as set; ")
+    assert said(layout, "workers").endswith("; gloo for CPUs")
+
+
+@pytest.mark.parametrize(
+    ("num_visible", "flags", "world_size", "strategy", "words"),
+    [
+        (1, {}, 1, "single", "1 = 1 node × 1 GPU (all that are visible; 1 × NVIDIA H200 visible); no communication needed"),
+        (4, {}, 4, "ddp", "4 = 1 node × 4 GPUs (all that are visible; 4 × NVIDIA H200 visible); nccl for GPUs"),
+        (4, {"num_gpus": 2}, 2, "ddp", "2 = 1 node × 2 GPUs (as set; 4 × NVIDIA H200 visible); nccl for GPUs"),
+        (4, {"num_nodes": 2}, 8, "ddp", "8 = 2 nodes × 4 GPUs (all that are visible; 4 × NVIDIA H200 visible); nccl for GPUs"),
+        (4, {"backend": "gloo"}, 4, "ddp", "4 = 1 node × 4 GPUs (all that are visible; 4 × NVIDIA H200 visible); gloo as set"),
+        (1, {"num_gpus": 1, "strategy": "ddp"}, 1, "ddp", "1 = 1 node × 1 GPU (as set; 1 × NVIDIA H200 visible); no communication needed"),
+    ],
+)  # fmt: skip
+def test_gpus_are_used_as_far_as_they_are_asked_for(
+    num_visible: int, flags: dict[str, Any], world_size: int, strategy: str, words: str
+) -> None:
+    layout = layout_of([H200] * num_visible, **flags)
+    assert (layout.device_type, layout.gpu_name) == ("cuda", "NVIDIA H200")
+    assert (layout.world_size, layout.strategy, layout.devices_per_worker) == (world_size, strategy, 1)
+    assert said(layout, "workers") == words
+
+
+def test_unlike_gpus_are_counted_but_not_named() -> None:
+    assert "2 GPUs visible" in said(layout_of([H200, T4]), "workers")
+
+
+def test_device_cpu_leaves_gpus_alone() -> None:
+    layout = layout_of([H200] * 4, device="cpu", num_gpus=8)
+    assert (layout.device_type, layout.world_size, layout.backend, layout.gpu_name) == ("cpu", 8, "gloo", None)
+    assert "--device cpu" in said(layout, "workers")
+
+
+def test_more_workers_than_gpus_are_refused_unless_they_share_on_purpose() -> None:
+    with pytest.raises(SettingError) as caught:
+        layout_of([H200], num_gpus=2)
+    assert str(caught.value) == (
+        "2 workers were asked for on this node, but it shows 1 GPU and each worker needs its own; "
+        "set --num-gpus 1, or --device cpu, or --backend gloo to let workers share a GPU."
+    )
+    shared = layout_of([H200], num_gpus=2, backend="gloo")
+    assert (shared.world_size, shared.backend, shared.device_type) == (2, "gloo", "cuda")
+
+
+def test_srun_with_one_visible_gpu_for_each_task_is_taken_as_it_is() -> None:
+    launched = Launched(launcher="slurm", world_size=8, local_size=4, num_nodes=2)
+    layout = layout_of([H200], launched)
+    assert (layout.world_size, layout.workers_per_node, layout.num_nodes, layout.backend) == (8, 4, 2, "nccl")
+    assert said(layout, "workers").startswith("8 = 2 nodes × 4 GPUs (started by slurm; ")
+    with pytest.raises(SettingError, match="4 workers were asked for on this node, but it shows 2 GPUs"):
+        layout_of([H200] * 2, launched)
+
+
+def test_nodes_with_unequal_numbers_of_ranks_are_said_as_they_are() -> None:
+    launched = Launched(launcher="mpi", world_size=5, local_size=3, num_nodes=2)
+    layout = layout_of((), launched)
+    assert layout.world_size == 5
+    assert said(layout, "workers").startswith("5 on 2 nodes, 3 of them on this one (started by mpi; ")
+
+
+def test_dp_is_one_process_with_several_gpus() -> None:
+    layout = layout_of([H200] * 4, strategy="dp")
+    assert (layout.world_size, layout.workers_per_node, layout.devices_per_worker) == (1, 1, 4)
+    assert said(layout, "workers").startswith("1 process that drives 4 GPUs ")
+    plan = plan_of([H200] * 4, strategy="dp", batch_size=8)
+    assert plan.global_batch_size == 32
+    assert plan.learning_rate == pytest.approx(0.04)
+    assert plan.warmup_start == pytest.approx(0.01)
+    for several in ({"num_nodes": 2}, {"launched": Launched(launcher="torchrun", world_size=2, local_size=2, num_nodes=1)}):
+        with pytest.raises(SettingError, match="--strategy dp was set for several processes, but DataParallel is one"):
+            layout_of([H200] * 4, strategy="dp", **several)
+
+
+# --- batch and learning rate ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "size", "words"),
+    [
+        ({}, 32, "32 = 32 per worker × 1 worker × 1 accumulation"),
+        ({"num_gpus": 4, "batch_size": 512}, 2048, "2048 = 512 per worker × 4 workers × 1 accumulation"),
+        ({"num_gpus": 2, "accumulate": 3}, 192, "192 = 32 per worker × 2 workers × 3 accumulation"),
+        ({"num_gpus": 4, "global_batch_size": 64}, 64, "64 as set = 16 per worker × 4 workers × 1 accumulation"),
+        ({"num_gpus": 3, "global_batch_size": 64}, 64, "64 as set = 21 to 22 per worker × 3 workers × 1 accumulation"),
+        (
+            {"num_gpus": 2, "global_batch_size": 64, "batch_size": 32},  # said twice, but in agreement
+            64,
+            "64 as set = 32 per worker × 2 workers × 1 accumulation",
+        ),
+        (
+            {"batch_size": 70_000},
+            70_000,
+            "70000 = 70000 per worker × 1 worker × 1 accumulation; larger than the 60000 training samples, "
+            "so a step takes 60000",
+        ),
+    ],
+)
+def test_the_global_batch_is_said_with_its_arithmetic(flags: dict[str, Any], size: int, words: str) -> None:
+    plan = plan_of(**flags)
+    assert plan.global_batch_size == size
+    assert said(plan, "global batch") == words
+
+
+def test_steps_and_the_short_last_one() -> None:
+    plan = plan_of(batch_size=512, epochs=3)
+    assert (plan.steps_per_epoch, plan.total_steps) == (118, 354)
+    assert said(plan, "steps") == (
+        "118 an epoch = ceil(60000 samples / 512), the last one with 96; at most 3 epochs = 354 steps"
+    )
+    assert "the last one" not in said(plan_of(batch_size=500), "steps")
+
+
+@pytest.mark.parametrize(
+    ("flags", "rate", "words"),
+    [
+        ({}, 0.01, "0.01 as set"),
+        ({"num_gpus": 4}, 0.04, "0.04 = 0.01 × 4 (linear)"),
+        ({"num_gpus": 4, "lr_rule": "sqrt"}, 0.02, "0.02 = 0.01 × √4 (sqrt)"),
+        ({"num_gpus": 4, "lr_rule": "none"}, 0.01, "0.01 as set for any batch (the batch is 4 × one worker's)"),
+        ({"num_gpus": 2, "accumulate": 2}, 0.04, "0.04 = 0.01 × 4 (linear)"),
+        ({"num_gpus": 4, "global_batch_size": 64}, 0.01, "0.01 as set, for the global batch as set"),
+    ],
+)
+def test_the_learning_rate_follows_its_rule(flags: dict[str, Any], rate: float, words: str) -> None:
+    plan = plan_of(warmup_epochs=0.0, **flags)
+    assert plan.learning_rate == pytest.approx(rate)
+    assert said(plan, "learning rate") == words
+    assert (plan.warmup_steps, plan.warmup_start) == (0, plan.learning_rate)
+
+
+@pytest.mark.parametrize(
+    ("flags", "start", "steps"),
+    [
+        ({"num_gpus": 4, "warmup_epochs": 5.0}, 0.01, 5 * 469),
+        ({"num_gpus": 4, "warmup_epochs": 0.5}, 0.01, 234),
+        ({"num_gpus": 4, "warmup_from": 0.0}, 0.0, 5 * 469),
+        ({"num_gpus": 4, "warmup_from": 0.5}, 0.02, 5 * 469),
+        ({"warmup_epochs": 1.0}, 0.01, 1875),
+    ],
+)
+def test_warm_up_starts_from_the_rate_of_one_worker_or_as_set(
+    flags: dict[str, Any], start: float, steps: int
+) -> None:
+    plan = plan_of(**flags)
+    assert plan.warmup_start == pytest.approx(start)
+    assert plan.warmup_steps == steps
+    assert f"; warm-up from {start:g} over " in said(plan, "learning rate")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"decay": "cosine"}, "; then down a cosine to 0 at epoch 40"),
+        ({"decay": "linear", "epochs": 7}, "; then down a line to 0 at epoch 7"),
+        ({"decay": "step"}, "; then × 0.1 every 10 epochs"),
+    ],
+)
+def test_the_decay_is_said(flags: dict[str, Any], words: str) -> None:
+    assert said(plan_of(**flags), "learning rate").endswith(words)
+
+
+def test_a_resumed_run_keeps_its_batch_and_rate_on_any_number_of_workers() -> None:
+    before = Effective(global_batch_size=64, learning_rate=0.02, warmup_start=0.01)
+    config = replace(configured(num_gpus=3, batch_size=32, base_lr=0.01), resumed=before)
+    plan = resolve(config, resolve_layout(config, ()), FACTS)
+    assert (plan.global_batch_size, plan.learning_rate, plan.warmup_start) == (64, 0.02, 0.01)
+    assert said(plan, "global batch") == "64 as before = 21 to 22 per worker × 3 workers × 1 accumulation"
+    assert said(plan, "learning rate").startswith("0.02 as before; warm-up from 0.01 over ")
+
+
+@settings(max_examples=200)
+@given(
+    st.integers(1, 64), st.integers(1, 9), st.integers(1, 5), st.one_of(st.none(), st.integers(45, 5000))
+)
+def test_the_global_batch_is_the_sum_of_all_shares(
+    batch_size: int, num_workers: int, accumulate: int, wanted: int | None
+) -> None:
+    flags: dict[str, Any] = {"num_gpus": num_workers, "accumulate": accumulate}
+    flags |= {"batch_size": batch_size} if wanted is None else {"global_batch_size": wanted}
+    plan = plan_of(**flags)
+    total = plan.global_batch_size
+    assert total == (batch_size * num_workers * accumulate if wanted is None else wanted)
+    shares = [part(0, total, worker, num_workers) for worker in range(num_workers)]
+    sizes = [
+        stop - start
+        for share in shares
+        for start, stop in (part(*share, index, accumulate) for index in range(accumulate))
+    ]
+    assert sum(sizes) == total
+    assert min(sizes) >= 1
+    low, high = min(sizes), max(sizes)
+    if total % (num_workers * accumulate) == 0 and wanted is None:
+        assert low == high == batch_size
+    # What is printed is what happens.
+    numbers = re.search(r"= (\d+)(?: to (\d+))? per worker", said(plan, "global batch"))
+    assert numbers
+    assert (int(numbers[1]), int(numbers[2] or numbers[1])) == (low, high)
+
+
+# --- precision, layout in memory, compile, loader ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gpu", "precision", "words"),
+    [
+        (None, "fp32", "fp32: CPUs gain little from 16 bits"),
+        (H200, "bf16", "bf16: fast on NVIDIA H200 (989 against 67 TFLOP/s in fp32), range of fp32; weights stay fp32"),
+        (V100, "fp16", "fp16: Tesla V100-SXM2-16GB has fp16 matrix units and no bf16; losses are scaled"),
+        (T4, "fp16", "fp16: Tesla T4 has fp16 matrix units and no bf16; losses are scaled"),
+        (RTX4090, "bf16", "bf16: fast on NVIDIA GeForce RTX 4090, range of fp32; weights stay fp32"),
+    ],
+)
+def test_precision_suits_the_device(gpu: Gpu | None, precision: str, words: str) -> None:
+    plan = plan_of([gpu] if gpu else [])
+    assert plan.precision == precision
+    assert said(plan, "precision") == words
+
+
+@pytest.mark.xfail(reason="a GPU that is not V100 or T4 is taken to have bf16, whatever its compute capability")
+@pytest.mark.parametrize(
+    "gpu", [P100, Gpu(name="Quadro RTX 6000", memory_bytes=24 * 2**30, capability=(7, 5))], ids=lambda gpu: gpu.name
+)
+def test_bf16_is_not_chosen_for_a_gpu_without_it(gpu: Gpu) -> None:
+    assert not gpu.has_bf16
+    assert plan_of([gpu]).precision != "bf16"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp64"])
+def test_a_precision_that_was_set_is_kept(precision: str) -> None:
+    assert plan_of(precision=precision).precision == precision
+    assert said(plan_of([H200], precision=precision), "precision") == f"{precision}: as set"
+
+
+def test_channels_last_is_for_gpus_and_can_be_set() -> None:
+    assert plan_of([H200]).channels_last
+    assert not plan_of([H200], precision="fp64").channels_last
+    assert not plan_of().channels_last
+    assert plan_of(channels_last=True).channels_last
+    assert not plan_of([H200], channels_last=False).channels_last
+
+
+def test_compile_and_autotune_are_weighed_against_their_cost() -> None:
+    long, short = plan_of([H200], epochs=40), plan_of([H200], epochs=2)
+    seconds = 40 * 60_000 * 11.08e9 / (989e12 * 0.35)
+    assert long.compile == (seconds * 0.05 > 25)
+    assert said(long, "compile") == (
+        f"{'on: saves' if long.compile else 'off: would save'} about {seconds * 0.05:.0f} s "
+        f"of an estimated {seconds:.0f} s, costs about 25 s"
+    )
+    longest = plan_of([H200], epochs=4000)
+    assert (longest.compile, longest.autotune) == (True, True)
+    assert said(longest, "compile").startswith("on: saves about ")
+    assert (short.compile, short.autotune) == (False, False)
+    assert said(short, "autotune").startswith("off: would save about ")
+    # More workers have less to do each, so less to save.
+    assert not plan_of([H200] * 8, epochs=500, batch_size=8).compile < plan_of([H200], epochs=500).compile - 1
+
+
+def test_what_cannot_be_estimated_is_off_and_says_so() -> None:
+    for plan in (plan_of([RTX4090], epochs=4000), plan_of([H200], replace(FACTS, flops_per_sample=None), epochs=4000)):
+        assert (plan.compile, plan.autotune) == (False, False)
+        assert said(plan, "compile") == "off: its gain cannot be estimated for this task and device"
+    assert said(plan_of(epochs=4000), "compile") == "off: does not pay on CPUs"
+    assert plan_of(compile=True).compile
+    assert not plan_of([H200], compile=False, epochs=4000).compile
+
+
+@pytest.mark.parametrize(
+    ("train_bytes", "asked", "loader", "reason"),
+    [
+        (60_000 * 792, "auto", "resident", "45 MiB are kept on each device, batches are made there"),
+        (9 * 2**30, "auto", "streamed", "9.0 GiB are too much to keep on each device"),
+        (None, "auto", "streamed", "the data set is not held in tensors"),
+        (60_000 * 792, "streamed", "streamed", "as set"),
+        (9 * 2**30, "resident", "resident", "as set"),
+    ],
+)
+def test_the_loader_follows_the_size_of_the_data(
+    train_bytes: int | None, asked: str, loader: str, reason: str
+) -> None:
+    plan = plan_of(facts=replace(FACTS, train_bytes=train_bytes), loader=asked)
+    assert plan.loader == loader
+    assert said(plan, "data") == f"{loader}: {reason}"
+
+
+@pytest.mark.parametrize(
+    ("text", "steps", "words"),
+    [
+        ("1ep", 1875, "every 1875 steps = 1 × 1875; the last 2 and the best are kept"),
+        ("0.25ep", 469, "every 469 steps = 0.25 × 1875; the last 2 and the best are kept"),
+        ("2ep", 3750, "every 3750 steps = 2 × 1875; the last 2 and the best are kept"),
+        ("0.00001ep", 1, "every 1 steps = 1e-05 × 1875; the last 2 and the best are kept"),
+        ("500", 500, "every 500 steps; the last 2 and the best are kept"),
+        ("1e3", 1000, "every 1000 steps; the last 2 and the best are kept"),
+        ("0", None, "only at the end (--checkpoint-every 0)"),
+        ("0ep", None, "only at the end (--checkpoint-every 0)"),
+    ],
+)
+def test_checkpoints_by_steps_and_by_epochs(text: str, steps: int | None, words: str) -> None:
+    plan = plan_of(checkpoint_every=text)
+    assert plan.checkpoint_steps == steps
+    assert said(plan, "checkpoints") == words
+
+
+def test_the_lines_are_aligned_and_hold_every_label_once() -> None:
+    plan = plan_of(num_gpus=2, deterministic=True, sync_batch_norm=True)
+    labels = [label for label, _ in plan.explanation]
+    assert len(set(labels)) == len(labels)
+    column = max(len(label) for label in labels) + 2
+    for line, (label, text) in zip(plan.lines(), plan.explanation, strict=True):
+        assert line[:column].strip() == label
+        assert line[column:] == text
+    assert said(plan, "seed") == "0, deterministic"
+    assert said(plan, "batch norm") == "statistics over all workers"
+    assert said(plan_of(), "stop") == "validation accuracy of 0.85 held for 2 epochs, or 40 epochs"
+
+
+def test_the_plan_is_a_pure_function() -> None:
+    assert plan_of([H200] * 4, epochs=3) == plan_of([H200] * 4, epochs=3)
+    assert math.isfinite(plan_of([H200] * 4).learning_rate)
