@@ -47,9 +47,9 @@ class Journal:
         run = self._config.run
         parent = Path(run.runs_folder)
         if run.resume is not None and run.run_name is not None:
-            folder = RunFolder(parent / run.run_name)
-            folder.path.mkdir(parents=True, exist_ok=True)  # it may have been killed before it wrote anything
-            return folder
+            path = parent / run.run_name
+            path.mkdir(parents=True, exist_ok=True)  # it may have been killed before it wrote anything
+            return RunFolder(path)
         name = run.run_name or f"{_slug(self._config.task)}-{time.strftime('%Y%m%d-%H%M%S')}"
         if "/" in name or name in (".", ".."):
             raise SettingError(
