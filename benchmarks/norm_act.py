@@ -1,7 +1,7 @@
-"""Time of batch norm + ReLU + dropout + residual: torch eager, torch.compile and the fused kernels, on CUDA.
+"""Time of batch norm + ReLU + dropout + residual, and of max-pooling: torch eager, torch.compile and the fused kernels.
 
-The 13 layers are those of the reference WideResNet at batch 512 in bf16 channels_last.
-Run: python -m benchmarks.norm_act
+The 13 norm layers and 2 pools are those of the reference WideResNet at batch 512 in bf16 channels_last, on CUDA.
+Run: python -m benchmarks.norm_act; with --tune it times tile shapes instead, within a minute.
 """
 
 from __future__ import annotations
@@ -9,18 +9,31 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import os
+import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from typing import Any
+from unittest import mock
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from stormo.layers.compile_ahead import compile_ahead
+from stormo.layers.kernel_calls import KernelCall, launch, noting
+from stormo.layers.max_pool import MaxPool2x2
 from stormo.layers.norm_act import NormAct, fused_obstacle, plain_norm_act
+from stormo.layers.norm_tiles import TILES, Tile
 
-LayerCall = Callable[[NormAct, Tensor, Tensor | None], Tensor]
+Operands = tuple[Tensor, Tensor | None, Tensor | None, Tensor]  # x, residual, its bias, the output's gradient
+LayerCall = Callable[[NormAct, Tensor, Tensor | None, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,12 +45,13 @@ class Case:
     num_layers: int
     dropout: float = 0.0
     has_residual: bool = False
+    has_residual_bias: bool = False
 
     @property
     def name(self) -> str:
         """The layer in words."""
         extra = "dropout" if self.dropout else "residual" if self.has_residual else ""
-        return f"{self.num_channels:>4} x {self.side:>2}² {extra}"
+        return f"{self.num_channels:>4} x {self.side:>2}² {extra}{' + bias' if self.has_residual_bias else ''}"
 
     def least_bytes(self, batch_size: int) -> int:
         """Traffic that two-pass batch norm cannot avoid: forward reads x twice, backward x and the gradient twice."""
@@ -52,13 +66,15 @@ CASES = (
         for num_channels, side in ((160, 28), (320, 14), (640, 7))
         for case in (
             Case(num_channels=num_channels, side=side, num_layers=2, dropout=0.01),
-            Case(num_channels=num_channels, side=side, num_layers=2, has_residual=True),
+            Case(num_channels=num_channels, side=side, num_layers=1, has_residual=True),
+            Case(num_channels=num_channels, side=side, num_layers=1, has_residual=True, has_residual_bias=True),
         )
     ),
 )
+POOLS = ((160, 28), (320, 14))  # channels and side of the input
 
 
-def plain(layer: NormAct, x: Tensor, residual: Tensor | None) -> Tensor:
+def plain(layer: NormAct, x: Tensor, residual: Tensor | None, residual_bias: Tensor | None) -> Tensor:
     """The layer as torch operations, on any device."""
     layer.num_batches_tracked.add_(1)
     return plain_norm_act(
@@ -73,38 +89,36 @@ def plain(layer: NormAct, x: Tensor, residual: Tensor | None) -> Tensor:
         eps=layer.eps,
         dropout=layer.dropout,
         activation=layer.activation,
+        residual_bias=residual_bias,
     )
 
 
-def fused(layer: NormAct, x: Tensor, residual: Tensor | None) -> Tensor:
+def fused(layer: NormAct, x: Tensor, residual: Tensor | None, residual_bias: Tensor | None) -> Tensor:
     """The layer as the network calls it."""
-    y: Tensor = layer(x, residual)
+    y: Tensor = layer(x, residual, residual_bias)
     return y
 
 
-def tensors(case: Case, batch_size: int) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Random input, residual and gradient."""
-    shape = (batch_size, case.num_channels, case.side, case.side)
+def images(batch_size: int, num_channels: int, side: int) -> Tensor:
+    """Random values in bf16 and channels_last."""
+    values = torch.randn(batch_size, num_channels, side, side, device="cuda", dtype=torch.bfloat16)
+    return values.contiguous(memory_format=torch.channels_last)
+
+
+def tensors(case: Case, batch_size: int) -> Operands:
+    """Random input, residual, bias and gradient."""
 
     def one() -> Tensor:
-        values = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-        return values.contiguous(memory_format=torch.channels_last)
+        return images(batch_size, case.num_channels, case.side)
 
     x = (one() + 0.5).requires_grad_()
     # The residual takes no gradient here: a leaf would copy what is the incoming gradient itself in a network.
-    return x, one() if case.has_residual else None, one()
+    bias = torch.randn(case.num_channels, device="cuda").requires_grad_() if case.has_residual_bias else None
+    return x, one() if case.has_residual else None, bias, one()
 
 
-def median_ms(call: LayerCall, case: Case, batch_size: int, num_repeats: int) -> float:
-    """Median device time of forward and backward, with three input sets in turn so that no cache holds them."""
-    layer = NormAct(case.num_channels, dropout=case.dropout).cuda()
-    sets = [tensors(case, batch_size) for _ in range(3)]
-
-    def step(index: int) -> None:
-        x, residual, grad = sets[index % len(sets)]
-        x.grad = layer.weight.grad = layer.bias.grad = None
-        call(layer, x, residual).backward(grad)
-
+def median_ms(step: Callable[[int], None], num_repeats: int) -> float:
+    """Median device time of a step, which is told its number to take other tensors than the one before."""
     for index in range(6):
         step(index)
     torch.cuda.synchronize()
@@ -119,6 +133,49 @@ def median_ms(call: LayerCall, case: Case, batch_size: int, num_repeats: int) ->
     return float(statistics.median(before.elapsed_time(after) for before, after in itertools.pairwise(marks)))
 
 
+def layer_ms(call: LayerCall, case: Case, batch_size: int, num_repeats: int) -> float:
+    """Forward and backward of a layer, with three sets of tensors in turn so that no cache holds them."""
+    layer = NormAct(case.num_channels, dropout=case.dropout).cuda()
+    sets = [tensors(case, batch_size) for _ in range(3)]
+
+    def step(index: int) -> None:
+        x, residual, residual_bias, grad = sets[index % len(sets)]
+        for leaf in (x, layer.weight, layer.bias, residual_bias):
+            if leaf is not None:
+                leaf.grad = None
+        call(layer, x, residual, residual_bias).backward(grad)
+
+    return median_ms(step, num_repeats)
+
+
+def pool_ms(call: Callable[[Tensor], Tensor], num_channels: int, side: int, batch_size: int, num_repeats: int) -> float:
+    """Forward and backward of a 2×2 max-pool."""
+    sets = [images(batch_size, num_channels, side).relu_().requires_grad_() for _ in range(3)]
+    grads = [images(batch_size, num_channels, side // 2) for _ in range(3)]
+
+    def step(index: int) -> None:
+        x = sets[index % 3]
+        x.grad = None
+        call(x).backward(grads[index % 3])
+
+    return median_ms(step, num_repeats)
+
+
+def check_pool(num_channels: int, side: int, batch_size: int) -> None:
+    """Both pools must agree in every bit, on values with many ties (zeros after a ReLU)."""
+    x, grad = images(batch_size, num_channels, side).relu_(), images(batch_size, num_channels, side // 2)
+    own, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    if not MaxPool2x2().is_fused(own):
+        sys.exit("The pool did not take the fused kernels; their result cannot be checked.")
+    y, expected = MaxPool2x2()(own), F.max_pool2d(theirs, 2)
+    y.backward(grad)
+    expected.backward(grad)
+    assert own.grad is not None
+    assert theirs.grad is not None
+    if not (torch.equal(y, expected) and torch.equal(own.grad, theirs.grad)):
+        sys.exit(f"The fused max-pool of {num_channels} channels and {side}² differs from torch's.")
+
+
 def largest(errors: list[float]) -> float:
     """The maximum, which is NaN as soon as one value is."""
     return math.nan if any(map(math.isnan, errors)) else max(errors)
@@ -130,17 +187,18 @@ def relative_error(case: Case, batch_size: int) -> float:
     with torch.no_grad():
         layer.weight.normal_(1.0, 0.3)
         layer.bias.normal_(0.0, 0.3)
-    x, residual, grad = tensors(case, batch_size)
+    x, residual, residual_bias, grad = tensors(case, batch_size)
     if residual is not None:
         residual.requires_grad_()
     if not layer.is_fused(x):
         sys.exit("The layer did not take the fused kernels; their result cannot be checked.")
     wide = NormAct(case.num_channels).cuda().double()
     wide.load_state_dict(layer.state_dict())
-    y = layer(x, residual)
+    y = layer(x, residual, residual_bias)
     y.backward(grad)
     wide_x = x.detach().double().requires_grad_()
-    wide_y = plain(wide, wide_x, None if residual is None else residual.detach().double())
+    wide_bias = None if residual_bias is None else residual_bias.detach().double().requires_grad_()
+    wide_y = plain(wide, wide_x, None if residual is None else residual.detach().double(), wide_bias)
     wide_y.backward(grad.double())
     pairs = [
         (y, wide_y),
@@ -150,6 +208,8 @@ def relative_error(case: Case, batch_size: int) -> float:
         (layer.running_mean, wide.running_mean),
         (layer.running_var, wide.running_var),
     ]
+    if residual_bias is not None and wide_bias is not None:
+        pairs.append((residual_bias.grad, wide_bias.grad))
     errors = []
     for actual, expected in pairs:
         assert actual is not None
@@ -161,26 +221,17 @@ def relative_error(case: Case, batch_size: int) -> float:
     return largest(errors)
 
 
-def main() -> None:
+def compare(batch_size: int, num_repeats: int, device: torch.device) -> None:
     """Prints a table and one line of totals."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batch-size", type=int, default=512)
-    parser.add_argument("--repeats", type=int, default=30)
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("This benchmark measures CUDA kernels and there is no CUDA device; run it on a machine with one.")
-    obstacle = fused_obstacle(torch.device("cuda", torch.cuda.current_device()))
-    if obstacle is not None:
-        sys.exit(f"There is nothing to compare: {obstacle}.")
-    torch.manual_seed(0)
-    batch_size, num_repeats = arguments.batch_size, arguments.repeats
-
+    layers = nn.ModuleList(NormAct(case.num_channels, dropout=case.dropout) for case in CASES)
+    ahead = compile_ahead(layers.append(MaxPool2x2()).cuda(), torch.bfloat16, device)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, batch {batch_size}, bf16 channels_last")
+    print(f"compiled ahead: {ahead.num_kernels} kernels in {ahead.time_s:.2f} s", ahead.obstacle or "")
     began_s = time.perf_counter()
     errors = [relative_error(case, batch_size) for case in CASES]
-    for case in CASES:
-        median_ms(fused, case, batch_size, 1)
+    for num_channels, side in POOLS:
+        check_pool(num_channels, side, batch_size)
     torch.cuda.synchronize()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, batch {batch_size}, bf16 channels_last")
     print(f"first calls and checks of the fused kernels: {time.perf_counter() - began_s:.1f} s")
 
     columns = f"{'eager ms':>9} {'compiled ms':>11} {'fused ms':>9} {'fused GB/s':>10}"
@@ -188,14 +239,14 @@ def main() -> None:
     eager_ms = compiled_ms = fused_ms = compile_s = 0.0
     total_bytes = 0
     for case in CASES:
-        eager = median_ms(plain, case, batch_size, num_repeats)
-        own = median_ms(fused, case, batch_size, num_repeats)
+        eager = layer_ms(plain, case, batch_size, num_repeats)
+        own = layer_ms(fused, case, batch_size, num_repeats)
         torch._dynamo.reset()  # each kind of layer is compiled for itself, never for a range of shapes
         compiled = torch.compile(plain, dynamic=False)
         began_s = time.perf_counter()
-        median_ms(compiled, case, batch_size, 1)
+        layer_ms(compiled, case, batch_size, 1)
         compile_s += time.perf_counter() - began_s
-        theirs = median_ms(compiled, case, batch_size, num_repeats)
+        theirs = layer_ms(compiled, case, batch_size, num_repeats)
         eager_ms += case.num_layers * eager
         compiled_ms += case.num_layers * theirs
         fused_ms += case.num_layers * own
@@ -205,10 +256,257 @@ def main() -> None:
     rate = total_bytes / fused_ms / 1e6
     print(f"{'all 13 layers':<30} {eager_ms:9.3f} {compiled_ms:11.3f} {fused_ms:9.3f} {rate:10.0f}")
     print(f"first calls of torch.compile: {compile_s:.1f} s")
+    pool_eager_ms = pool_fused_ms = 0.0
+    for num_channels, side in POOLS:
+        eager = pool_ms(lambda x: F.max_pool2d(x, 2), num_channels, side, batch_size, num_repeats)
+        own = pool_ms(MaxPool2x2(), num_channels, side, batch_size, num_repeats)
+        pool_eager_ms += eager
+        pool_fused_ms += own
+        # An output value: four bf16 of x, one of y, a byte of index, each way.
+        num_bytes = 2 * 11 * batch_size * num_channels * (side // 2) ** 2
+        name = f"{num_channels:>4} x {side:>2}² max-pool"
+        print(f"{name:<30} {eager:9.3f} {'':>11} {own:9.3f} {num_bytes / own / 1e6:10.0f}")
     print(
         f"RESULT fused_ms={fused_ms:.3f} eager_ms={eager_ms:.3f} compiled_ms={compiled_ms:.3f} "
-        f"max_relative_error={largest(errors):.2e}"
+        f"max_relative_error={largest(errors):.2e} pool_fused_ms={pool_fused_ms:.3f} pool_eager_ms={pool_eager_ms:.3f}"
     )
+
+
+# Tuning: every candidate is one tile for all four kernels, so that one pass over the layers times it for each of them.
+
+PROGRAMS_PER_SM = (4, 8, 16, 32, 256)
+STREAMS = ("apply", "input_gradient")
+TUNE_LIMIT_S = 45.0  # then the last comparison ends within a minute
+
+
+def variants() -> list[Tile]:
+    """Tile shapes with 2 or 4 loads of 16 bytes a thread, each plain, with cache hints, and with staged loads."""
+    shapes = [
+        Tile(
+            block_rows=num_loads * num_warps * 256 // width,
+            block_channels=width,
+            num_warps=num_warps,
+            programs_per_sm=16,
+        )
+        for width in (32, 64, 128)
+        for num_warps in (4, 8)
+        for num_loads in (2, 4)
+    ]
+    return [
+        changed
+        for tile in shapes
+        for changed in (
+            tile,
+            replace(tile, load_policy="evict_first"),
+            replace(tile, load_policy="evict_first", store_policy="evict_first"),
+            replace(tile, num_stages=3),
+        )
+    ]
+
+
+def use(tile: Tile) -> None:
+    """Makes a tile that of every kernel."""
+    for name in TILES:
+        TILES[name] = (tile,)
+
+
+class Target:
+    """Stands in for triton's driver in processes that compile and never touch the device."""
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+
+    def get_current_target(self) -> Any:
+        """What to compile for."""
+        return self.target
+
+    def get_current_device(self) -> int:
+        """Any number."""
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        """Any number."""
+        return 0
+
+
+def begin_worker(capability: int) -> None:
+    """Prepares a compiling process."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    driver.set_active(Target(GPUTarget("cuda", capability, 32)))
+
+
+def compile_variant(tile: Tile) -> str | None:
+    """Compiles one tile's kernels into triton's cache on disk; what went wrong, if anything."""
+    from stormo.layers.fused_norm import norm_act
+
+    use(tile)
+    with noting() as calls:
+        for dropout, has_residual, has_bias in ((0.0, 0, 0), (0.01, 0, 0), (0.0, 1, 0), (0.0, 1, 1)):
+            # Any size will do: kernels are compiled for channel counts that 16 divides, whatever the count is.
+            x = torch.zeros(2, 32, 4, 4, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
+            weight, bias, mean, variance, residual_bias = (
+                torch.zeros(32).requires_grad_(n in (0, 4)) for n in range(5)
+            )
+            y = norm_act(
+                x.requires_grad_(),
+                x.detach() if has_residual else None,
+                weight,
+                bias,
+                mean,
+                variance,
+                training=True,
+                momentum=0.1,
+                eps=1e-5,
+                dropout=dropout,
+                activation=True,
+                residual_bias=residual_bias if has_bias else None,
+                num_batches_tracked=torch.tensor(0),
+            )
+            y.sum().backward()
+    try:
+        for call in calls:
+            call.kernel.warmup(*call.operands, grid=call.grid, **call.settings)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def record_calls(case: Case, batch_size: int) -> list[KernelCall]:
+    """The kernel calls of one forward and backward pass, which has run when this returns."""
+    from stormo.layers import fused_norm
+
+    calls: list[KernelCall] = []
+
+    def launch_and_record(kernel: Any, grid: tuple[int, ...], *operands: Any, **settings: Any) -> None:
+        calls.append(KernelCall(kernel=kernel, grid=grid, operands=operands, settings=settings))
+        launch(kernel, grid, *operands, **settings)
+
+    layer = NormAct(case.num_channels, dropout=case.dropout).cuda()
+    x, residual, residual_bias, grad = tensors(case, batch_size)
+    # The module's own name is replaced, because the backward pass runs in a thread of its own.
+    with mock.patch.object(fused_norm, "launch", launch_and_record):
+        layer(x, residual, residual_bias).backward(grad)
+    return calls
+
+
+def kernel_times_ms(case: Case, batch_size: int, num_repeats: int) -> dict[str, float]:
+    """Median device time of each kernel of a layer, in the order and on the caches of a step."""
+    sets = [record_calls(case, batch_size) for _ in range(3)]
+    marks: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = defaultdict(list)
+    torch.cuda._sleep(3_000_000)
+    for index in range(num_repeats):
+        for call in sets[index % 3]:
+            before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            before.record()
+            call.kernel[call.grid](*call.operands, **call.settings)
+            after.record()
+            marks[call.kernel.fn.__name__.removesuffix("_kernel")].append((before, after))
+    torch.cuda.synchronize()
+    return {name: statistics.median(a.elapsed_time(b) for a, b in pairs) for name, pairs in marks.items()}
+
+
+def in_words(tile: Tile, name: str) -> str:
+    """A tile as one would write it into the table."""
+    extra = f", num_stages={tile.num_stages}" if tile.num_stages > 1 else ""
+    if name in STREAMS:
+        extra += f", load_policy={tile.load_policy!r}" if tile.load_policy else ""
+        extra += f", store_policy={tile.store_policy!r}" if tile.store_policy else ""
+    return (
+        f"Tile(block_rows={tile.block_rows}, block_channels={tile.block_channels}, num_warps={tile.num_warps}, "
+        f"programs_per_sm={tile.programs_per_sm}{extra})"
+    )
+
+
+def network_ms(batch_size: int) -> float:
+    """Forward and backward of all norm layers with the tiles in use."""
+    return sum(case.num_layers * layer_ms(fused, case, batch_size, 12) for case in CASES)
+
+
+def tune(batch_size: int) -> None:
+    """Times tile shapes for every kernel and prints the best few, overall and by width."""
+    began_s = time.perf_counter()
+    shipped = dict(TILES)
+    major, minor = torch.cuda.get_device_capability()
+    num_workers = min(16, len(os.sched_getaffinity(0)))
+    tiles = variants()
+    with ProcessPoolExecutor(num_workers, get_context("spawn"), begin_worker, (10 * major + minor,)) as pool:
+        failures = list(pool.map(compile_variant, tiles))
+    for tile, failure in zip(tiles, failures, strict=True):
+        if failure is not None:
+            print(f"left out, does not compile: {in_words(tile, 'apply')}: {failure.splitlines()[0]}")
+    tiles = [tile for tile, failure in zip(tiles, failures, strict=True) if failure is None]
+    print(f"{len(tiles)} variants compiled in {time.perf_counter() - began_s:.1f} s by {num_workers} processes")
+
+    candidates = [replace(tile, programs_per_sm=number) for tile in tiles for number in PROGRAMS_PER_SM]
+    random.Random(0).shuffle(candidates)  # so that a cut for time is a fair sample
+    times: dict[tuple[str, int], dict[Tile, list[float]]] = defaultdict(lambda: defaultdict(list))
+    num_timed = 0
+    for tile in candidates:
+        if time.perf_counter() - began_s > TUNE_LIMIT_S:
+            break
+        num_timed += 1
+        use(tile)
+        for index, case in enumerate(CASES):
+            for name, time_ms in kernel_times_ms(case, batch_size, 9).items():
+                if name in TILES:
+                    # Sums have no cache hints: variants that differ in them alone are one.
+                    key = tile if name in STREAMS else replace(tile, load_policy="", store_policy="")
+                    times[name, index][key].append(time_ms)
+    print(f"{num_timed} of {len(candidates)} candidates timed after {time.perf_counter() - began_s:.1f} s")
+
+    best: dict[str, tuple[Tile, ...]] = {}
+    by_width: dict[str, tuple[Tile, ...]] = {}
+    for name in shipped:
+        totals = totals_ms(times, name, CASES)
+        wide = totals_ms(times, name, [case for case in CASES if case.num_channels % 64 == 0])
+        narrow = totals_ms(times, name, [case for case in CASES if case.num_channels % 64])
+        print(f"{name}: all 13 layers {next(iter(totals.values())):.3f} ms at best")
+        for tile, total_ms in list(totals.items())[:4]:
+            print(f"  {total_ms:7.3f} ms  {in_words(tile, name)}")
+        for label, part in (("320 and 640", wide), ("16 and 160", narrow)):
+            tile, total_ms = next(iter(part.items()))
+            print(f"  {label} channels: {total_ms:7.3f} ms  {in_words(tile, name)}")
+        best[name] = (next(iter(totals)),)
+        # A layer takes the first tile whose width divides its channels: 64 divides 320 and 640, and not 160.
+        first, second = next((t for t in wide if t.block_channels == 64), None), next(iter(narrow))
+        by_width[name] = best[name] if first is None else (first, second)
+    for label, table in (("shipped tiles", shipped), ("best tile a kernel", best), ("best by width", by_width)):
+        TILES.update(table)
+        print(f"{label}: forward + backward of all 13 layers {network_ms(batch_size):.3f} ms", flush=True)
+    print(f"tuned in {time.perf_counter() - began_s:.1f} s")
+
+
+def totals_ms(
+    times: dict[tuple[str, int], dict[Tile, list[float]]], name: str, cases: Sequence[Case]
+) -> dict[Tile, float]:
+    """Tiles from fast to slow with a kernel's time over the layers of some cases."""
+    totals = {
+        tile: sum(case.num_layers * statistics.median(times[name, CASES.index(case)][tile]) for case in cases)
+        for tile in times[name, CASES.index(cases[0])]
+    }
+    return dict(sorted(totals.items(), key=lambda pair: pair[1]))
+
+
+def main() -> None:
+    """Compares, or tunes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch-size", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--tune", action="store_true", help="time tile shapes of the kernels and print the best")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("This benchmark measures CUDA kernels and there is no CUDA device; run it on a machine with one.")
+    device = torch.device("cuda", torch.cuda.current_device())
+    obstacle = fused_obstacle(device)
+    if obstacle is not None:
+        sys.exit(f"There is nothing to compare: {obstacle}.")
+    torch.manual_seed(0)
+    if arguments.tune:
+        tune(arguments.batch_size)
+    else:
+        compare(arguments.batch_size, arguments.repeats, device)
 
 
 if __name__ == "__main__":

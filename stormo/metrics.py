@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from stormo.data.loaders import move
+from stormo.data.loaders import Seeded, move
+from stormo.data.order import derive_seed
 from stormo.data.tensors import TensorData
 from stormo.tasks.task import Task
 from stormo.world.world import World
@@ -44,8 +45,8 @@ class Validation:
             self._batches: Iterable[Any] = [tuple(t[span.start : span.stop] for t in tensors) for span in spans]
         else:
             self._batches = DataLoader(
-                data,
-                batch_sampler=spans,
+                Seeded(data),
+                batch_sampler=[[(i, derive_seed("validation", i)) for i in span] for span in spans],
                 num_workers=num_loader_workers,
                 pin_memory=world.device.type == "cuda",
                 generator=torch.Generator().manual_seed(0),  # leave the global generator alone

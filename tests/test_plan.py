@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stormo import options
+from stormo import plan as plan_module
 from stormo.config import Effective, TrainConfig
 from stormo.data.order import part
 from stormo.errors import SettingError
@@ -446,20 +447,20 @@ def test_channels_last_is_for_gpus_and_can_be_set() -> None:
 
 
 def test_compile_and_autotune_are_weighed_against_their_cost() -> None:
-    long, short = plan_of([H200], epochs=40), plan_of([H200], epochs=2)
-    seconds = 40 * 60_000 * 11.08e9 / (989e12 * 0.35)
-    assert long.compile == (seconds * 0.05 > 25)
-    assert said(long, "compile") == (
-        f"{'on: saves' if long.compile else 'off: would save'} about {seconds * 0.05:.0f} s "
-        f"of an estimated {seconds:.0f} s, costs about 25 s"
-    )
-    longest = plan_of([H200], epochs=4000)
-    assert (longest.compile, longest.autotune) == (True, True)
-    assert said(longest, "compile").startswith("on: saves about ")
-    assert (short.compile, short.autotune) == (False, False)
-    assert said(short, "autotune").startswith("off: would save about ")
-    # More workers have less to do each, so less to save.
-    assert not plan_of([H200] * 8, epochs=500, batch_size=8).compile < plan_of([H200], epochs=500).compile - 1
+    seconds_an_epoch = 60_000 * 11.08e9 / (989e12 * plan_module._ASSUMED_UTILISATION)
+    cost_s, saves = plan_module._COMPILE_COST_S, plan_module._COMPILE_SAVES
+    pays_from = math.floor(cost_s / saves / seconds_an_epoch) + 1
+    for epochs, is_on in ((pays_from - 1, False), (pays_from, True)):
+        plan = plan_of([H200], epochs=epochs)
+        seconds = epochs * seconds_an_epoch
+        assert plan.compile is is_on
+        assert said(plan, "compile") == (
+            f"{'on: saves' if is_on else 'off: would save'} about {seconds * saves:.0f} s "
+            f"of an estimated {seconds:.0f} s, costs about {cost_s:.0f} s"
+        )
+    assert not plan_of([H200] * 2, epochs=pays_from).compile  # two workers have half the work each
+    assert plan_of([H200], epochs=4000).autotune
+    assert said(plan_of([H200], epochs=1), "autotune").startswith("off: would save about 0 s")
 
 
 def test_what_cannot_be_estimated_is_off_and_says_so() -> None:

@@ -148,7 +148,7 @@ class _Spans(Sampler[list[tuple[int, int]]]):
             yield [(i, derive_seed(*self.epoch_seed, start + n)) for n, i in enumerate(samples)]
 
 
-class _Seeded(Dataset[Any]):
+class Seeded(Dataset[Any]):
     """Seeds torch before each sample, so that a data set's own randomness depends on the position alone."""
 
     def __init__(self, data: Dataset[Any]) -> None:
@@ -178,7 +178,7 @@ class StreamedLoader(Loader):
         self._device = device
         self._sampler = _Spans()
         self._loader: DataLoader[Any] = DataLoader(
-            _Seeded(data),
+            Seeded(data),
             batch_sampler=self._sampler,
             num_workers=num_workers,
             pin_memory=device.type == "cuda",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import selectors
 import signal
-import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -19,13 +18,13 @@ from dataclasses import dataclass, field, replace
 from stormo.errors import EXIT_FAILURE, EXIT_INTERRUPTED, StormoError
 from stormo.launch import local
 from stormo.launch.control import Ended, Event, Gone, Hello, RankEnded, Reported, Timing
-from stormo.launch.failure import Failure, combined_exit_code, of_exit, of_signal, signal_name
+from stormo.launch.failure import Failure, combined_exit_code, of_exit, of_signal, of_stop
 from stormo.launch.inbox import SignalInbox
 from stormo.launch.meeting import Meeting, StoppedError, meet
 from stormo.launch.place import host_name
 from stormo.launch.screen import Screen
 from stormo.launch.verdict import Ending, Settling, Sign, Weight, cause, decide_at, is_orderly, weigh
-from stormo.launch.worker import Stream, Worker
+from stormo.launch.worker import Stream, Worker, start_worker
 
 _SIGNALS = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _REAP_S = 5.0  # for the kernel to end what was killed
@@ -129,37 +128,16 @@ class Agent:
         """Start every worker of the node."""
         for local_rank in range(self._node.num_workers):
             try:
-                worker = self._start_worker(local_rank, command, environ)
+                worker = start_worker(self._node, local_rank, command, environ=environ, meeting=self._meeting)
             except OSError as error:
                 raise StormoError(f"The worker command {command[0]} could not be started: {error}.") from error
             self._workers.append(worker)
             self._selector.register(worker.channel, selectors.EVENT_READ, worker)
             for stream in worker.streams:
                 self._selector.register(stream, selectors.EVENT_READ, stream)
+            self._poll_control()  # a slow file system must not look like a lost node
         if self._meeting.store is not None:
             self._meeting.store.close()  # rank 0 holds it now: without rank 0, nobody may seem to listen
-
-    def _start_worker(self, local_rank: int, command: Sequence[str], environ: Mapping[str, str]) -> Worker:
-        rank = self._node.rank(local_rank)
-        store_fd = self._meeting.store.fileno() if rank == 0 and self._meeting.store is not None else None
-        own, theirs = socket.socketpair()
-        with theirs:
-            variables = local.environment(
-                self._node,
-                local_rank,
-                environ=environ,
-                store_addr=self._meeting.store_addr,
-                store_port=self._meeting.store_port,
-                channel_fd=theirs.fileno(),
-                store_fd=store_fd,
-                num_cores=len(os.sched_getaffinity(0)),
-            )
-            pass_fds = [theirs.fileno()] if store_fd is None else [theirs.fileno(), store_fd]
-            try:
-                return Worker(rank, command, environ=variables, channel=own, pass_fds=pass_fds)
-            except OSError:
-                own.close()
-                raise
 
     def watch(self) -> int:
         """Watch the workers to their end."""
@@ -200,6 +178,9 @@ class Agent:
                 self._take_messages(key.data)
             elif isinstance(key.data, Stream):
                 self._take_output(key.data)
+        self._poll_control()
+
+    def _poll_control(self) -> None:
         if self._control is not None:
             for event in self._control.poll():
                 self._take_event(event)
@@ -283,17 +264,12 @@ class Agent:
                 if self._control is not None:
                     self._control.rank_ended(worker.rank, code)
             elif -code in self._forwarded:
-                self._note(self._stopped_too_early(worker.rank, -code), rank=worker.rank)
+                self._note(of_stop(-code, rank=worker.rank, host=self._host), rank=worker.rank)
             elif code < 0:
                 failure = of_signal(-code, rank=worker.rank, host=self._host)
                 self._note(failure, rank=worker.rank, weight=weigh(code))
             else:
                 self._note(of_exit(code, rank=worker.rank, host=self._host), rank=worker.rank)
-
-    def _stopped_too_early(self, rank: int, number: int) -> Failure:
-        what = f"was ended by {signal_name(number)}, which reached it before it was ready to stop in order"
-        code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_FAILURE
-        return Failure(kind="stopped", who=f"rank {rank}", host=self._host, what=what, exit_code=code)
 
     def _look_for_silence(self) -> None:
         now = time.monotonic()

@@ -31,7 +31,8 @@ from stormo.launch.failure import Failure, printable
 from stormo.launch.link import Link
 
 _ATTEMPT_TIMEOUT_S = 5.0  # for one connection to be accepted and welcomed
-_RETRY_AFTER_S = 0.25
+_FIRST_RETRY_AFTER_S = 0.1
+_LAST_RETRY_AFTER_S = 1.0
 _LAST_WORDS_S = 1.0
 
 
@@ -68,7 +69,8 @@ class Client:
                 self._read(key.data)
         now = time.monotonic()
         if self._server is not None:
-            self._server.beat(now, self._timing)
+            # Mostly the answer to the server's beat has just been sent; this is for a server that is silent.
+            self._server.beat(after_s=2 * self._timing.heartbeat_s)
             self._notice_end(self._server, now)
         if not self.started:
             self._check_joining(now)
@@ -157,6 +159,8 @@ class Client:
                 if kind != "welcome":
                     raise self._not_stormo()
                 self._welcome(server, message)
+            elif kind == "beat":
+                server.beat()  # answered at once: the answers of many clients reach the server together
             elif kind == "go":
                 payload = message.get("payload")
                 self.started = True
@@ -235,7 +239,7 @@ class Client:
     def _try_later(self, trouble: str) -> None:
         self._trouble = trouble
         self._hang_up()
-        self._attempt_at = time.monotonic() + _RETRY_AFTER_S
+        self._attempt_at = time.monotonic() + min(_FIRST_RETRY_AFTER_S * (1 + self._num_attempts), _LAST_RETRY_AFTER_S)
 
     def _hang_up(self) -> None:
         if self._connecting is not None:

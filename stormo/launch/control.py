@@ -157,10 +157,11 @@ class Peer:
             self.heard_at = time.monotonic()
         return messages
 
-    def beat(self, now: float, timing: Timing) -> None:
-        """Send a heartbeat when one is due."""
+    def beat(self, *, after_s: float = 0.0) -> None:
+        """Send a heartbeat unless the last one was sent less than so long ago."""
         self.link.flush()
-        if now - self.beaten_at >= timing.heartbeat_s:
+        now = time.monotonic()
+        if now - self.beaten_at >= after_s:
             self.beaten_at = now
             self.link.send({"type": "beat"})
 
@@ -183,9 +184,10 @@ def configure(connected: socket.socket, timing: Timing) -> None:
     """Send small messages at once, and let the kernel give a silent machine up in time."""
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
-        # Heartbeats keep data on its way, so that this limit is also one for a machine that is switched off. It
-        # tells such a machine from a process that is merely stopped, whose kernel still acknowledges.
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(timing.lost_after_s * 1000)))
+        # Heartbeats keep data on its way, at most two periods apart, so that this is also a limit for a machine that
+        # is switched off. It tells such a machine from a process merely stopped, whose kernel still acknowledges.
+        limit_s = max(timing.lost_after_s - 2 * timing.heartbeat_s, 0.5 * timing.lost_after_s)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(limit_s * 1000))
 
 
 def misfit(own: Hello, message: Mapping[str, Any], taken: Mapping[int, str], noun: str) -> SettingError | None:

@@ -122,6 +122,17 @@ def of_exit(code: int, *, rank: int, host: str) -> Failure:
     return Failure(kind="exit", who=f"rank {rank}", host=host, what=what)
 
 
+def of_stop(number: int, *, rank: int, host: str) -> Failure:
+    """The failure of a rank that was asked to stop before it had taken precautions."""
+    return Failure(
+        kind="stopped",
+        who=f"rank {rank}",
+        host=host,
+        what=f"was ended by {signal_name(number)}, which reached it before it was ready to stop in order",
+        exit_code=EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_FAILURE,
+    )
+
+
 def combined_exit_code(codes: Iterable[int]) -> int:
     """The exit code of a whole out of those of its parts: 0 only if all are 0."""
     seen = set(codes)

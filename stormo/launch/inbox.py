@@ -28,8 +28,8 @@ class SignalInbox:
         # The interpreter writes the number of every caught signal here, however long the main thread is busy.
         self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         for number in self._numbers:
-            if signal.getsignal(number) == signal.SIG_IGN and number == signal.SIGHUP:
-                continue  # started under nohup
+            if signal.getsignal(number) == signal.SIG_IGN and number != signal.SIGCHLD:
+                continue  # started under nohup, or in the background of a script
             self._before[number] = signal.signal(number, _note)
         return self
 

@@ -91,6 +91,9 @@ def environment(
         # Nothing of a job on one machine should listen where other machines can reach it.
         variables.setdefault("GLOO_SOCKET_IFNAME", "lo")
         variables.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    if node.rank(local_rank) != 0:
+        # Their output goes through a pipe; what a rank printed before it was killed should not die with it.
+        variables.setdefault("PYTHONUNBUFFERED", "1")
     # Every worker would otherwise start as many threads as there are cores.
     variables.setdefault("OMP_NUM_THREADS", str(max(1, num_cores // node.num_workers)))
     return variables

@@ -19,7 +19,7 @@ from stormo.launch.inbox import SignalInbox
 from stormo.launch.local import Node
 from stormo.launch.server import Server
 
-_STORE_BACKLOG = 4096
+_BACKLOG = 4096
 
 
 class StoppedError(StormoError):
@@ -46,7 +46,7 @@ def meet(
 ) -> Meeting:
     """Come together with the agents of the other nodes; what is opened is closed by the stack."""
     if node.num_nodes == 1:
-        store = stack.enter_context(listen(LOOPBACK, 0, backlog=_STORE_BACKLOG))
+        store = stack.enter_context(listen(LOOPBACK, 0, backlog=_BACKLOG))
         return Meeting(control=None, store_addr=LOOPBACK, store_port=store.getsockname()[1], store=store)
     assert node.master_addr is not None, "Node has checked this"
     if node.node_id != 0:
@@ -54,8 +54,8 @@ def meet(
         stack.callback(client.close)
         return _meeting(client, _join(client, inbox), None)
     number = listening_address(node.master_addr, all_on_this_host=False)
-    listener = stack.enter_context(listen(number, node.master_port))
-    store = stack.enter_context(listen(number, 0, backlog=_STORE_BACKLOG))
+    listener = stack.enter_context(listen(number, node.master_port, backlog=_BACKLOG))
+    store = stack.enter_context(listen(number, 0, backlog=_BACKLOG))
     server = Server(
         listener,
         hello,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hmac
+import resource
 import selectors
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from stormo.errors import EXIT_FAILURE, EXIT_USAGE
+from stormo.errors import EXIT_FAILURE, EXIT_USAGE, StormoError
 from stormo.launch.address import is_loopback, shown
 from stormo.launch.control import (
     PROTOCOL,
@@ -29,9 +30,11 @@ from stormo.launch.control import (
 )
 from stormo.launch.failure import Failure, combined_exit_code
 from stormo.launch.link import Link
+from stormo.launch.place import host_name
 
 _HELLO_TIMEOUT_S = 10.0  # a connection that has not said who it is by then is dropped
 _MAX_STRANGERS = 64
+_SPARE_DESCRIPTORS = 512  # for everything else the process opens
 _LAST_WORDS_S = 1.0
 
 
@@ -49,6 +52,7 @@ class Server:
         how_to_start: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         self.started = False
+        _make_room(hello.num_members)
         self._listener = listener
         self._listener.setblocking(False)
         self._hello = hello
@@ -61,6 +65,7 @@ class Server:
         self._members: dict[int, Peer] = {}  # those that have come, also when they have gone again
         self._own_exit_code: int | None = None
         self._ended = False
+        self._swept_at = 0.0
         self._events: list[Event] = []
         self._selector = selectors.EpollSelector()  # its own descriptor can be waited on
         self._selector.register(listener, selectors.EVENT_READ)
@@ -77,17 +82,9 @@ class Server:
             else:
                 self._read(key.data)
         now = time.monotonic()
-        for peer in list(self._strangers):
-            if peer.link.closed or now - peer.started_at > _HELLO_TIMEOUT_S:
-                self._drop(peer)
-        for member, peer in self._members.items():
-            peer.beat(now, self._timing)
-            why = peer.gone(now, self._timing)
-            if why is not None:
-                peer.settled = True
-                self._events.append(Gone(member=member, host=peer.host, why=why))
-            if why is not None or peer.link.closed:
-                self._drop(peer)
+        if now - self._swept_at >= 0.5 * self._timing.heartbeat_s:  # not at every message: there may be thousands
+            self._swept_at = now
+            self._sweep(now)
         self._start(now)
         self._finish()
         events, self._events = self._events, []
@@ -133,6 +130,23 @@ class Server:
             peer.link.finish(max(0.0, deadline - time.monotonic()))
         self._selector.close()
 
+    def _sweep(self, now: float) -> None:
+        """Look at every connection: send heartbeats, notice silence, drop those who never said who they are."""
+        for peer in list(self._strangers):
+            if now - peer.started_at > _HELLO_TIMEOUT_S:
+                self._drop(peer)
+        for peer in self._members.values():
+            peer.beat(after_s=0.9 * self._timing.heartbeat_s)
+            self._notice_end(peer, now)
+
+    def _notice_end(self, peer: Peer, now: float) -> None:
+        why = None if peer.member is None else peer.gone(now, self._timing)
+        if why is not None and peer.member is not None:
+            peer.settled = True
+            self._events.append(Gone(member=peer.member, host=peer.host, why=why))
+        if why is not None or peer.link.closed:
+            self._drop(peer)
+
     def _accept(self) -> None:
         try:
             connected, _ = self._listener.accept()
@@ -152,9 +166,12 @@ class Server:
         for message in peer.receive():
             kind = message.get("type")
             if peer.member is None:
-                if kind != "hello" or not self._admit(peer, message):
+                if peer.settled:
+                    continue  # was sent away and has yet to go
+                if kind != "hello" or not self._knows_token(message):
                     self._drop(peer)
                     return
+                self._admit(peer, message)
             elif kind == "failure":
                 self._take_failure(peer, message)
             elif kind == "ended":
@@ -164,6 +181,8 @@ class Server:
             elif kind == "bye":
                 code = message.get("exit_code")
                 peer.left = code if isinstance(code, int) else EXIT_FAILURE
+        if peer.link.closed:
+            self._notice_end(peer, time.monotonic())
 
     def _take_failure(self, peer: Peer, message: Mapping[str, Any]) -> None:
         failure = Failure.from_message(message)
@@ -175,22 +194,26 @@ class Server:
             peer.settled = True
             self._relay({"type": "failure", **failure.to_message()}, but=peer)
 
-    def _admit(self, peer: Peer, message: Mapping[str, Any]) -> bool:
+    def _knows_token(self, message: Mapping[str, Any]) -> bool:
+        """Whether a member is of this job at all."""
+        token = message.get("token", "")
+        return isinstance(token, str) and hmac.compare_digest(token.encode(), self._hello.token.encode())
+
+    def _admit(self, peer: Peer, message: Mapping[str, Any]) -> None:
         """Take a member in. A misfit ends the joining of all; once the job runs, only the misfit is sent away."""
-        if not hmac.compare_digest(str(message.get("token", "")).encode(), self._hello.token.encode()):
-            return False  # not of this job at all
         taken = {self._hello.member: self._hello.host} | {id_: other.host for id_, other in self._members.items()}
         refusal = misfit(self._hello, message, taken, self._noun)
         if refusal is None:
             self._strangers.discard(peer)
             peer.host, peer.member = host_of(message), int(message["member"])
             self._members[peer.member] = peer
-            return True
+            return
         words = {"type": "refuse", "sentence": str(refusal), "exit_code": EXIT_USAGE}
         peer.link.send(words)
-        peer.link.finish(_LAST_WORDS_S)
         if self.started:
-            return False
+            peer.settled = True  # it closes the connection itself, or is dropped like one that never spoke
+            return
+        peer.link.finish(_LAST_WORDS_S)
         self._relay(words)
         self.drain(_LAST_WORDS_S)
         raise refusal
@@ -248,3 +271,17 @@ class Server:
         if peer.link.fileno() >= 0:
             self._selector.unregister(peer.link)
             peer.link.close()
+
+
+def _make_room(num_members: int) -> None:
+    """Allow this process the descriptors that so many connections need."""
+    needed = num_members + _SPARE_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise StormoError(
+            f"{num_members} members connect to host {host_name()}, but a process there may open only {hard} files; "
+            f"ask for a limit (ulimit -n) of at least {needed}."
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

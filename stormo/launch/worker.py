@@ -12,8 +12,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from stormo.launch import local
 from stormo.launch.failure import Failure
 from stormo.launch.link import Link
+from stormo.launch.meeting import Meeting
 from stormo.launch.relay import Lines
 
 _NUM_LAST_LINES = 20
@@ -152,3 +154,29 @@ class Worker:
             return "its state is unknown"
         letter = status.rpartition(")")[2].split()[0]  # the name before it may hold blanks and brackets
         return _STATES.get(letter, f"its state is {letter}")
+
+
+def start_worker(
+    node: local.Node, local_rank: int, command: Sequence[str], *, environ: Mapping[str, str], meeting: Meeting
+) -> Worker:
+    """Start one worker and tell it who it is; rank 0 gets the socket that all ranks will meet at."""
+    rank = node.rank(local_rank)
+    store_fd = meeting.store.fileno() if rank == 0 and meeting.store is not None else None
+    own, theirs = socket.socketpair()
+    with theirs:
+        variables = local.environment(
+            node,
+            local_rank,
+            environ=environ,
+            store_addr=meeting.store_addr,
+            store_port=meeting.store_port,
+            channel_fd=theirs.fileno(),
+            store_fd=store_fd,
+            num_cores=len(os.sched_getaffinity(0)),
+        )
+        pass_fds = [theirs.fileno()] if store_fd is None else [theirs.fileno(), store_fd]
+        try:
+            return Worker(rank, command, environ=variables, channel=own, pass_fds=pass_fds)
+        except OSError:
+            own.close()
+            raise

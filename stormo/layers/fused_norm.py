@@ -68,9 +68,7 @@ def _partial_statistics(x: Tensor, matrix: Matrix) -> Tensor:
     tile = tile_for("statistics", matrix.num_channels)
     grid = matrix.reduce_grid(tile)
     partials = torch.empty(2, grid[1], matrix.num_channels, dtype=torch.float32, device=x.device)
-    launch(
-        norm_kernels.statistics_kernel, grid, x, partials, matrix.num_rows, matrix.num_channels, **tile.reduction
-    )
+    launch(norm_kernels.statistics_kernel, grid, x, partials, matrix.num_rows, matrix.num_channels, **tile.reduction)
     return partials
 
 
@@ -182,7 +180,9 @@ class _FusedNormAct(torch.autograd.Function):
         with on_device(x):
             tile = tile_for("gradient_sums", matrix.num_channels)
             grid = matrix.reduce_grid(tile)
-            partials = torch.empty(2 + has_bias_grad, grid[1], matrix.num_channels, dtype=torch.float32, device=x.device)
+            partials = torch.empty(
+                2 + has_bias_grad, grid[1], matrix.num_channels, dtype=torch.float32, device=x.device
+            )
             mask = options.mask.arguments()
             launch(
                 norm_kernels.gradient_sums_kernel,

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="import-untyped, import-not-found, untyped-decorator, no-untyped-call, unused-ignore"
-# ruff: noqa: D103, N803
+# ruff: noqa: D103, N803, PLR0124
 """Max-pooling of 2×2 windows on channels_last tensors as one Triton kernel each way.
 
 The forward pass reads x once and keeps one byte an output value; the backward pass writes every input gradient exactly
@@ -44,9 +44,8 @@ def _window(
 
 
 @triton.jit
-def _later(
-    best: tl.tensor, index: tl.tensor, value: tl.tensor, position: tl.constexpr
-) -> tl.tensor:  # torch's rule: the first of equal values, but the last of several NaN
+def _later(best: tl.tensor, index: tl.tensor, value: tl.tensor, position: tl.constexpr) -> tl.tensor:
+    # torch's rule: the first of equal values, but the last of several NaN.
     better = (value > best) | (value != value)
     return tl.where(better, value, best), tl.where(better, position, index)
 

@@ -22,10 +22,10 @@ class MaxPool2x2(nn.Module):
             return False
         if x.dtype not in FUSED_DTYPES or x.dim() != 4 or not x.is_contiguous(memory_format=torch.channels_last):
             return False
-        num_images, num_channels, height, width = x.shape
-        if height % 2 or width % 2:
+        height, width = x.shape[2:]
+        if x.numel() == 0 or height % 2 or width % 2:
             return False
-        return x.numel() > 0 and num_images * height * width < MAX_FUSED_ROWS
+        return x.shape[0] * height * width < MAX_FUSED_ROWS
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, channels, h, w] -> [n, channels, h // 2, w // 2]."""

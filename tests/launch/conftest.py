@@ -126,9 +126,7 @@ def start_program(mark: str, tmp_path: Path) -> Iterator[Callable[..., Job]]:
 def start_agent(start_program: Callable[..., Job]) -> Callable[..., Job]:
     """Starts the agent of a node whose workers follow a scenario: rank (or "*") to a list of actions."""
 
-    def start(
-        scenario: dict[str, list[list[Any]]], *, node: dict[str, Any] | None = None, **arguments: Any
-    ) -> Job:
+    def start(scenario: dict[str, list[list[Any]]], *, node: dict[str, Any] | None = None, **arguments: Any) -> Job:
         environ = arguments.pop("environ", {})
         arguments.setdefault("timeout_s", 30.0)
         command = [sys.executable, str(HERE / "worker_program.py"), json.dumps(scenario)]

@@ -1,18 +1,17 @@
-"""The kernels against float64, in Triton's interpreter (a process of its own, as Triton reads its mode at import)."""
+"""The norm kernels against float64, in Triton's interpreter and, marked `gpu`, on a device."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
-import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from stormo.layers.norm_act import NormAct, plain_norm_act
+from stormo.layers.norm_act import NormAct, add_residual, plain_norm_act
 from stormo.layers.sync_batch_norm import SyncNorm
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -25,51 +24,14 @@ interpreted = pytest.mark.skipif(
 needs_cuda = pytest.mark.skipif(
     not (_HAS_TRITON and torch.cuda.is_available()), reason="needs a CUDA device and the package triton"
 )
+LEAVES = ("x", "residual", "residual_bias", "weight", "bias")
 SETTINGS: dict[str, Any] = {"momentum": 0.2, "eps": 1e-5, "activation": True, "dropout": 0.0, "training": True}
-
-
-@pytest.fixture(autouse=True)
-def _interpreter_takes_new_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """numpy 2.4 no longer makes an int of an array of one element, which Triton 3.6's interpreter asks of it."""
-    if not (_HAS_TRITON and _INTERPRETED):
-        return
-    from triton.runtime import interpreter
-
-    patch_tensor = interpreter._patch_lang_tensor
-
-    def patch(tensor: Any, scope: Any) -> None:
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
 
 
 @needs_triton
 @pytest.mark.skipif(_INTERPRETED, reason="this is the interpreter's own process")
-def test_kernels_are_right_in_the_interpreter() -> None:
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-x",
-            "-W",
-            "error",
-            "-p",
-            "no:cacheprovider",
-            "-k",
-            "interpreted",
-            __file__,
-        ],
-        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+def test_kernels_are_right_in_the_interpreter(run_interpreted: Callable[[str], None]) -> None:
+    run_interpreted(__file__)
 
 
 def _case(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu", offset: float = 1.0) -> dict[str, Tensor]:
@@ -89,15 +51,26 @@ def _case(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu", offse
         "grad": large(),
         "weight": (1.0 + 0.3 * normal(num_channels)).to(device),
         "bias": (0.3 * normal(num_channels)).to(device),
+        "residual_bias": normal(num_channels).to(device),
         "running_mean": normal(num_channels).to(device),
         "running_var": normal(num_channels).square().add(0.5).to(device),
     }
 
 
-def _run(function: Any, case: dict[str, Tensor], *, residual: bool, wide: bool, **settings: Any) -> dict[str, Tensor]:
+def _run(
+    function: Any,
+    case: dict[str, Tensor],
+    *,
+    residual: bool,
+    wide: bool,
+    residual_bias: bool = False,
+    **settings: Any,
+) -> dict[str, Tensor]:
     """Forward and backward; `wide` computes in float64 on the same values."""
     tensors = {name: value.double() if wide else value.clone() for name, value in case.items()}
-    leaves = {name: tensors[name].detach().requires_grad_() for name in ("x", "residual", "weight", "bias")}
+    leaves = {name: tensors[name].detach().requires_grad_() for name in LEAVES}
+    if residual_bias:
+        settings["residual_bias"] = leaves["residual_bias"]
     y = function(
         leaves["x"],
         leaves["residual"] if residual else None,
@@ -123,7 +96,7 @@ def _assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolera
 def _check(case: dict[str, Tensor], *, residual: bool, tolerance: float, **changes: Any) -> None:
     from stormo.layers.fused_norm import norm_act
 
-    settings = SETTINGS | changes
+    settings = SETTINGS | changes  # with `residual_bias` among them, if it is to be there
     actual = _run(norm_act, case, residual=residual, wide=False, **settings)
     _assert_close(actual, _run(plain_norm_act, case, residual=residual, wide=True, **settings), tolerance)
     assert actual["y"].dtype == case["x"].dtype
@@ -139,6 +112,71 @@ SHAPES = [(9, 16, 5, 5), (300, 160), (3, 7, 11, 13), (2, 33, 4, 4), (2, 1, 3, 3)
 @pytest.mark.parametrize("residual", [False, True])
 def test_interpreted_float32_equals_float64_torch(shape: tuple[int, ...], residual: bool) -> None:
     _check(_case(shape, torch.float32), residual=residual, tolerance=2e-6)
+
+
+@interpreted
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_interpreted_residual_bias_and_its_gradient_equal_float64_torch(
+    shape: tuple[int, ...], residual: bool, training: bool
+) -> None:
+    _check(_case(shape, torch.float32), residual=residual, residual_bias=True, training=training, tolerance=2e-6)
+
+
+@interpreted
+def test_interpreted_residual_bias_takes_the_gradient_without_masks() -> None:
+    from stormo.layers.fused_norm import norm_act
+
+    case = _case((6, 40, 5, 5), torch.bfloat16)
+    settings = SETTINGS | {"dropout": 0.5}
+    actual = _run(norm_act, case, residual=True, residual_bias=True, wide=False, **settings)
+    expected = case["grad"].double().sum((0, 2, 3))
+    torch.testing.assert_close(actual["grad_residual_bias"].double(), expected, rtol=1e-6, atol=1e-4)
+    assert actual["grad_residual_bias"].dtype == torch.float32
+
+
+@interpreted
+def test_interpreted_frozen_residual_bias_is_added_and_takes_no_gradient() -> None:
+    from stormo.layers.fused_norm import norm_act
+
+    case = _case((4, 16, 5, 5), torch.float32)
+    expected = _run(plain_norm_act, case, residual=True, residual_bias=True, wide=True, **SETTINGS)
+    del expected["grad_residual_bias"]
+
+    def frozen(*operands: Any, residual_bias: Tensor, **settings: Any) -> Tensor:
+        return norm_act(*operands, **settings, residual_bias=residual_bias.detach())
+
+    _assert_close(_run(frozen, case, residual=True, residual_bias=True, wide=False, **SETTINGS), expected, 2e-6)
+
+
+@interpreted
+@pytest.mark.parametrize("width", [16, 64, 128])
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_interpreted_tile_shapes_change_neither_results_nor_masks(
+    width: int, num_stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stormo.layers.fused_norm import norm_act
+    from stormo.layers.norm_tiles import TILES, Tile
+
+    case, settings = _case((300, 160), torch.bfloat16), SETTINGS | {"dropout": 0.3}
+    torch.manual_seed(5)
+    expected = _run(norm_act, case, residual=True, residual_bias=True, wide=False, **settings)
+    tile = Tile(
+        block_rows=64,
+        block_channels=width,
+        num_warps=8,
+        programs_per_sm=32,
+        num_stages=num_stages,
+        load_policy="evict_first",
+        store_policy="evict_first",
+    )
+    for name in TILES:
+        monkeypatch.setitem(TILES, name, (tile,))
+    torch.manual_seed(5)
+    actual = _run(norm_act, case, residual=True, residual_bias=True, wide=False, **settings)
+    _assert_close(actual, expected, 2e-3)
+    assert torch.equal(actual["y"] == 0, expected["y"] == 0)
 
 
 @interpreted
@@ -243,7 +281,8 @@ def test_interpreted_dropout_probability_is_exact_over_calls() -> None:
 
 @interpreted
 @pytest.mark.parametrize("absent", [False, True])
-def test_interpreted_global_statistics_equal_the_plain_function(absent: bool) -> None:
+@pytest.mark.parametrize("residual_bias", [False, True])
+def test_interpreted_global_statistics_equal_the_plain_function(absent: bool, residual_bias: bool) -> None:
     from stormo.layers.fused_norm import norm_act
 
     case = _case((5, 40, 6, 6), torch.float32)
@@ -262,12 +301,12 @@ def test_interpreted_global_statistics_equal_the_plain_function(absent: bool) ->
     def fused(*operands: Any, **settings: Any) -> Tensor:
         return norm_act(*operands, **settings, reduce_stats=add_other_rank, reduce_grads=add_other_rank, absent=absent)
 
-    def plain(x: Tensor, residual: Tensor, *rest: Tensor, **settings: Any) -> Tensor:
+    def plain(x: Tensor, residual: Tensor, *rest: Tensor, residual_bias: Tensor | None = None, **settings: Any) -> Tensor:
         y: Tensor = SyncNorm.apply(x, *rest, settings["momentum"], settings["eps"], add_other_rank, absent)  # type: ignore[no-untyped-call]
-        return y.relu() + residual
+        return add_residual(y.relu(), residual, residual_bias)
 
-    actual = _run(fused, case, residual=True, wide=False, **SETTINGS)
-    expected = _run(plain, case, residual=True, wide=True, **SETTINGS)
+    actual = _run(fused, case, residual=True, residual_bias=residual_bias, wide=False, **SETTINGS)
+    expected = _run(plain, case, residual=True, residual_bias=residual_bias, wide=True, **SETTINGS)
     assert calls == [81, 80, 81, 80]  # one collective each way
     _assert_close(actual, expected, 2e-6)
 
@@ -284,6 +323,9 @@ def test_interpreted_residual_of_another_dtype_or_layout_is_added_by_torchs_rule
     expected = norm_act(*operands, **SETTINGS)
     assert y.dtype == torch.float32
     torch.testing.assert_close(y - expected, (y - expected)[:1, :, :1, :1].expand_as(y), rtol=1e-4, atol=1e-4)
+    operands[1] = torch.randn(4, 16, 5, 5, dtype=torch.bfloat16)  # not channels_last
+    y = norm_act(*operands, **SETTINGS, residual_bias=case["residual_bias"])
+    torch.testing.assert_close(y, add_residual(expected, operands[1], case["residual_bias"]), rtol=0.0, atol=0.0)
 
 
 @pytest.mark.gpu
@@ -295,6 +337,7 @@ def test_gpu_kernels_equal_float64_torch(shape: tuple[int, ...], dtype: torch.dt
     tolerance = 1e-5 if dtype == torch.float32 else 4e-3
     _check(_case(shape, dtype, "cuda"), residual=residual, tolerance=tolerance)
     _check(_case(shape, dtype, "cuda"), residual=residual, training=False, tolerance=tolerance)
+    _check(_case(shape, dtype, "cuda"), residual=residual, residual_bias=True, tolerance=tolerance)
 
 
 @pytest.mark.gpu

@@ -59,10 +59,45 @@ def test_dropout_comes_before_the_residual() -> None:
     assert (y == 100.0).float().mean().item() == pytest.approx(0.4, abs=0.05)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_residual_bias_is_what_the_shortcuts_own_bias_would_be(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layer, shortcut = NormAct(5).to(dtype), nn.Conv2d(3, 5, kernel_size=1).to(dtype)
+    assert shortcut.bias is not None
+    x, hidden = _images(4, 3, 6, 6, dtype=dtype), _images(4, 5, 6, 6, dtype=dtype)
+    y = layer(hidden, residual=F.conv2d(x, shortcut.weight), residual_bias=shortcut.bias)
+    y.square().sum().backward()
+    gradient, shortcut.bias.grad = shortcut.bias.grad, None
+    expected = layer(hidden, residual=shortcut(x))
+    expected.square().sum().backward()
+    tolerance = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close(y, expected, **tolerance)
+    torch.testing.assert_close(gradient, shortcut.bias.grad, **tolerance)
+
+
+def test_residual_bias_does_not_widen_the_dtype_under_autocast() -> None:
+    layer, shortcut = NormAct(5), nn.Conv2d(3, 5, kernel_size=1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        residual = F.conv2d(_images(4, 3, 6, 6, dtype=torch.float32), shortcut.weight)
+        y = layer(_images(4, 5, 6, 6, dtype=torch.bfloat16), residual, shortcut.bias)
+    assert y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert shortcut.bias is not None
+    assert shortcut.bias.grad is not None
+    assert torch.equal(shortcut.bias.grad, torch.full((5,), 4.0 * 6 * 6))
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (4, 5, 3, 3)])
+def test_residual_bias_needs_no_residual(shape: tuple[int, ...]) -> None:
+    layer, x, bias = NormAct(5).double(), _images(*shape), _images(5)
+    expected = layer(x) + bias.view(1, 5, *([1] * (len(shape) - 2)))
+    assert torch.equal(layer(x, residual_bias=bias), expected)
+
+
 def test_gradients_pass_gradcheck() -> None:
     layer = NormAct(3).double()
     x, residual = _images(4, 3, 2, 2).requires_grad_(), _images(4, 3, 2, 2).requires_grad_()
-    assert torch.autograd.gradcheck(layer, (x, residual))
+    assert torch.autograd.gradcheck(layer, (x, residual, _images(3).requires_grad_()))
 
 
 def test_an_absent_rank_neither_uses_nor_moves_batch_statistics() -> None:

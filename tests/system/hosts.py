@@ -57,7 +57,7 @@ class Listener:
     @property
     def is_wildcard(self) -> bool:
         """Whether every network of the machine reaches it."""
-        return self.address in ("0.0.0.0", "*", "[::]")  # noqa: S104
+        return self.address in ("0.0.0.0", "*", "[::]")
 
 
 class Job:
@@ -126,6 +126,8 @@ class Host:
         self.holder = _holder(*_NAMESPACES, "--propagation", "private")
         self._enter = ["nsenter", "--target", str(self.holder.pid), *_NAMESPACES, f"--wd={Path.cwd()}"]
         self._daemons: list[subprocess.Popen[bytes]] = []
+        self._own_processes = {self.holder.pid}
+        self._own_listeners: list[Listener] = []
         self.jobs: list[Job] = []
         folder.mkdir()
         (folder / "hosts").write_text(hosts_file)
@@ -162,6 +164,11 @@ class Host:
                 subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**_environ(), **environ})
             )
 
+    def keep_daemons(self) -> None:
+        """From now on what the daemons have started and opened belongs to the host, not to its jobs."""
+        self._own_processes |= set(self.processes())
+        self._own_listeners += self.listeners()
+
     def leave_network(self) -> None:
         """The cable still looks plugged in, but no packet passes: nobody is told."""
         self._switch.command("ip", "link", "set", self._port, "nomaster")
@@ -171,7 +178,7 @@ class Host:
         self._switch.command("ip", "link", "set", self._port, "master", "switch")
 
     def listeners(self) -> list[Listener]:
-        """Every listening TCP socket of this host."""
+        """Every listening TCP socket of this host, without those of its daemons."""
         found = []
         for line in self.command("ss", "-H", "-l", "-t", "-n", "-p").splitlines():
             fields = line.split()
@@ -180,18 +187,19 @@ class Host:
             found.append(
                 Listener(address=address.partition("%")[0], port=int(port), program=program[1] if program else "")
             )
-        return found
+        return [listener for listener in found if listener not in self._own_listeners]
 
     def processes(self) -> dict[int, str]:
         """Every process of this host by id, without its daemons; ended ones that nobody has reaped yet count too."""
-        own = {self.holder.pid, *(daemon.pid for daemon in self._daemons)}
         namespace = _namespace_of(self.holder.pid)
         pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
-        return {pid: command_of(pid) for pid in pids if pid not in own and _namespace_of(pid) == namespace}
+        return {
+            pid: command_of(pid) for pid in pids if pid not in self._own_processes and _namespace_of(pid) == namespace
+        }
 
     def shared_memory(self) -> list[str]:
         """What lies in /dev/shm."""
-        return sorted(os.listdir(f"/proc/{self.holder.pid}/root/dev/shm"))
+        return sorted(entry.name for entry in Path(f"/proc/{self.holder.pid}/root/dev/shm").iterdir())
 
     def leftovers(self) -> str:
         """What is still there of the jobs, in words; empty when there is nothing."""
@@ -199,11 +207,13 @@ class Host:
         return "; ".join(f"{kind}: {found}" for kind, found in kinds.items() if found)
 
     def end_jobs(self) -> None:
-        """Kill whatever of the jobs still runs."""
+        """Kill whatever of the jobs still runs, and clear what it has left."""
         for pid in self.processes():
             _kill(pid)
+        for name in self.shared_memory():
+            Path(f"/proc/{self.holder.pid}/root/dev/shm/{name}").unlink()
         for job in self.jobs:
-            job.wait(10.0)
+            job.process.wait(10.0)
 
     def close(self) -> None:
         """End everything on this host, and the host."""
@@ -215,7 +225,7 @@ class Host:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
-        self._daemons = []
+        self._own_processes = {self.holder.pid}
         self.end_jobs()
         wait_until(lambda: not self.processes(), 10.0, lambda: f"{self.name} still runs {self.processes()}")
         _release(self.holder)
@@ -254,7 +264,7 @@ def _release(holder: subprocess.Popen[bytes]) -> None:
 
 def _namespace_of(pid: int) -> str:
     try:
-        return os.readlink(f"/proc/{pid}/ns/net")
+        return str(Path(f"/proc/{pid}/ns/net").readlink())
     except OSError:
         return ""
 
@@ -269,5 +279,7 @@ def _kill(pid: int) -> None:
 def _environ() -> dict[str, str]:
     """This process's environment without anything that a launcher, or these tests, may have put there."""
     foreign = ("SLURM", "OMPI", "PMI", "MPI_", "TORCHELASTIC", "STORMO", "GLOO_", "NCCL_")
-    names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"}
-    return {name: value for name, value in os.environ.items() if name not in names and not name.startswith(foreign)}
+    names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
+    kept = {name: value for name, value in os.environ.items() if name not in names and not name.startswith(foreign)}
+    # The bits of a sum depend on the number of threads, for which every launcher has a default of its own.
+    return {**kept, "OMP_NUM_THREADS": "1"}

@@ -42,9 +42,7 @@ class Tiny(Task):
     _num_passes = 0
 
     def facts(self) -> Facts:
-        return Facts(
-            num_train=NUM_TRAIN, num_validation=NUM_VALIDATION, train_bytes=NUM_TRAIN * (4 * NUM_FEATURES + 8)
-        )
+        return Facts(num_train=NUM_TRAIN, num_validation=NUM_VALIDATION, train_bytes=NUM_TRAIN * (4 * NUM_FEATURES + 8))
 
     def model(self) -> nn.Module:
         from torch import nn

@@ -1,0 +1,198 @@
+"""Steps per second of stormo's loop against a hand-written DDP loop that does the same work, on two CPU processes.
+
+    python -m benchmarks.overhead [--pairs 60] [--steps 20]
+
+Both run in the same two processes (Gloo, one thread each), in turns of a few steps, in random order within a pair, so
+that whatever else the machine does hits both alike. stormo's turns are its true `loop.train` with the parts that a
+real worker puts together and everything on that is on by default: votes, records to console, event file and
+TensorBoard, sample-order digest, signs of life; no checkpoints. The hand-written loop has the same network, data in
+memory, batch, loss and fused optimizer, and DDP with its defaults. A second hand-written loop gives DDP the options
+that stormo gives it (no broadcast of buffers, gradients as views), which leaves the loop alone to compare; with it
+come the turns of a pair. A ratio is stormo's steps per second over the other's; the median must reach 0.98.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.command import one_thread, result_line, small_task
+
+if TYPE_CHECKING:
+    from stormo.loop import Outcome, Training
+
+PROMISED = 0.98
+NUM_WORKERS = 2
+SIDES = ("stormo", "hand-written", "hand-written, stormo's DDP options")
+_LEARNING_RATE, _MOMENTUM = 0.01, 0.9
+_NUM_WARM_UP_PAIRS = 2
+
+
+def stormo_side(run: Training) -> Callable[[int], None]:
+    """Turns of stormo's loop; a turn begins an epoch and is ended by the stop flag, as a signal would end it."""
+    from stormo.loop import train
+    from stormo.world.signals import StopFlag
+
+    progress = run.state.progress
+
+    def turn(num_steps: int) -> None:
+        flag = StopFlag()
+        last_step = progress.step + num_steps
+        progress.epoch, progress.position = progress.epoch + 1, 0
+        run.state.loss_sum.zero_()
+
+        def sign_of_life(step: int) -> None:
+            run.sign_of_life(step)
+            if step == last_step - 1:
+                flag.signal_number = signal.SIGTERM  # agreed on in the step to come, the last one
+
+        outcome = train(dataclasses.replace(run, flag=flag, sign_of_life=sign_of_life, save=lambda metric: None))
+        assert (outcome.stopped_by, progress.step) == ("signal", last_step)
+
+    return turn
+
+
+def hand_written_side(run: Training, *, is_tuned: bool) -> Callable[[int], None]:
+    """Turns of a loop as a user of DDP would write it; nothing but the network and the data comes from stormo."""
+    import torch
+    import torch.distributed as dist
+    import torch.nn.functional as F
+    from torch.nn.parallel import DistributedDataParallel
+
+    from stormo.strategies.replicate import _KEEP_BUFFERS
+
+    task, rank = run.state.strategy.task, run.world.rank
+    global_batch_size = run.plan.global_batch_size
+    batch_size = global_batch_size // NUM_WORKERS
+    images, labels = task.train_data().tensors  # type: ignore[attr-defined]
+    model = task.model()
+    wrapped = DistributedDataParallel(model, **({"gradient_as_bucket_view": True, **_KEEP_BUFFERS} if is_tuned else {}))
+    optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE, momentum=_MOMENTUM, fused=True)
+    generator = torch.Generator().manual_seed(0)
+
+    def turn(num_steps: int) -> None:
+        model.train()
+        order = torch.randperm(len(images), generator=generator)
+        for step in range(num_steps):
+            start = step * global_batch_size + rank * batch_size
+            rows = order[start : start + batch_size]
+            batch = images[rows].unsqueeze(1).float().div_(255)
+            optimizer.zero_grad()
+            loss = F.cross_entropy(wrapped(batch), labels[rows])
+            loss.backward()
+            optimizer.step()
+        dist.all_reduce(torch.zeros(1))  # stormo's turns end with the slowest worker too
+
+    return turn
+
+
+def measure(run: Training, num_pairs: int, num_steps: int) -> list[list[float]]:
+    """Seconds of a turn of each side, pair after pair, as rank 0 sees them."""
+    turns = (stormo_side(run), hand_written_side(run, is_tuned=False), hand_written_side(run, is_tuned=True))
+    draw = random.Random(0)  # the same order on both workers
+    times_s: list[list[float]] = []
+    for pair in range(-_NUM_WARM_UP_PAIRS, num_pairs):
+        seconds = [0.0] * len(turns)
+        for side in draw.sample(range(len(turns)), len(turns)):
+            run.world.barrier()
+            began_s = time.perf_counter()
+            turns[side](num_steps)
+            seconds[side] = time.perf_counter() - began_s
+        if pair >= 0:
+            times_s.append(seconds)
+    return times_s
+
+
+def work(folder: Path, flags: Sequence[str], num_pairs: int, num_steps: int) -> int:
+    """Be one of the two workers: put a real one together, and measure where it would train."""
+    from stormo import worker
+    from stormo.launch import local, open_lifeline
+    from stormo.loop import Outcome
+    from stormo.plan import resolve_layout
+    from stormo.train import read_settings
+    from stormo.world.store import Store
+
+    def measure_instead(run: Training) -> Outcome:
+        times_s = measure(run, num_pairs, num_steps)
+        if run.world.is_main:
+            (folder / "times.json").write_text(json.dumps(times_s), encoding="utf-8")
+        return Outcome("epochs")
+
+    worker.train = measure_instead
+    config, task_class = read_settings(list(flags))
+    place = local.place(os.environ)
+    lifeline = open_lifeline(place)
+    store = Store(place, config.workers.timeout)
+    task = task_class(config.task_options)
+    code = worker.run_worker(config, resolve_layout(config, []), task, place, store, lifeline)
+    lifeline.close()
+    return code
+
+
+def flags(options: argparse.Namespace, folder: Path) -> list[str]:
+    """The settings of stormo's side."""
+    num_samples = options.steps * options.batch_size * NUM_WORKERS * 2  # a turn never reaches the end of an epoch
+    words = [
+        small_task("Small"),
+        *("--task.width", str(options.width), "--task.dropout", "0", "--task.train-samples", str(num_samples)),
+        *("--task.validation-samples", "10", "--batch-size", str(options.batch_size), "--device", "cpu"),
+        *("--num-gpus", str(NUM_WORKERS), "--base-lr", str(_LEARNING_RATE), "--lr-rule", "none"),
+        *("--momentum", str(_MOMENTUM), "--warmup-epochs", "0", "--epochs", "1000000", "--checkpoint-every", "0"),
+        *("--runs-folder", str(folder), "--run-name", "overhead"),
+    ]
+    return words + (["--task.data-folder", options.data_folder] if options.data_folder else [])
+
+
+def ratios(times_s: Sequence[Sequence[float]], side: int) -> tuple[float, float, float]:
+    """Median and quartiles of stormo's steps per second over those of a side, pair by pair."""
+    lower, median, upper = statistics.quantiles([pair[side] / pair[0] for pair in times_s], n=4, method="inclusive")
+    return median, lower, upper
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Start the two workers, which are this very command, and print what they measured."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=60, help="turns of each side (default: 60)")
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps of a turn (default: 20)")
+    parser.add_argument("--batch-size", type=int, default=64, help="samples of one worker in a step (default: 64)")
+    parser.add_argument("--width", type=int, default=2, help="of the small network (default: 2)")
+    parser.add_argument("--data-folder", help="with the data set's files; default: found or fetched")
+    parser.add_argument("--worker-folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(words)
+    if options.worker_folder:
+        return work(options.worker_folder, flags(options, options.worker_folder), options.pairs, options.steps)
+    from stormo.launch import Node, run_node
+
+    with tempfile.TemporaryDirectory() as temporary:
+        command = [sys.executable, "-m", "benchmarks.overhead", *words, "--worker-folder", temporary]
+        code = run_node(command, Node(num_workers=NUM_WORKERS), environ=one_thread())
+        if code:
+            return code
+        times_s = json.loads((Path(temporary) / "times.json").read_text(encoding="utf-8"))
+    for side, name in enumerate(SIDES):
+        step_ms = 1e3 * statistics.median(pair[side] for pair in times_s) / options.steps
+        against = ""
+        if side:
+            median, lower, upper = ratios(times_s, side)
+            against = f"; stormo / it: median {median:.4f}, quartiles {lower:.4f} to {upper:.4f}"
+        print(f"{name}: {step_ms:.2f} ms a step{against}")
+    median, lower, upper = ratios(times_s, 1)
+    figures = {"median_ratio": median, "q25": lower, "q75": upper, "pairs": len(times_s)}
+    print(result_line(figures | {"same_ddp_median_ratio": ratios(times_s, 2)[0]}))
+    return 0 if median >= PROMISED else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

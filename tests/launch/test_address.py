@@ -1,0 +1,67 @@
+"""Listening happens on one address, and what cannot be is one sentence."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from stormo.errors import SettingError
+from stormo.launch import address
+from stormo.launch.address import listen, listening_address
+
+
+def test_without_other_machines_it_is_loopback() -> None:
+    assert listening_address("any.name.invalid", all_on_this_host=True) == "127.0.0.1"
+
+
+def test_an_address_given_by_its_number_is_taken_as_it_is() -> None:
+    assert listening_address("127.0.0.2", all_on_this_host=False) == "127.0.0.2"
+    assert listening_address("localhost", all_on_this_host=False) in ("127.0.0.1", "::1")
+
+
+def test_a_host_name_that_leads_to_loopback_gives_the_address_others_can_reach(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Debian maps a machine's own name to 127.0.1.1, where no other machine could come in."""
+    monkeypatch.setattr(address, "resolve", lambda name: ["127.0.1.1"])
+    monkeypatch.setattr(address, "_address_towards_others", lambda: "10.0.0.5")
+    assert listening_address("n1", all_on_this_host=False) == "10.0.0.5"
+    monkeypatch.setattr(address, "_address_towards_others", lambda: None)
+    assert listening_address("n1", all_on_this_host=False) == "127.0.1.1"
+
+
+def test_a_reachable_address_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(address, "resolve", lambda name: ["127.0.1.1", "10.0.0.7"])
+    assert listening_address("n1", all_on_this_host=False) == "10.0.0.7"
+
+
+@pytest.mark.parametrize("name", ["0.0.0.0", "::"])
+def test_a_wildcard_is_refused(name: str) -> None:
+    with pytest.raises(SettingError, match="stands for all addresses"):
+        listening_address(name, all_on_this_host=False)
+
+
+def test_a_listener_is_bound_to_exactly_its_address() -> None:
+    with listen("127.0.0.3", 0) as listener:
+        host, port = listener.getsockname()
+        assert host == "127.0.0.3"
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=1)
+
+
+def test_a_port_just_used_can_be_used_again(free_port: int) -> None:
+    for _ in range(2):
+        with listen("127.0.0.1", free_port) as listener, socket.create_connection(("127.0.0.1", free_port)) as client:
+            accepted, _ = listener.accept()
+            accepted.close()  # this side closes first and lingers
+            assert client.recv(1) == b""
+
+
+def test_a_busy_port_and_a_foreign_address_are_one_sentence_each() -> None:
+    with listen("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(SettingError, match=f"--master-port {port} was set, but another process"):
+            listen("127.0.0.1", port)
+    with pytest.raises(SettingError, match="not an address of host"):
+        listen("192.0.2.1", 0)

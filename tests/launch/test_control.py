@@ -1,0 +1,232 @@
+"""Server and client in one thread, poll by poll: joining, refusing, ending; and untrusted input."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from stormo.errors import SettingError
+from stormo.launch.client import Client
+from stormo.launch.control import (
+    Control,
+    Ended,
+    Event,
+    Go,
+    Gone,
+    Hello,
+    JoinError,
+    RankEnded,
+    RefusedError,
+    Reported,
+    Timing,
+    misfit,
+)
+from stormo.launch.failure import of_exit
+from stormo.launch.server import Server
+
+TIMING = Timing(join_s=10.0, heartbeat_s=0.1, lost_after_s=5.0, stalled_after_s=5.0)
+Make = Callable[..., Any]
+
+
+def hello(member: int, num_members: int = 3, **more: Any) -> Hello:
+    return Hello(member=member, num_members=num_members, host=f"h{member}", **more)
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Makes a server (member 0) or clients of it, and closes them without waiting for each other."""
+    made: list[Control] = []
+    port = 0
+
+    def make_one(member: int, **more: Any) -> Any:
+        nonlocal port
+        timing = more.pop("timing", TIMING)
+        own = hello(member, **more)
+        if member == 0 and port == 0:
+            listener = socket.create_server(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+            made.append(Server(listener, own, timing=timing, payload={"store_port": 7}))
+        else:
+            made.append(Client("127.0.0.1", port, own, timing=timing))
+        return made[-1]
+
+    yield make_one
+    for control in made:
+        control.abandon()
+
+
+def poll_until(condition: Callable[[dict[int, list[Event]]], bool], *members: Control) -> dict[int, list[Event]]:
+    seen: dict[int, list[Event]] = {index: [] for index in range(len(members))}
+    deadline = time.monotonic() + 20.0
+    while not condition(seen):
+        assert time.monotonic() < deadline, seen
+        for index, member in enumerate(members):
+            seen[index] += member.poll(0.01)
+    return seen
+
+
+def all_started(*members: Control) -> None:
+    poll_until(lambda seen: all(member.started for member in members), *members)
+
+
+def test_all_start_together_and_get_what_member_0_shares(make: Make) -> None:
+    server, first, second = make(0), make(1), make(2)
+    seen = poll_until(lambda seen: all(seen.values()), server, first, second)
+    assert all(events == [Go(payload={"store_port": 7})] for events in seen.values())
+
+
+def test_a_failure_reaches_all_but_its_sender_and_a_complaint_only_member_0(make: Make) -> None:
+    server, first, second = make(0), make(1), make(2)
+    all_started(server, first, second)
+    complaint = of_exit(1, rank=1, host="h1")
+    first.report(type(complaint)(**{**complaint.to_message(), "secondary": True}))
+    seen = poll_until(lambda seen: bool(seen[0]), server, first, second)
+    assert [type(event) for event in seen[0]] == [Reported]
+    second.report(of_exit(9, rank=2, host="h2"))
+    seen = poll_until(lambda seen: bool(seen[0]) and bool(seen[1]), server, first, second)
+    assert seen[0] == seen[1] == [Reported(failure=of_exit(9, rank=2, host="h2"))]
+    assert seen[2] == []
+
+
+def test_all_end_together_with_the_exit_code_of_the_whole(make: Make) -> None:
+    server, first, second = make(0), make(1), make(2)
+    all_started(server, first, second)
+    first.rank_ended(1, 75)
+    first.leave(75)
+    server.leave(0)
+    seen = poll_until(lambda seen: bool(seen[0]), server, first, second)
+    assert seen[0] == [RankEnded(rank=1, host="h1", exit_code=75)]
+    second.leave(0)
+    seen = poll_until(lambda seen: all(seen.values()), server, first, second)
+    assert all(events == [Ended(exit_code=75)] for events in seen.values())
+
+
+def test_a_member_that_goes_without_a_word_is_gone_and_one_that_left_is_not(make: Make) -> None:
+    server, first, second = make(0), make(1), make(2)
+    all_started(server, first, second)
+    first.leave(0)
+    first.drain(1.0)
+    first.abandon()
+    second.abandon()
+    seen = poll_until(lambda seen: bool(seen[0]), server)
+    gone = seen[0][0]
+    assert isinstance(gone, Gone)
+    assert (gone.member, gone.host) == (2, "h2")
+    assert len(seen[0]) == 1
+
+
+def test_a_server_that_goes_without_a_word_is_gone_and_one_that_dismisses_is_not(make: Make) -> None:
+    server, first = make(0, num_members=2), make(1, num_members=2)
+    all_started(server, first)
+    server.abandon()
+    seen = poll_until(lambda seen: bool(seen[0]), first)
+    assert isinstance(seen[0][0], Gone)
+    assert seen[0][0].member == 0
+
+
+def test_a_dismissed_member_goes_on_alone(make: Make) -> None:
+    server, first = make(0, num_members=2), make(1, num_members=2)
+    all_started(server, first)
+    server.dismiss()
+    server.drain(1.0)
+    server.abandon()
+    assert poll_until(lambda seen: bool(seen[0]), first)[0] == [Ended(exit_code=0)]
+    until = time.monotonic() + 0.5
+    while time.monotonic() < until:
+        assert first.poll(0.05) == []
+
+
+def test_a_silent_member_is_lost(make: Make) -> None:
+    timing = Timing(join_s=10.0, heartbeat_s=0.1, lost_after_s=5.0, stalled_after_s=0.6)
+    server, first = make(0, num_members=2, timing=timing), make(1, num_members=2, timing=timing)
+    all_started(server, first)
+    seen = poll_until(lambda seen: bool(seen[0]), server)  # nobody polls the client any more
+    assert seen[0] == [Gone(member=1, host="h1", why="is lost: no heartbeat for 0.6 s")]
+
+
+def test_heartbeats_keep_an_idle_channel_alive(make: Make) -> None:
+    timing = Timing(join_s=10.0, heartbeat_s=0.1, lost_after_s=5.0, stalled_after_s=0.6)
+    server, first = make(0, num_members=2, timing=timing), make(1, num_members=2, timing=timing)
+    all_started(server, first)
+    until = time.monotonic() + 1.5
+    while time.monotonic() < until:
+        assert server.poll(0.02) == []
+        assert first.poll(0.02) == []
+
+
+def test_a_wrong_token_is_not_let_in_and_does_no_harm(make: Make) -> None:
+    server = make(0, num_members=2, token="right")
+    wrong = make(1, num_members=2, token="wrong")
+    with pytest.raises(JoinError, match="before the job began"):
+        poll_until(lambda seen: False, server, wrong)
+    right = make(1, num_members=2, token="right")
+    all_started(server, right)
+
+
+def test_a_member_that_vanishes_while_others_are_awaited_ends_the_joining(make: Make) -> None:
+    server, first = make(0), make(1)
+    poll_until(lambda seen: len(server._members) == 1, server, first)
+    first.abandon()
+    with pytest.raises(JoinError, match="node 1 on host h1 ended without a word"):
+        poll_until(lambda seen: False, server)
+
+
+def test_a_refusal_reaches_those_who_came_before(make: Make) -> None:
+    server, first = make(0), make(1)
+    poll_until(lambda seen: len(server._members) == 1, server, first)
+    twin = make(1)
+    with pytest.raises(SettingError, match="has already come as node 1") as at_server:
+        poll_until(lambda seen: False, server, twin)
+    for member in (first, twin):
+        with pytest.raises(RefusedError) as refused:
+            poll_until(lambda seen: False, member)
+        assert str(refused.value) == str(at_server.value)
+        assert refused.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"protocol": 9}, "Host h1 speaks version 9"),
+        ({"protocol": None}, "speaks version None"),
+        ({"member": "1"}, "came without its node id"),
+        ({"num_members": 4}, "Host h1 was started with --num-nodes 4 and host h0 with --num-nodes 3"),
+        ({"member": 3}, "node ids run from 0 to 2"),
+        ({"member": -1}, "node ids run from 0 to 2"),
+        ({"member": 2}, "host h2 has already come as node 2"),
+        ({"member": 0}, "host h0 has already come as node 0"),
+        ({"digest": "x", "options": {"--lr": "0.2"}}, "--lr is 0.1 on node 0 (host h0) and 0.2 on node 1 (host h1)"),
+        ({"digest": "x", "options": {}}, "--lr is 0.1 on node 0 (host h0) and not set on node 1"),
+        ({"digest": "x", "options": [3]}, "not set on node 1"),
+        ({"digest": "x"}, "its settings differ in something that is no option"),
+    ],
+)
+def test_a_member_that_does_not_fit_is_told_why(change: dict[str, Any], sentence: str) -> None:
+    own = hello(0, options={"--lr": "0.1"})
+    fitting = hello(1, options={"--lr": "0.1"}).to_message()
+    taken = {0: "h0", 2: "h2"}
+    assert misfit(own, fitting, taken, "node") is None
+    refusal = misfit(own, {**fitting, **change}, taken, "node")
+    assert refusal is not None
+    assert sentence in str(refusal)
+
+
+def test_many_differences_are_cut_to_a_readable_number() -> None:
+    own = hello(0, digest="a", options={f"--o{number}": "1" for number in range(9)})
+    refusal = misfit(own, hello(1, digest="b").to_message(), {0: "h0"}, "node")
+    assert refusal is not None
+    assert "and 4 more differ" in str(refusal)
+
+
+def test_a_hello_with_keys_of_the_future_is_understood(make: Make) -> None:
+    server = make(0, num_members=2)
+    with socket.create_connection(server._listener.getsockname()) as member:
+        future = {**hello(1, num_members=2).to_message(), "colour": "green"}
+        member.sendall(json.dumps(future).encode() + b"\n")
+        member.sendall(b'{"type":"song"}\n')
+        poll_until(lambda seen: server.started, server)

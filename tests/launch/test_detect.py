@@ -1,0 +1,201 @@
+"""Which launcher is recognised, from environments recorded under Slurm 22.05, Open MPI 5, MPICH and torchrun 2.13."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stormo.errors import SettingError
+from stormo.launch.detect import LAUNCHERS, check_flags, detect
+from stormo.launch.local import Node, environment
+from stormo.launch.place import LAUNCHERS as PLACES
+from stormo.launch.place import Place, alone
+
+RECORDED = Path(__file__).parent / "environments"
+NO_FLAGS: dict[str, Any] = {
+    "num_nodes": None,
+    "node_id": None,
+    "num_gpus": None,
+    "master_addr": None,
+    "master_port": None,
+}
+
+
+def recorded(name: str) -> dict[str, str]:
+    lines = (RECORDED / f"{name}.txt").read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "launcher", "numbers"),
+    [
+        ("torchrun-rank-1-of-2", "torchrun", (1, 2, 1, 2, 0, 1)),
+        ("srun-task-2-of-4", "slurm", (2, 4, 0, 2, 1, 2)),
+        ("srun-pmi2-task-1-of-2", "slurm", (1, 2, 1, 2, 0, 1)),
+        ("openmpi-5-rank-1-of-2", "mpi", (1, 2, 1, 2, 0, 1)),
+        ("openmpi-5-in-salloc-rank-1-of-2", "mpi", (1, 2, 1, 2, 0, 1)),
+        ("mpich-rank-1-of-2", "mpi", (1, 2, 1, 2, 0, 1)),
+        ("mpich-in-salloc-rank-1-of-2", "mpi", (1, 2, 1, 2, 0, 1)),
+    ],
+)
+def test_a_launched_rank_is_recognised(name: str, launcher: str, numbers: tuple[int, ...]) -> None:
+    place = detect(recorded(name))
+    assert place is not None
+    assert place.launcher == launcher
+    assert (
+        place.rank,
+        place.world_size,
+        place.local_rank,
+        place.local_size,
+        place.node_id,
+        place.num_nodes,
+    ) == numbers
+
+
+@pytest.mark.parametrize(
+    "name", ["sbatch-script-body", "salloc-interactive-shell", "salloc-command", "srun-pty-one-task"]
+)
+def test_a_shell_inside_an_allocation_is_no_launch(name: str) -> None:
+    assert detect(recorded(name)) is None
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "n1"},  # left over in a shell
+        {"OMPI_MCA_btl": "tcp", "PMI_RANK": "0", "PMI_SIZE": "4"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"},
+        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+        {"STORMO_LAUNCHER": ""},
+    ],
+)
+def test_look_alikes_are_no_launch(environ: dict[str, str]) -> None:
+    assert detect(environ) is None
+
+
+@pytest.mark.parametrize("outer", ["srun-task-2-of-4", "torchrun-rank-1-of-2", "mpich-in-salloc-rank-1-of-2"])
+def test_the_innermost_launcher_wins(outer: str) -> None:
+    worker = environment(
+        Node(num_workers=3),
+        2,
+        environ=recorded(outer),
+        store_addr="127.0.0.1",
+        store_port=12345,
+        channel_fd=5,
+        store_fd=None,
+        num_cores=4,
+    )
+    place = detect(worker)
+    assert place is not None
+    assert (place.launcher, place.rank, place.world_size) == ("local", 2, 3)
+
+
+def test_torchrun_inside_an_srun_step_is_torchrun() -> None:
+    place = detect({**recorded("srun-task-2-of-4"), **recorded("torchrun-rank-1-of-2")})
+    assert place is not None
+    assert place.launcher == "torchrun"
+
+
+def test_the_flags_say_where_rank_0_is_only_if_the_launcher_does_not() -> None:
+    under_slurm = detect(recorded("srun-task-2-of-4"), master_addr="n1-ib", master_port=20000)
+    under_torchrun = detect(recorded("torchrun-rank-1-of-2"), master_addr="n1-ib", master_port=20000)
+    assert under_slurm is not None
+    assert under_torchrun is not None
+    assert (under_slurm.master_addr, under_slurm.master_port) == ("n1-ib", 20000)
+    assert (under_torchrun.master_addr, under_torchrun.master_port) == ("127.0.0.1", 29511)
+
+
+def test_every_launcher_has_a_row() -> None:
+    assert {*LAUNCHERS, "alone"} == set(PLACES)
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "sentence"),
+    [
+        (
+            "srun-task-2-of-4",
+            {"num_gpus": 4},
+            "--num-gpus 4 was set, but srun started 2 tasks on this node; "
+            "drop --num-gpus or start srun with --ntasks-per-node 4.",
+        ),
+        (
+            "srun-task-2-of-4",
+            {"num_nodes": 1},
+            "--num-nodes 1 was set, but srun started the job on 2 nodes; "
+            "drop --num-nodes or start srun with --nodes 1.",
+        ),
+        (
+            "srun-task-2-of-4",
+            {"node_id": 0},
+            "--node-id 0 was set, but srun made host n2 node 1; drop --node-id, since srun numbers the nodes itself.",
+        ),
+        (
+            "torchrun-rank-1-of-2",
+            {"num_gpus": 8},
+            "--num-gpus 8 was set, but torchrun started 2 workers on this node; "
+            "drop --num-gpus or start torchrun with --nproc-per-node 8.",
+        ),
+        (
+            "torchrun-rank-1-of-2",
+            {"num_nodes": 2},
+            "--num-nodes 2 was set, but torchrun started the job on 1 node; "
+            "drop --num-nodes or start torchrun with --nnodes 2.",
+        ),
+        (
+            "torchrun-rank-1-of-2",
+            {"master_port": 29500},
+            "--master-port 29500 was set, but torchrun says 29511; drop --master-port or give it to torchrun instead.",
+        ),
+        (
+            "openmpi-5-rank-1-of-2",
+            {"num_gpus": 3},
+            "--num-gpus 3 was set, but mpirun started 2 ranks on this node; drop --num-gpus or start mpirun with "
+            "3 ranks on each node (Open MPI: --map-by ppr:3:node; MPICH and Intel MPI: -ppn 3).",
+        ),
+    ],
+)
+def test_a_flag_that_contradicts_the_launcher_is_refused(name: str, flags: dict[str, Any], sentence: str) -> None:
+    place = detect(recorded(name))
+    assert place is not None
+    with pytest.raises(SettingError) as caught:
+        check_flags(place, **{**NO_FLAGS, **flags})
+    assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize("name", ["srun-task-2-of-4", "torchrun-rank-1-of-2", "openmpi-5-rank-1-of-2"])
+def test_flags_that_agree_with_the_launcher_pass(name: str) -> None:
+    place = detect(recorded(name))
+    assert place is not None
+    check_flags(place, **NO_FLAGS)
+    check_flags(
+        place,
+        num_nodes=place.num_nodes,
+        node_id=place.node_id,
+        num_gpus=place.local_size,
+        master_addr=place.master_addr,
+        master_port=place.master_port,
+    )
+
+
+def test_the_workers_of_an_agent_see_the_agents_own_flags() -> None:
+    place = Place(**{**{name: getattr(alone(), name) for name in Place.__slots__}, "launcher": "local"})
+    check_flags(place, num_nodes=1, node_id=0, num_gpus=1, master_addr="n1", master_port=29999)
+
+
+@pytest.mark.system
+def test_the_real_torchrun_is_recognised(tmp_path: Path) -> None:
+    script = tmp_path / "who.py"
+    script.write_text(
+        "import os\nfrom stormo.launch.detect import detect\nprint(*detect(os.environ).__getstate__(), flush=True)\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ, check=True)
+    told = sorted(line.split()[:7] for line in ran.stdout.splitlines())
+    assert told == [["torchrun", str(rank), "2", str(rank), "2", "0", "1"] for rank in range(2)]

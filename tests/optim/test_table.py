@@ -1,0 +1,104 @@
+"""The optimizers by name: what they take from the settings, and which parameters decay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from stormo import config
+from stormo.optim.table import OPTIMIZERS, make_optimizer, parameter_groups
+from stormo.options import options_of
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv1d(2, 3, 3), nn.BatchNorm1d(3), nn.Flatten(), nn.Linear(6, 2))
+
+
+def _step(model: nn.Module, settings: config.Optimizer, lr: float) -> None:
+    optimizer = make_optimizer(model, settings)
+    optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = lr
+    model(torch.ones(4, 2, 4) * torch.arange(1.0, 5.0).view(4, 1, 1)).square().sum().backward()
+    optimizer.step()
+
+
+def test_weights_decay_and_vectors_do_not() -> None:
+    model = _model()
+    weights, vectors = parameter_groups(model, 0.1)
+    assert (weights["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
+    named = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert {named[id(p)] for p in weights["params"]} == {"0.weight", "3.weight"}
+    assert {named[id(p)] for p in vectors["params"]} == {"0.bias", "1.weight", "1.bias", "3.bias"}
+
+
+def test_every_trained_parameter_is_in_one_group_and_frozen_ones_in_none() -> None:
+    model = _model()
+    model.get_parameter("3.weight").requires_grad_(False)
+    grouped = [id(parameter) for group in parameter_groups(model, 0.0) for parameter in group["params"]]
+    assert sorted(grouped) == sorted(id(parameter) for parameter in model.parameters() if parameter.requires_grad)
+    assert len(parameter_groups(nn.Linear(2, 2, bias=False), 0.1)) == 1  # no empty group
+
+
+def test_every_optimizer_that_can_be_set_has_its_row() -> None:
+    (declared,) = (option for option in options_of("optimizer", config.Optimizer) if option.name == "optimizer")
+    assert set(declared.choices) == set(OPTIMIZERS)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "expected"),
+    [
+        ("sgd", torch.optim.SGD, {"momentum": 0.8, "nesterov": True, "lr": 0.3}),
+        ("adamw", torch.optim.AdamW, {"betas": (0.8, 0.999), "lr": 0.3}),
+    ],
+)
+def test_an_optimizer_takes_its_settings_and_one_kernel_for_all(
+    name: Any, kind: type[Any], expected: dict[str, Any]
+) -> None:
+    optimizer = make_optimizer(_model(), config.Optimizer(optimizer=name, base_lr=0.3, momentum=0.8, nesterov=True))
+    assert type(optimizer) is kind
+    for group in optimizer.param_groups:
+        assert group["fused"] is True
+        assert {key: group[key] for key in expected} == expected
+
+
+def test_parameters_that_no_fused_kernel_takes_fall_to_the_plain_one() -> None:
+    class Complex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))
+
+    assert make_optimizer(Complex(), config.Optimizer()).param_groups[0]["fused"] is False
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_a_fused_step_is_the_step_of_the_reference_implementation(name: Any) -> None:
+    settings = config.Optimizer(optimizer=name, weight_decay=0.1, momentum=0.9)
+    fused, plain = _model().double(), _model().double()
+    torch.set_default_dtype(torch.float64)
+    try:
+        _step(fused, settings, 0.05)
+        groups = parameter_groups(plain, 0.1)
+        reference: Any = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[name]
+        extra: Any = {"sgd": {"momentum": 0.9}, "adamw": {"betas": (0.9, 0.999)}}[name]
+        optimizer = reference(groups, lr=0.05, foreach=False, fused=False, **extra)
+        plain(torch.ones(4, 2, 4) * torch.arange(1.0, 5.0).view(4, 1, 1)).square().sum().backward()
+        optimizer.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for one, other in zip(fused.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_the_decay_moves_weights_alone() -> None:
+    model = _model()
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    optimizer = make_optimizer(model, config.Optimizer(weight_decay=0.5, base_lr=0.1, momentum=0.0))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        factor = 0.95 if parameter.ndim > 1 else 1.0
+        torch.testing.assert_close(parameter, before[name] * factor)

@@ -1,0 +1,108 @@
+"""The tasks of an srun step train, fail and stop as one job; what is no step of several tasks is one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.system.hosts import Host, environment_of
+from tests.system.runs import ENDS_WITHIN_S, SLOW, Digests, Train, digests_of, summary_of
+from tests.system.slurm import Cluster
+
+TWO_NODES = ("srun", "-N2", "--ntasks-per-node=1")
+
+
+def rank_process(host: Host, rank: int) -> int:
+    """The process of a task; a daemon of Slurm's that serves it has its variables too, but another command."""
+    (pid,) = [
+        pid
+        for pid, command in host.processes().items()
+        if "stormo train" in command and environment_of(pid).get("SLURM_PROCID") == str(rank)
+    ]
+    return pid
+
+
+@pytest.mark.parametrize("srun", [TWO_NODES, ("srun", "-N1", "-n2")], ids=["two nodes", "one node"])
+def test_a_step_of_two_tasks_trains_to_the_same_bits_as_two_local_workers(
+    cluster: Cluster, train: Train, local_digests: Callable[[int], Digests], srun: tuple[str, ...]
+) -> None:
+    job = cluster.start(*srun, *train())
+    assert job.wait() == 0, job.err
+    assert job.err == ""
+    assert f"{1 if '-N1' in srun else 2} node" in job.out
+    assert job.out.count("Epoch = 3:") == 1
+    assert digests_of(train.folder) == local_digests(2)
+
+
+def test_flags_that_contradict_the_step_are_refused_by_one_sentence(cluster: Cluster, train: Train) -> None:
+    job = cluster.start("srun", "-N1", "-n2", *train("--num-gpus", "4"))
+    assert job.wait() == 2
+    sentence = (
+        "stormo: --num-gpus 4 was set, but srun started 2 tasks on this node; "
+        "drop --num-gpus or start srun with --ntasks-per-node 4."
+    )
+    assert job.first_line == sentence
+    job = cluster.start(*TWO_NODES, *train("--num-nodes", "3"))
+    assert job.wait() == 2
+    assert job.first_line.startswith("stormo: --num-nodes 3 was set, but srun started the job on 2 nodes")
+    assert not train.folder.exists()
+
+
+def test_a_task_that_raises_ends_the_step_and_is_named_first(cluster: Cluster, train: Train) -> None:
+    # The second pass of the second epoch: two passes warm up, 16 make the first epoch.
+    job = cluster.start(*TWO_NODES, *train(*SLOW, "--task.fail-rank", "1", "--task.at", "20"))
+    job.wait_for("Epoch = 1:")
+    assert job.wait(ENDS_WITHIN_S) == 1
+    assert job.first_line == "stormo: rank 1 on host n2 failed: ValueError: boom"
+    assert 'raise ValueError("boom")' in job.err
+    assert job.err.count("Traceback") == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_task_that_is_killed_ends_the_step_and_is_named_first(
+    cluster: Cluster, hosts: tuple[Host, Host], train: Train, rank: int
+) -> None:
+    job = cluster.start(*TWO_NODES, *train(*SLOW))
+    job.wait_for("Epoch = 1:")
+    os.kill(rank_process(hosts[rank], rank), signal.SIGKILL)
+    assert job.wait(ENDS_WITHIN_S) != 0
+    # srun writes about the same death in lines of its own.
+    said = [line for line in job.err.splitlines() if not line.startswith("srun: ")]
+    assert said[0] == f"stormo: rank {rank} on host n{rank + 1} ended without a word (it was killed, or crashed)"
+    assert "Traceback" not in job.err
+
+
+def test_a_step_stopped_by_a_signal_ends_with_75_and_goes_on_to_the_same_bits(
+    cluster: Cluster, train: Train, local_digests: Callable[[int], Digests]
+) -> None:
+    job = cluster.start(*TWO_NODES, *train("--task.pass-s", "0.2"))
+    job.wait_for("Epoch = 1:")
+    cluster.command("scancel", "--signal=USR1", cluster.step())
+    assert job.wait(ENDS_WITHIN_S) == 75
+    stopped = summary_of(train.folder)
+    assert stopped["stopped_by"] == "signal"
+    whole = local_digests(2)
+    assert 16 <= stopped["steps"] < whole.num_steps
+    job = cluster.start(*TWO_NODES, *train.resume())
+    assert job.wait() == 0, job.err
+    assert digests_of(train.folder) == whole
+    assert summary_of(train.folder)["num_resumes"] == 1
+
+
+def test_what_is_no_step_of_several_tasks_is_one_process(cluster: Cluster, train: Train, tmp_path: Path) -> None:
+    dry_run = train("--dry-run")
+    script = tmp_path / "job.sh"
+    script.write_text("#!/bin/sh\n" + " ".join(dry_run) + "\n")
+    output = tmp_path / "batch.txt"
+    batch = cluster.start("sbatch", "-N2", "--ntasks-per-node=1", "--wait", f"--output={output}", str(script))
+    assert batch.wait() == 0, batch.err
+    allocation = cluster.start("salloc", "-N2", "--ntasks-per-node=1", *dry_run)
+    assert allocation.wait() == 0, allocation.err
+    one_task = cluster.start("srun", "-N1", "-n1", *dry_run)
+    assert one_task.wait() == 0, one_task.err
+    for text in (output.read_text(), allocation.out, one_task.out):
+        assert text.startswith("workers        1 = 1 node × 1 CPU process (the default; ")
