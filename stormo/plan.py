@@ -245,8 +245,7 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
     steps_per_epoch = math.ceil(facts.num_train / global_batch_size)
     learning_rate, rate_text = _learning_rate(config, layout, global_batch_size)
     warmup_steps = round(config.optimizer.warmup_epochs * steps_per_epoch)
-    fraction = config.optimizer.warmup_from
-    start = learning_rate * (fraction if fraction is not None else 1 / (layout.world_size * layout.devices_per_worker))
+    start = learning_rate * _warmup_fraction(config, layout)
     if config.resumed:
         start = config.resumed.warmup_start
     precision, precision_reason = _precision(config, layout)
@@ -277,7 +276,7 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
         explanation=(
             *layout.explanation,
             ("global batch", batch_text),
-            ("learning rate", rate_text + _schedule_text(config, start, warmup_steps)),
+            ("learning rate", rate_text + _schedule_text(config, start, learning_rate, warmup_steps)),
             (
                 "steps",
                 f"{steps_per_epoch} an epoch = ceil({facts.num_train} samples / {global_batch_size})"
@@ -392,10 +391,20 @@ def _learning_rate(config: TrainConfig, layout: Layout, global_batch_size: int) 
     return base * factor, f"{base * factor:g} = {base:g} × {factor_text} ({rule})"
 
 
-def _schedule_text(config: TrainConfig, start: float, warmup_steps: int) -> str:
+def _warmup_fraction(config: TrainConfig, layout: Layout) -> float:
+    if config.optimizer.warmup_from is not None:
+        return config.optimizer.warmup_from
+    if config.batch.global_batch_size is not None:
+        return 1.0  # the workers did not make the batch, and must not make a difference
+    return 1 / (layout.world_size * layout.devices_per_worker)
+
+
+def _schedule_text(config: TrainConfig, start: float, learning_rate: float, warmup_steps: int) -> str:
     optimizer = config.optimizer
     text = ""
-    if warmup_steps:
+    if warmup_steps and start == learning_rate:
+        text += "; no warm-up, as it would start from the full rate (--warmup-from sets another start)"
+    elif warmup_steps:
         text += f"; warm-up from {start:g} over {optimizer.warmup_epochs:g} epochs = {warmup_steps} steps"
     falls = {
         "none": "",

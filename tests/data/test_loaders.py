@@ -17,6 +17,9 @@ from stormo.data.loaders import Batch, Loader, ResidentLoader, Share, StreamedLo
 from stormo.data.order import epoch_draws, epoch_order
 from stormo.data.tensors import TensorData
 
+# Loading processes are forked from a server: without this each would take seconds to import torch anew.
+multiprocessing.set_forkserver_preload(["torch", "stormo.data.loaders"])
+
 CPU = torch.device("cpu")
 NUM_SAMPLES = 23
 

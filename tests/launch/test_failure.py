@@ -47,11 +47,11 @@ def test_exceptions_are_named_as_python_names_them() -> None:
 
 
 def test_an_exception_that_cannot_be_shown_still_is_reported() -> None:
-    class Broken(Exception):
+    class BrokenError(Exception):
         def __str__(self) -> str:
             raise RuntimeError
 
-    failure = of_exception(raised(Broken()), rank=0, host="h", secondary=False)
+    failure = of_exception(raised(BrokenError()), rank=0, host="h", secondary=False)
     assert "(its text cannot be shown)" in failure.sentence
 
 

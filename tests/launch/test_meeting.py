@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -330,20 +329,19 @@ def test_nothing_listens_on_all_addresses_and_garbage_from_outside_is_ignored(
 def listening_addresses(pid: int) -> list[str]:
     """The IPv4 addresses a process listens on, from the kernel's tables."""
     inodes = set()
-    for name in os.listdir(f"/proc/{pid}/fd"):
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         try:
-            target = os.readlink(f"/proc/{pid}/fd/{name}")
+            target = str(descriptor.readlink())
         except OSError:
             continue
         if target.startswith("socket:["):
             inodes.add(target[8:-1])
     found = []
     for table in ("tcp", "tcp6"):
-        with open(f"/proc/{pid}/net/{table}") as lines:  # noqa: PTH123
-            for line in list(lines)[1:]:
-                fields = line.split()
-                if fields[3] == "0A" and fields[9] in inodes:
-                    found.append(socket.inet_ntoa(bytes.fromhex(fields[1].split(":")[0])[::-1]))
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                found.append(socket.inet_ntoa(bytes.fromhex(fields[1].split(":")[0])[::-1]))
     return found
 
 

@@ -9,12 +9,17 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from stormo.errors import SettingError
-from stormo.launch import Lifeline, open_lifeline
+from stormo.launch import Lifeline, Place, open_lifeline
+from stormo.launch.control import Timing
 from stormo.launch.detect import detect
+from stormo.launch.ranks import RanksLifeline
+
+asked_to_stop = threading.Event()
 
 
 def publish(text: str) -> None:
@@ -32,59 +37,79 @@ def lookup(timeout_s: float) -> str:
     return target.read_text()
 
 
+def line_of(place: Place) -> Lifeline:
+    timeout_s = float(os.environ.get("STORMO_TEST_TIMEOUT_S", "30"))
+    options = {"--lr": os.environ.get("STORMO_TEST_LR", "0.1")}
+    same: dict[str, Any] = {"timeout_s": timeout_s, "digest": options["--lr"], "options": options}
+    if "STORMO_TEST_LOST_AFTER_S" in os.environ:
+        lost_after_s = float(os.environ["STORMO_TEST_LOST_AFTER_S"])
+        timing = Timing(join_s=timeout_s, heartbeat_s=0.2, lost_after_s=lost_after_s, stalled_after_s=timeout_s)
+        return RanksLifeline(place, publish=publish, lookup=lookup, timing=timing, **same)
+    return open_lifeline(place, publish=publish, lookup=lookup, **same)
+
+
+def end(line: Lifeline, code: int) -> None:
+    if code in (0, 75, 130):
+        line.close()
+    sys.exit(code)
+
+
+def fail(line: Lifeline, error: ValueError, *, secondary: bool = False, linger: bool = False) -> None:
+    try:
+        raise error
+    except ValueError as caught:
+        line.report_failure(caught, secondary=secondary)
+        if linger:
+            time.sleep(60)
+        sys.exit(getattr(caught, "exit_code", 1))
+
+
+def wait_for_stop(line: Lifeline) -> None:
+    print("ready", flush=True)
+    while not asked_to_stop.wait(0.05):
+        pass
+
+
+def fork_helper(line: Lifeline) -> None:
+    """A child that shares every descriptor of this process."""
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(60)
+        os._exit(0)
+    print("helper", pid, flush=True)
+
+
+def start_helper(line: Lifeline) -> None:
+    """What a data loader does: a child in the same process group that holds the same pipes."""
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+
+
+ACTIONS: dict[str, Callable[..., Any]] = {
+    "out": lambda line, text: print(text, flush=True),
+    "unflushed out": lambda line, text: sys.stdout.write(text),
+    "err": lambda line, text: os.write(2, text.encode("latin-1")),
+    "sleep": lambda line, seconds: time.sleep(seconds),
+    "kill": lambda line, number: os.kill(os.getpid(), number),
+    "exit": end,
+    "raise": lambda line, text: fail(line, ValueError(text)),
+    "raise and linger": lambda line, text: fail(line, ValueError(text), linger=True),
+    "complain": lambda line, text: fail(line, ValueError(text), secondary=True),
+    "setting": lambda line, *parts: fail(line, SettingError(*parts)),
+    "stop on": lambda line, name: signal.signal(getattr(signal, name), lambda *_: asked_to_stop.set()),
+    "wait for stop": wait_for_stop,
+    "helper": start_helper,
+    "forked helper": fork_helper,
+    "environ": lambda line, *names: print(json.dumps({name: os.environ.get(name) for name in names}), flush=True),
+}
+
+
 def main() -> None:
     place = detect(os.environ)
     assert place is not None
     scenario: dict[str, list[list[Any]]] = json.loads(sys.argv[1])
-    actions = scenario.get(str(place.rank), scenario.get("*", []))
-    timeout_s = float(os.environ.get("STORMO_TEST_TIMEOUT_S", "30"))
-    options = {"--lr": os.environ.get("STORMO_TEST_LR", "0.1")}
-    line: Lifeline = open_lifeline(
-        place, publish=publish, lookup=lookup, timeout_s=timeout_s, digest=options["--lr"], options=options
-    )
-    asked_to_stop = threading.Event()
-    for action, *arguments in actions:
-        if action == "out":
-            print(arguments[0], flush=True)
-        elif action == "unflushed out":
-            sys.stdout.write(arguments[0])
-        elif action == "err":
-            os.write(2, arguments[0].encode("latin-1"))
-        elif action == "sleep":
-            time.sleep(arguments[0])
-        elif action == "kill":
-            os.kill(os.getpid(), arguments[0])
-        elif action == "exit":
-            if arguments[0] in (0, 75, 130):
-                line.close()
-            sys.exit(arguments[0])
-        elif action in ("raise", "complain", "setting"):
-            error = SettingError(*arguments) if action == "setting" else ValueError(arguments[0])
-            try:
-                raise error
-            except ValueError as caught:
-                line.report_failure(caught, secondary=action == "complain")
-                if "and linger" in arguments:
-                    time.sleep(60)
-                sys.exit(getattr(caught, "exit_code", 1))
-        elif action == "stop on":
-            signal.signal(getattr(signal, arguments[0]), lambda *_: asked_to_stop.set())
-        elif action == "wait for stop":
-            print("ready", flush=True)
-            while not asked_to_stop.wait(0.05):
-                pass
-        elif action == "helper":  # what a data loader does: a child in the same process group, holding the pipes
-            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-        elif action == "forked helper":  # shares every descriptor of this process
-            pid = os.fork()
-            if pid == 0:
-                time.sleep(60)
-                os._exit(0)
-            print("helper", pid, flush=True)
-        elif action == "environ":
-            print(json.dumps({name: os.environ.get(name) for name in arguments}), flush=True)
-        else:
-            raise AssertionError(action)
+    line = line_of(place)
+    for action, *arguments in scenario.get(str(place.rank), scenario.get("*", [])):
+        ACTIONS[action](line, *arguments)
     line.close()
 
 

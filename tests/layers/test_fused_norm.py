@@ -301,7 +301,9 @@ def test_interpreted_global_statistics_equal_the_plain_function(absent: bool, re
     def fused(*operands: Any, **settings: Any) -> Tensor:
         return norm_act(*operands, **settings, reduce_stats=add_other_rank, reduce_grads=add_other_rank, absent=absent)
 
-    def plain(x: Tensor, residual: Tensor, *rest: Tensor, residual_bias: Tensor | None = None, **settings: Any) -> Tensor:
+    def plain(
+        x: Tensor, residual: Tensor, *rest: Tensor, residual_bias: Tensor | None = None, **settings: Any
+    ) -> Tensor:
         y: Tensor = SyncNorm.apply(x, *rest, settings["momentum"], settings["eps"], add_other_rank, absent)  # type: ignore[no-untyped-call]
         return add_residual(y.relu(), residual, residual_bias)
 

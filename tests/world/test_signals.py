@@ -1,0 +1,44 @@
+"""Stop signals become a flag that the loop reads between steps."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from stormo.world.signals import STOP_SIGNALS, stop_flag
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_stop_signal_sets_the_flag_and_nothing_else_happens(number: signal.Signals) -> None:
+    with stop_flag() as flag:
+        assert flag.signal_number == 0
+        os.kill(os.getpid(), number)
+        assert flag.signal_number == number
+
+
+def test_the_handlers_are_as_before_afterwards_whatever_happens() -> None:
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
+    with pytest.raises(RuntimeError, match="body"), stop_flag():
+        assert [signal.getsignal(number) for number in STOP_SIGNALS] != before
+        raise RuntimeError("body")
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
+
+
+def test_a_second_ctrl_c_gives_up_at_once() -> None:
+    with pytest.raises(KeyboardInterrupt), stop_flag() as flag:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert flag.signal_number == signal.SIGINT
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_other_signals_may_come_twice() -> None:
+    with stop_flag() as flag:
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR1, signal.SIGINT):
+            os.kill(os.getpid(), number)
+        assert flag.signal_number == signal.SIGINT
+
+
+def test_the_signals_are_those_of_schedulers_and_keyboards() -> None:
+    assert set(STOP_SIGNALS) == {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}

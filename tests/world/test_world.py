@@ -1,0 +1,223 @@
+"""Collectives, in real ranks: what every worker gets, and what one that fails leaves to the others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from stormo.launch import alone
+from stormo.world.store import PeerFailedError, is_secondary
+from stormo.world.world import Vote, World
+from tests.tiny_task import listening_addresses
+
+Ranks = Callable[..., list[Any]]
+
+_DTYPES = (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.bool,
+)  # fmt: skip
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+
+
+def _collectives(world: World) -> dict[str, Any]:
+    own = torch.tensor([float(world.rank + 1), -1.0])
+    world.barrier()
+    results: dict[str, Any] = {
+        "sum": world.sum(own.clone()).tolist(),
+        "max": world.max(own.clone()).tolist(),
+        "broadcast": world.broadcast(own.clone()).tolist(),
+    }
+    in_place = own.clone()
+    assert world.sum(in_place) is in_place
+    return results
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_sum_max_and_broadcast_work_in_place_on_every_rank(run_ranks: Ranks, size: int) -> None:
+    expected = {"sum": [size * (size + 1) / 2, -float(size)], "max": [float(size), -1.0], "broadcast": [1.0, -1.0]}
+    assert run_ranks(_collectives, size) == [expected] * size
+
+
+_VALUE = {"a": [1, 2.5, None, True], "b": "× ü", "c": {}, "nan": float("nan")}
+
+
+def _share_json(world: World) -> list[Any]:
+    return [world.share_json(value if world.is_main else "of another") for value in (_VALUE, None, "", 0)]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_main_worker_s_json_reaches_all(run_ranks: Ranks, size: int) -> None:
+    for received in run_ranks(_share_json, size):
+        assert math.isnan(received[0].pop("nan"))
+        assert received == [{key: value for key, value in _VALUE.items() if key != "nan"}, None, "", 0]
+
+
+def _tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    made = {}
+    for dtype in _DTYPES:
+        raw = torch.randint(0, 256, (24 * torch.empty(0, dtype=dtype).element_size(),), generator=generator)
+        values = raw.to(torch.uint8) if dtype != torch.bool else raw.remainder(2).to(torch.uint8)
+        made[str(dtype)] = values.view(dtype).view(2, 3, 4)
+    made["strided"] = torch.arange(12.0).view(3, 4).t()
+    made["scalar"] = torch.tensor(3.5)
+    made["empty"] = torch.empty(0, 5)
+    return made
+
+
+def _share_tensors(world: World) -> dict[str, tuple[str, list[int], bytes]]:
+    shared = world.share_tensors(_tensors() if world.is_main else None)
+    assert world.share_tensors({} if world.is_main else None) == {}
+    return {name: (str(t.dtype), list(t.shape), _bits(t)) for name, t in shared.items()}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_tensors_of_every_kind_arrive_bit_by_bit(run_ranks: Ranks, size: int) -> None:
+    expected = {name: (str(t.dtype), list(t.shape), _bits(t)) for name, t in _tensors().items()}
+    assert run_ranks(_share_tensors, size) == [expected] * size
+
+
+def _gather(world: World) -> tuple[Any, Any]:
+    return world.gather_bytes(bytes([world.rank]) * (1 + 5 * world.rank)), world.gather_json({"rank": world.rank})
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_bytes_of_unequal_lengths_are_gathered_on_the_main_worker(run_ranks: Ranks, size: int) -> None:
+    first, *others = run_ranks(_gather, size)
+    assert first[0] == [bytes([rank]) * (1 + 5 * rank) for rank in range(size)]
+    assert first[1] == [{"rank": rank} for rank in range(size)]
+    assert others == [(None, None)] * (size - 1)
+
+
+def _gather_nothing(world: World) -> Any:
+    return world.gather_bytes(b"" if world.rank else b"main"), world.gather_bytes(b"")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_worker_may_have_no_bytes_to_give(run_ranks: Ranks, size: int) -> None:
+    first, *_ = run_ranks(_gather_nothing, size)
+    assert first == ([b"main"] + [b""] * (size - 1), [b""] * size)
+
+
+# --- once per node ----------------------------------------------------------------------------------------------------
+
+
+def _fetch(world: World) -> list[str]:
+    """Each rank notes in the store what it does; the fetcher must be done before the others go on."""
+    log = []
+    for turn in range(2):
+        with world.once_per_node() as is_fetcher:
+            log.append("fetched" if is_fetcher else "waited")
+            if is_fetcher and world.size > 1:
+                assert world._store is not None
+                world._store.set(f"done/{turn}", "yes")
+            elif world.size > 1:
+                assert world._store is not None
+                assert world._store.check([f"done/{turn}"])
+    return log
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_one_worker_of_a_node_fetches_while_the_others_wait(run_ranks: Ranks, size: int) -> None:
+    first, *others = run_ranks(_fetch, size)
+    assert first == ["fetched", "fetched"]
+    assert others == [["waited", "waited"]] * (size - 1)
+
+
+def _failing_fetch(world: World) -> tuple[str, str, bool]:
+    try:
+        with world.once_per_node() as is_fetcher:
+            assert is_fetcher, "no other worker may enter"
+            raise OSError("the disk is full")
+    except Exception as error:
+        return type(error).__name__, str(error), is_secondary(error)
+
+
+def test_a_fetcher_that_fails_tells_the_others_why(run_ranks: Ranks) -> None:
+    first, *others = run_ranks(_failing_fetch, 3)
+    assert first == ("OSError", "the disk is full", False)
+    told = ("PeerFailedError", "rank 0 failed while this one waited: OSError: the disk is full", True)
+    assert others == [told, told]
+
+
+def _fetch_after_failure(world: World) -> str:
+    for is_last in (False, True):
+        try:
+            with world.once_per_node() as is_fetcher:
+                if is_fetcher and not is_last:
+                    raise ValueError("first attempt")
+        except (ValueError, PeerFailedError):
+            assert not is_last
+            continue
+    return "done"
+
+
+def test_a_second_fetch_is_not_harmed_by_a_first_that_failed(run_ranks: Ranks) -> None:
+    assert run_ranks(_fetch_after_failure, 2) == ["done", "done"]
+
+
+# --- the vote ---------------------------------------------------------------------------------------------------------
+
+
+def _vote(world: World) -> list[int]:
+    vote = Vote(world)
+    outcomes = []
+    for step in range(6):
+        # Only the last rank sees a signal, at step 3; and work is done between the cast and the outcome.
+        vote.cast(15 if step == 3 and world.rank == world.size - 1 else 10 if step == 4 and world.is_main else 0)
+        world.sum(torch.ones(3))
+        outcomes.append(vote.outcome())
+        assert vote.outcome() == outcomes[-1]  # reading again changes nothing
+    return outcomes
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_all_workers_agree_on_a_signal_at_the_same_step(run_ranks: Ranks, size: int) -> None:
+    assert run_ranks(_vote, size) == [[0, 0, 0, 15, 10, 0]] * size
+
+
+# --- the group --------------------------------------------------------------------------------------------------------
+
+
+def test_one_worker_needs_no_process_group() -> None:
+    world = World(alone(), torch.device("cpu"))
+    assert (world.size, world.rank, world.is_main) == (1, 0, True)
+    assert not dist.is_initialized()
+    assert float(world.sum(torch.tensor(2.0))) == 2.0
+    with world.once_per_node() as is_fetcher:
+        assert is_fetcher
+    world.barrier()
+    world.close()
+    assert not dist.is_initialized()
+
+
+def _group(world: World) -> tuple[bool, bool]:
+    is_open = dist.is_initialized()
+    world.close()
+    world.close()  # harmless when repeated
+    return is_open, dist.is_initialized()
+
+
+def test_several_workers_have_a_group_until_they_close_it(run_ranks: Ranks) -> None:
+    assert run_ranks(_group, 2) == [(True, False)] * 2
+
+
+def _listeners(world: World) -> list[str]:
+    world.barrier()  # every connection is open now
+    return listening_addresses()
+
+
+def test_nothing_listens_where_other_machines_could_reach_it(run_ranks: Ranks) -> None:
+    addresses = run_ranks(_listeners, 3)
+    assert addresses[0], "rank 0 serves the store, so it must listen somewhere"
+    loopback = {"0100007F", "00000000000000000000000001000000"}
+    for rank, found in enumerate(addresses):
+        assert set(found) <= loopback, f"rank {rank} listens on {found}"
