@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import math
 import os
 import subprocess
 import sys
@@ -40,22 +42,26 @@ def run_to_end(command: list[str]) -> None:
 def relative_difference(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
     """max |a - b| / max |b| of each tensor, then the largest; infinite where whole numbers or names differ."""
     if ours.keys() != reference.keys():
-        return float("inf")
-    largest = 0.0
+        return math.inf
+    quotients = [0.0]
     for name, b in reference.items():
         a = ours[name]
         if a.shape != b.shape or a.dtype != b.dtype:
-            return float("inf")
+            return math.inf
         if not b.is_floating_point():
             if not a.equal(b):
-                return float("inf")
+                return math.inf
             continue
-        distance = float((a - b).abs().max())
-        if distance != 0:  # also not-a-number, which then spoils the quotient as it should
-            scale = float(b.abs().max())
-            quotient = distance / scale if scale else float("inf")
-            largest = quotient if not quotient <= largest else largest
-    return largest
+        distance, scale = float((a - b).abs().max()), float(b.abs().max())
+        if distance != 0:
+            quotients.append(distance / scale if scale else math.inf)
+    return largest(quotients)
+
+
+def largest(values: Iterable[float]) -> float:
+    """The maximum, which is not-a-number as soon as one value is."""
+    listed = list(values)
+    return math.nan if any(map(math.isnan, listed)) else max(listed)
 
 
 def result_line(figures: Mapping[str, Any]) -> str:
@@ -67,10 +73,10 @@ def result_line(figures: Mapping[str, Any]) -> str:
 
 def numbers(text: str) -> tuple[int, ...]:
     """`2,3,4` as whole numbers above 0, for argparse."""
-    values = tuple(int(part) for part in text.split(","))
-    if not values or min(values) < 1:
-        raise ValueError(text)
-    return values
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers above 0, such as 2,3,4")
+    return tuple(int(part) for part in parts)
 
 
 def spaced(rows: Iterable[Iterable[str]]) -> list[str]:

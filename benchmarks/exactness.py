@@ -15,6 +15,7 @@ accuracy at all.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import tempfile
 import time
@@ -22,7 +23,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.command import numbers, relative_difference, result_line, run_to_end, small_task, spaced, train_command
+from benchmarks.command import (
+    largest,
+    numbers,
+    relative_difference,
+    result_line,
+    run_to_end,
+    small_task,
+    spaced,
+    train_command,
+)
 
 LIMIT = 1e-10
 CONTROL_LIMIT = 1e-6  # batch norm over other samples is another function: far above any rounding
@@ -124,7 +134,7 @@ def compare(case: Case, path: Path, reference_path: Path) -> Compared:
         epochs = [event["validation"] for event in read_events(folder.events) if event["event"] == "epoch_done"]
         losses.append(tuple(float(validation["loss"]) for validation in epochs))
         accuracies.append(tuple(float(validation["accuracy"]) for validation in epochs))
-    same_losses = [f"{loss:.12g}" for loss in losses[0]] == [f"{loss:.12g}" for loss in losses[1]]
+    same_losses = all(math.isclose(a, b, rel_tol=1e-12, abs_tol=0) for a, b in zip(*losses, strict=True))
     return Compared(
         case=case,
         difference=relative_difference(*states),
@@ -174,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{time.perf_counter() - began_s:.0f} s in all; equal: every epoch, losses to 12 digits, accuracies exactly")
     checked = [one for one in compared if not one.case.is_control and not one.case.is_reference]
     figures = {
-        "max_relative_difference": max(one.difference for one in checked),
+        "max_relative_difference": largest(one.difference for one in checked),
         "validation_equal": all(one.validation_equal for one in checked),
         "configurations": len(checked),
         "control_difference": min(one.difference for one in compared if one.case.is_control),

@@ -93,7 +93,7 @@ class Witness(Small):
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         self._net = super().model()
-        register_optimizer_step_post_hook(self._after_step)
+        self.watch = register_optimizer_step_post_hook(self._after_step)
         return self._net
 
     def augment(self, batch: Any, draws: Tensor) -> Any:

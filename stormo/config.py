@@ -53,7 +53,7 @@ class Optimizer:
     weight_decay: float = option(0.0, "weight decay; never on biases and norms")
     warmup_epochs: float = option(5.0, "epochs of linear warm-up, iteration by iteration")
     warmup_from: float | None = option(
-        None, "fraction of the rate that warm-up starts from; default 1 / workers, or 1 for a fixed global batch"
+        None, "fraction of the rate warm-up starts from; default 1 / workers (1 for a global batch)"
     )
     decay: Literal["none", "cosine", "linear", "step"] = option("none", "how the rate falls after warm-up")
     decay_every: float = option(10.0, "epochs between the steps of --decay step")

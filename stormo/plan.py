@@ -15,9 +15,8 @@ from stormo.hardware import Gpu, peak_tflops
 
 # What the automatic choices assume; measured on an H200 with the reference job (docs/speed.md).
 _COMPILE_COST_S = 25.0
-_COMPILE_SAVES = 0.05
-_AUTOTUNE_COST_S = 10.0
-_AUTOTUNE_SAVES = 0.05
+_AUTOTUNE_COST_S = 8.0
+_AUTOTUNE_SAVES = 0.08
 _ASSUMED_UTILISATION = 0.35
 
 _PORTS = (1024, 49151)
@@ -56,6 +55,7 @@ class Facts:
     num_train: int
     num_validation: int
     flops_per_sample: float | None = None  # forward and backward
+    compile_saves: float | None = None  # share of a step's time that torch.compile is known to save
     train_bytes: int | None = None  # of the whole training set, where it can be kept on a device
 
 
@@ -251,7 +251,7 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
     precision, precision_reason = _precision(config, layout)
     channels_last, layout_reason = _channels_last(config, layout, precision)
     seconds = _estimate_s(config, layout, facts, precision)
-    compiled, compile_reason = _weigh(config.speed.compile, seconds, _COMPILE_COST_S, _COMPILE_SAVES, layout)
+    compiled, compile_reason = _weigh(config.speed.compile, seconds, _COMPILE_COST_S, facts.compile_saves, layout)
     autotune, autotune_reason = _weigh(config.speed.autotune, seconds, _AUTOTUNE_COST_S, _AUTOTUNE_SAVES, layout)
     checkpoint_steps, checkpoint_text = _checkpoints(config, steps_per_epoch)
     loader, loader_reason = _loader(config, facts)
@@ -456,7 +456,9 @@ def _weigh(asked: bool | None, seconds: float | None, cost_s: float, saves: floa
         return asked, "as set"
     if layout.device_type == "cpu":
         return False, "does not pay on CPUs"
-    if seconds is None:
+    if saves == 0:
+        return False, "this task's layers are fused already and faster without"
+    if seconds is None or saves is None:
         return False, "its gain cannot be estimated for this task and device"
     gain_s = seconds * saves
     verdict = "saves" if gain_s > cost_s else "would save"

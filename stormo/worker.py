@@ -74,7 +74,7 @@ def _train(
     strategy = STRATEGIES[plan.layout.strategy](world, plan, task, config)
     torch.manual_seed(derive_seed(seed, "worker", world.rank))  # and has its own dropout
     loader = _loader(config, plan, task, world)
-    if world.size > 1 or world.device.type == "cuda" or plan.compile:
+    if world.size > 1 or world.device.type == "cuda" or plan.compile or plan.loader == "streamed":
         strategy.warm_up(loader)
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     state = RunState(progress=Progress(), strategy=strategy, loss_sum=loss_sum)

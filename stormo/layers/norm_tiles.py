@@ -64,16 +64,15 @@ def _stream_settings(tile: Tile) -> dict[str, Any]:
     return {**_shape_settings(tile), "LOADS": tile.load_policy, "STORES": tile.store_policy}
 
 
-# 32 channels divide the usual channel counts, so no lane idles, and each kernel is compiled once. In bf16 a warp reads
-# 8 rows of 64 contiguous bytes, 16 bytes a thread. The row counts give every thread 4 loads in flight within the
-# registers that several programs on one multiprocessor leave it. Sums are made in one wave of programs, without a tail;
-# element-wise programs come in a few waves, which the hardware balances.
+# In bf16 a thread reads 16 bytes. Widths of 32 and 64 channels divide the usual counts, so no lane idles; three tiles in
+# flight hide the latency of memory. Sums are made in one wave of programs, without a tail; element-wise programs come
+# in a few waves, which the hardware balances.
 # A kernel may have several tiles, the wider first: a layer takes the first whose width divides its channels.
 TILES: dict[str, tuple[Tile, ...]] = {
-    "statistics": (Tile(block_rows=128, block_channels=32, num_warps=4, programs_per_sm=8),),
-    "apply": (Tile(block_rows=128, block_channels=32, num_warps=4, programs_per_sm=16),),
-    "gradient_sums": (Tile(block_rows=128, block_channels=32, num_warps=4, programs_per_sm=4),),
-    "input_gradient": (Tile(block_rows=64, block_channels=32, num_warps=4, programs_per_sm=16),),
+    "statistics": (Tile(block_rows=128, block_channels=32, num_warps=4, programs_per_sm=4, num_stages=3),),
+    "apply": (Tile(block_rows=64, block_channels=64, num_warps=4, programs_per_sm=32, num_stages=3),),
+    "gradient_sums": (Tile(block_rows=32, block_channels=64, num_warps=4, programs_per_sm=4, num_stages=3),),
+    "input_gradient": (Tile(block_rows=32, block_channels=64, num_warps=4, programs_per_sm=32, num_stages=3),),
 }
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from stormo import config
 from stormo.data.loaders import Batch, Loader
+from stormo.layers.compile_ahead import compile_ahead
 from stormo.layers.sync_batch_norm import convert_sync_batch_norm, set_absent
 from stormo.optim.table import make_optimizer
 from stormo.plan import Plan
@@ -35,7 +36,7 @@ class Strategy:
         self._settings = settings
         self._autocast_dtype = _AUTOCAST.get(plan.precision)
         self.module = self._place(task.model())  # the user's model itself
-        self.optimizer = make_optimizer(self.module, settings.optimizer)
+        self.optimizer = make_optimizer(self.module, settings.optimizer, compiles=plan.compile)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=plan.precision == "fp16")
         self._eager = self._wrap(self.module)
         self._model: nn.Module = torch.compile(self._eager, dynamic=False) if plan.compile else self._eager  # type: ignore[assignment]
@@ -97,6 +98,8 @@ class Strategy:
         It also fixes the order in which gradients are exchanged, which DDP learns in its first pass: the first step
         after a resume must add up in the same order as every other.
         """
+        if self.world.device.type == "cuda" and not self._plan.compile:
+            compile_ahead(self.module, self._autocast_dtype or torch.get_default_dtype(), self.world.device)
         buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
         with torch.random.fork_rng(devices=[self.world.device] if self.world.device.type == "cuda" else []):
             for batch in loader.first_and_last():

@@ -53,6 +53,7 @@ class FashionMnist(Task):
             num_train=num_train,
             num_validation=self.options.validation_samples or _SIZES["validation"],
             flops_per_sample=training_flops(self.options.width),
+            compile_saves=0.0,  # measured: NormAct and MaxPool2x2 beat what the compiler makes of this network
             train_bytes=num_train * (28 * 28 + 8),
         )
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from stormo.data import loaders
 from stormo.data.loaders import Batch, Loader, ResidentLoader, Share, StreamedLoader, move, tensors_in
 from stormo.data.order import epoch_draws, epoch_order
 from stormo.data.tensors import TensorData
@@ -36,17 +37,6 @@ class Noisy(Dataset[Tensor]):
 
     def __getitem__(self, index: int) -> Tensor:
         return torch.tensor([float(index), float(torch.rand(())), float(os.getpid())], dtype=torch.float64)
-
-
-class Slow(Dataset[Tensor]):
-    """A data set that takes its time."""
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> Tensor:
-        time.sleep(0.03)
-        return torch.tensor(index)
 
 
 def _add_draws(data: Any, draws: Tensor) -> Any:
@@ -76,10 +66,10 @@ def _same(first: Iterator[Batch], second: Iterator[Batch]) -> bool:
     )
 
 
-def _rows(loaders: list[Loader], epoch: int) -> dict[int, list[Tensor]]:
+def _rows(workers: list[Loader], epoch: int) -> dict[int, list[Tensor]]:
     """The samples of each global batch, by its first position, in the order of workers and passes."""
     rows: dict[int, list[Tensor]] = {}
-    for loader in loaders:
+    for loader in workers:
         for batch in loader.epoch(epoch):
             if not batch.is_ghost:
                 rows.setdefault(batch.span.step_start, []).append(torch.stack([t.double() for t in batch.data], dim=1))
@@ -206,24 +196,37 @@ def test_the_global_generator_is_untouched(processes: int) -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_time_spent_waiting_is_counted_and_time_spent_computing_is_not() -> None:
+def test_time_spent_waiting_is_counted_and_time_spent_computing_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+
+    class Slow(Dataset[Tensor]):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> Tensor:
+            nonlocal now_s
+            now_s += 0.5
+            return torch.tensor(index)
+
+    monkeypatch.setattr(loaders, "time", SimpleNamespace(perf_counter=lambda: now_s))
     loader = StreamedLoader(Slow(), _share(batch=2), 0, 0, _add_draws, CPU, 0)
-    for _ in loader.epoch(1):
-        time.sleep(0.1)  # the model computes
-    assert 4 * 0.03 <= loader.wait_s < 0.2
-    quick = _resident(_share())
-    list(quick.epoch(1))
-    assert 0 < quick.wait_s < 0.1
+    for num_done, _ in enumerate(loader.epoch(1), start=1):
+        now_s += 100.0  # the model computes
+        assert loader.wait_s == 2.0, f"batch {num_done}: both batches were read before the first was handed out"
+    loader.wait_s = 0.0
+    list(loader.epoch(2))
+    assert loader.wait_s == 2.0
 
 
 def test_close_leaves_no_process_even_in_the_middle_of_an_epoch() -> None:
+    before = multiprocessing.active_children()
     loader = _streamed(_share(batch=2), Noisy(), processes=2)
     batches = loader.epoch(1)
     pids = {int(pid) for pid in next(batches).data[:, 2]} | {int(pid) for pid in next(batches).data[:, 2]}
     assert len(pids) == 2
     assert all(_is_running(pid) for pid in pids)
     loader.close()
-    assert multiprocessing.active_children() == []
+    assert multiprocessing.active_children() == before
     assert not any(_is_running(pid) for pid in pids)
     loader.close()  # harmless when repeated
 

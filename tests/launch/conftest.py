@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,20 @@ MARK = "STORMO_TEST_MARK"
 class Job:
     """A program under test; its output goes to files, so that it never waits for a reader."""
 
-    def __init__(self, command: list[str], environ: dict[str, str], folder: Path, mark: str) -> None:
+    def __init__(
+        self, command: list[str], environ: dict[str, str], folder: Path, mark: str, pass_fds: Sequence[int] = ()
+    ) -> None:
         self.mark = mark
         folder.mkdir()
         self._out, self._err = folder / "out", folder / "err"
         with self._out.open("wb") as out, self._err.open("wb") as err:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env={**environ, MARK: mark}
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env={**environ, MARK: mark},
+                pass_fds=pass_fds,
             )
 
     @property
@@ -86,7 +93,7 @@ def marked_processes(mark: str) -> list[int]:
 
 
 def clean_environ() -> dict[str, str]:
-    foreign = ("SLURM", "OMPI", "PMI", "MPI_", "TORCHELASTIC", "STORMO")
+    foreign = ("SLURM", "OMPI", "PMI", "MPI_", "TORCHELASTIC", "STORMO", "GLOO", "NCCL")
     names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"}
     kept = {name: value for name, value in os.environ.items() if name not in names and not name.startswith(foreign)}
     return {**kept, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -111,8 +118,9 @@ def start_program(mark: str, tmp_path: Path) -> Iterator[Callable[..., Job]]:
     """Starts a program with the mark; it is killed after the test if it still runs, so that the test can end."""
     jobs: list[Job] = []
 
-    def start(command: list[str], **environ: str) -> Job:
-        jobs.append(Job(command, {**clean_environ(), **environ}, tmp_path / f"job{len(jobs)}", mark))
+    def start(command: list[str], pass_fds: Sequence[int] = (), **environ: str) -> Job:
+        folder = tmp_path / f"job{len(jobs)}"
+        jobs.append(Job(command, {**clean_environ(), **environ}, folder, mark, pass_fds))
         return jobs[-1]
 
     yield start

@@ -45,7 +45,12 @@ def test_an_exception_is_shown_first_with_its_traceback_and_ends_the_others(star
 def test_survivors_complaints_are_not_shown_even_when_they_come_first(start_agent: StartAgent) -> None:
     job = start_agent(
         {
-            "0": [["sleep", 0.3], ["err", "a noisy library\n"], ["complain", "connection reset by peer"]],
+            "0": [
+                ["sleep", 0.3],
+                ["err", "a noisy library\n"],
+                ["sleep", 0.1],
+                ["complain", "connection reset by peer"],
+            ],
             "1": [["sleep", 0.8], ["raise", "boom"]],
         }
     )
@@ -208,8 +213,9 @@ def test_a_worker_silent_beyond_the_timeout_ends_the_job(start_agent: StartAgent
     assert "has sent no sign of life for 3 s: it is stopped (SIGSTOP?)" in first_line(job)
 
 
-def test_no_worker_outlives_a_killed_agent(start_agent: StartAgent) -> None:
-    job = start_agent({"*": [["out", "ready"], *FOREVER]})
+@pytest.mark.parametrize("action", ["sleep", "hold the interpreter"])  # the second cannot notice by itself
+def test_no_worker_outlives_a_killed_agent(start_agent: StartAgent, action: str) -> None:
+    job = start_agent({"*": [["out", "ready"], [action, 60]]})
     job.wait_until_ready(2)
     job.process.kill()
     job.wait()  # the fixture then finds no process left

@@ -71,6 +71,7 @@ def test_a_shell_inside_an_allocation_is_no_launch(name: str) -> None:
         {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "n1"},  # left over in a shell
         {"OMPI_MCA_btl": "tcp", "PMI_RANK": "0", "PMI_SIZE": "4"},
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"},
+        {"SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967291", "SLURM_STEP_NUM_TASKS": "8"},  # the batch script's step
         {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
         {"STORMO_LAUNCHER": ""},
     ],

@@ -283,13 +283,18 @@ def test_a_program_that_is_not_stormo_on_the_port_is_recognised_at_once(
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"), [(None, "does not answer as stormo does"), (b"", "closes the connection at once")]
+    ("words", "expected", "timeout_s"),
+    [(None, "does not answer as stormo does", 6.0), (b"", "closes the connection at once", 1.5)],
 )
 def test_a_program_that_says_nothing_on_the_port_is_named_after_the_timeout(
-    start_node: Start, foreign_listener: Callable[[bytes | None], None], words: bytes | None, expected: str
+    start_node: Start,
+    foreign_listener: Callable[[bytes | None], None],
+    words: bytes | None,
+    expected: str,
+    timeout_s: float,
 ) -> None:
     foreign_listener(words)
-    job = start_node(1, {}, timeout_s=6.0)
+    job = start_node(1, {}, timeout_s=timeout_s)
     assert job.wait() == 1
     assert expected in job.err
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -89,6 +90,7 @@ ACTIONS: dict[str, Callable[..., Any]] = {
     "unflushed out": lambda line, text: sys.stdout.write(text),
     "err": lambda line, text: os.write(2, text.encode("latin-1")),
     "sleep": lambda line, seconds: time.sleep(seconds),
+    "hold the interpreter": lambda line, seconds: ctypes.PyDLL(None).sleep(seconds),  # no other thread runs
     "kill": lambda line, number: os.kill(os.getpid(), number),
     "exit": end,
     "raise": lambda line, text: fail(line, ValueError(text)),

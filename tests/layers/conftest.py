@@ -33,9 +33,9 @@ def run_interpreted() -> Callable[[str], None]:
     """Runs the tests of a file whose names begin with `test_interpreted`."""
 
     def run(path: str) -> None:
+        options = ("-q", "-x", "-W", "error", "-p", "no:cacheprovider", "-k", "interpreted")
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-x", "-W", "error", "-p", "no:cacheprovider"]
-            + ["-k", "interpreted", path],
+            [sys.executable, "-m", "pytest", *options, path],
             env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
             capture_output=True,
             text=True,

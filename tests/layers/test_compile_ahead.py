@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -207,8 +208,9 @@ def test_noting_moves_no_state() -> None:
 
 
 @needs_triton
+@pytest.mark.usefixtures("_no_device")
 def test_a_kernel_that_does_not_compile_is_reported_and_the_others_are_there(
-    monkeypatch: pytest.MonkeyPatch, _no_device: None
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import triton.compiler
     from triton.runtime import _async_compile
@@ -227,8 +229,9 @@ def test_a_kernel_that_does_not_compile_is_reported_and_the_others_are_there(
 
 
 @needs_triton
+@pytest.mark.usefixtures("_no_device")
 def test_real_compiler_takes_the_kernels_for_hopper_with_16_byte_accesses(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, _no_device: None
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from triton import knobs
     from triton.backends.nvidia.compiler import get_ptxas

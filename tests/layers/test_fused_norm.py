@@ -115,7 +115,7 @@ def test_interpreted_float32_equals_float64_torch(shape: tuple[int, ...], residu
 
 
 @interpreted
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [(300, 160), (3, 7, 11, 13)])
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("training", [False, True])
 def test_interpreted_residual_bias_and_its_gradient_equal_float64_torch(
@@ -151,8 +151,7 @@ def test_interpreted_frozen_residual_bias_is_added_and_takes_no_gradient() -> No
 
 
 @interpreted
-@pytest.mark.parametrize("width", [16, 64, 128])
-@pytest.mark.parametrize("num_stages", [1, 3])
+@pytest.mark.parametrize(("width", "num_stages"), [(16, 1), (64, 3), (128, 1)])
 def test_interpreted_tile_shapes_change_neither_results_nor_masks(
     width: int, num_stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,9 +70,9 @@ def test_residual_bias_is_what_the_shortcuts_own_bias_would_be(dtype: torch.dtyp
     gradient, shortcut.bias.grad = shortcut.bias.grad, None
     expected = layer(hidden, residual=shortcut(x))
     expected.square().sum().backward()
-    tolerance = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 2e-2, "atol": 2e-2}
-    torch.testing.assert_close(y, expected, **tolerance)
-    torch.testing.assert_close(gradient, shortcut.bias.grad, **tolerance)
+    tolerance = 1e-12 if dtype == torch.float64 else 2e-2
+    torch.testing.assert_close(y, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(gradient, shortcut.bias.grad, rtol=tolerance, atol=tolerance)
 
 
 def test_residual_bias_does_not_widen_the_dtype_under_autocast() -> None:

@@ -239,6 +239,17 @@ def command_of(pid: int) -> str:
         return ""
 
 
+def process_of_rank(host: Host, rank: int) -> int:
+    """The process of a rank, whoever started it; helpers inherit its variables, but not its command."""
+    names = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
+    for pid, command in host.processes().items():
+        variables = environment_of(pid)
+        told = next((variables[name] for name in names if name in variables), None)
+        if "stormo train" in command and told == str(rank):
+            return pid
+    raise AssertionError(f"no rank {rank} on {host.name}: {host.processes()}")
+
+
 def environment_of(pid: int) -> dict[str, str]:
     """The environment a process was started with."""
     try:

@@ -9,21 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.hosts import Host, environment_of
-from tests.system.runs import ENDS_WITHIN_S, SLOW, Digests, Train, digests_of, summary_of
+from tests.system.hosts import Host, process_of_rank
+from tests.system.runs import ENDS_WITHIN_S, SLOW, STEPS_PER_EPOCH, Digests, Train, digests_of, summary_of
 from tests.system.slurm import Cluster
 
 TWO_NODES = ("srun", "-N2", "--ntasks-per-node=1")
-
-
-def rank_process(host: Host, rank: int) -> int:
-    """The process of a task; a daemon of Slurm's that serves it has its variables too, but another command."""
-    (pid,) = [
-        pid
-        for pid, command in host.processes().items()
-        if "stormo train" in command and environment_of(pid).get("SLURM_PROCID") == str(rank)
-    ]
-    return pid
 
 
 @pytest.mark.parametrize("srun", [TWO_NODES, ("srun", "-N1", "-n2")], ids=["two nodes", "one node"])
@@ -68,7 +58,7 @@ def test_a_task_that_is_killed_ends_the_step_and_is_named_first(
 ) -> None:
     job = cluster.start(*TWO_NODES, *train(*SLOW))
     job.wait_for("Epoch = 1:")
-    os.kill(rank_process(hosts[rank], rank), signal.SIGKILL)
+    os.kill(process_of_rank(hosts[rank], rank), signal.SIGKILL)
     assert job.wait(ENDS_WITHIN_S) != 0
     # srun writes about the same death in lines of its own.
     said = [line for line in job.err.splitlines() if not line.startswith("srun: ")]
@@ -86,7 +76,7 @@ def test_a_step_stopped_by_a_signal_ends_with_75_and_goes_on_to_the_same_bits(
     stopped = summary_of(train.folder)
     assert stopped["stopped_by"] == "signal"
     whole = local_digests(2)
-    assert 16 <= stopped["steps"] < whole.num_steps
+    assert STEPS_PER_EPOCH <= stopped["steps"] < whole.num_steps
     job = cluster.start(*TWO_NODES, *train.resume())
     assert job.wait() == 0, job.err
     assert digests_of(train.folder) == whole

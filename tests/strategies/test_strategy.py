@@ -1,0 +1,227 @@
+"""Every strategy against one device: the same losses, weights and statistics, however the samples are shared out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from stormo.config import Workers
+from stormo.options import options_of
+from stormo.strategies.data_parallel import DataParallel
+from stormo.strategies.table import STRATEGIES
+from stormo.world.world import World
+from tests.tiny_run import arrays, assert_same_bits, build, steps, whole_state
+
+Ranks = Callable[..., list[Any]]
+EXACT = {"precision": "fp64", "sync_batch_norm": True, "global_batch_size": 16}
+
+
+def _train(world: World, task_options: dict[str, Any], flags: dict[str, Any], num_steps: int) -> dict[str, Any]:
+    parts = build(world, task_options, **flags)
+    losses = steps(parts, num_steps)
+    module = parts.strategy.module
+    return {"losses": np.array(losses), **arrays(module.named_parameters()), **arrays(module.named_buffers())}
+
+
+def _assert_close(actual: dict[str, Any], expected: dict[str, Any], rtol: float = 1e-9) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(actual[name], value, rtol=rtol, atol=rtol, err_msg=name)
+
+
+def _compare(run_ranks: Ranks, sizes: list[int], task_options: dict[str, Any], flags: dict[str, Any], num: int) -> None:
+    (alone,) = run_ranks(_train, 1, task_options, flags, num)
+    assert np.isfinite(alone["losses"]).all()
+    assert len(set(alone["losses"])) == num
+    for size in sizes:
+        for ranked in run_ranks(_train, size, task_options, flags, num):
+            _assert_close(ranked, alone)
+
+
+@pytest.mark.parametrize(
+    "num_train",
+    [
+        pytest.param(48, id="even shares"),
+        pytest.param(37, id="uneven shares"),  # 16, 16, 5
+        pytest.param(34, id="empty shares"),  # 16, 16, 2: with 3 or 4 ranks some have no sample
+    ],
+)
+def test_any_number_of_ranks_with_synchronised_norms_trains_as_one(run_ranks: Ranks, num_train: int) -> None:
+    _compare(run_ranks, [2, 3, 4], {"num_train": num_train, "dropout": 0.0}, EXACT, 7)
+
+
+def test_ranks_that_accumulate_uneven_passes_train_as_one_that_does(run_ranks: Ranks) -> None:
+    # Norms see one pass of all ranks at a time, so only without them is the cut of no consequence.
+    options = {"num_train": 37, "dropout": 0.0, "norm": False}
+    _compare(run_ranks, [2, 3], options, EXACT | {"accumulate": 3}, 7)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_accumulation_equals_the_large_batch(run_ranks: Ranks, size: int) -> None:
+    options = {"num_train": 37, "dropout": 0.0, "norm": False}
+    (expected,) = run_ranks(_train, 1, options, EXACT, 7)
+    for accumulate in (2, 5):
+        for ranked in run_ranks(_train, size, options, EXACT | {"accumulate": accumulate}, 7):
+            _assert_close(ranked, expected)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_clipping_sees_the_gradient_of_the_whole_batch(run_ranks: Ranks, optimizer: str) -> None:
+    options = {"num_train": 37, "dropout": 0.0}
+    flags = EXACT | {"clip_norm": 0.05, "optimizer": optimizer}
+    _compare(run_ranks, [2, 3], options, flags, 5)
+    (clipped,) = run_ranks(_train, 1, options, flags, 5)
+    (free,) = run_ranks(_train, 1, options, EXACT | {"optimizer": optimizer}, 5)
+    assert not np.allclose(clipped["0.weight"], free["0.weight"])
+
+
+def _clipped_norm(world: World) -> list[float]:
+    parts = build(world, {"dropout": 0.0}, precision="fp64", clip_norm=0.05, global_batch_size=16, momentum=0.0)
+    before = arrays(parts.strategy.module.named_parameters())
+    steps(parts, 1)
+    after = arrays(parts.strategy.module.named_parameters())
+    return [float(np.sqrt(sum(((before[name] - after[name]) ** 2).sum() for name in before)))]
+
+
+def test_a_clipped_step_is_as_long_as_the_norm_allows(run_ranks: Ranks) -> None:
+    for (length,) in run_ranks(_clipped_norm, 2):
+        assert length == pytest.approx(0.1 * 0.05, rel=1e-4)  # learning rate times norm
+
+
+# --- number formats ---------------------------------------------------------------------------------------------------
+
+
+def _low_precision(world: World, precision: str, fault: bool) -> dict[str, Any]:
+    parts = build(world, {"dropout": 0.0, "num_train": 64}, precision=precision, global_batch_size=16, clip_norm=100.0)
+    seen: list[torch.dtype] = []
+    parts.strategy.module[0].register_forward_hook(  # type: ignore[index, operator, union-attr]
+        lambda module, inputs, output: seen.append(output.dtype)
+    )
+    before = arrays(parts.strategy.module.named_parameters())
+    if fault:
+        parts.strategy.scaler.load_state_dict({**parts.strategy.scaler.state_dict(), "scale": 1e30})
+    losses = steps(parts, 1 if fault else 40)
+    return {
+        "losses": losses,
+        "dtype": str(seen[0]),
+        "weights": str(next(parts.strategy.module.parameters()).dtype),
+        "scale": parts.strategy.scaler_state().get("scale"),
+        "moved": any(not np.array_equal(before[n], v) for n, v in arrays(parts.strategy.module.named_parameters()).items()),
+        "sum": float(sum(parameter.double().sum() for parameter in parts.strategy.module.parameters()).detach()),  # type: ignore[union-attr]
+    }
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_sixteen_bits_train_with_weights_of_32_and_ranks_stay_equal(run_ranks: Ranks, precision: str) -> None:
+    results = run_ranks(_low_precision, 2, precision, False)
+    for result in results:
+        assert result["dtype"] == {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[precision]
+        assert result["weights"] == "torch.float32"
+        assert result["losses"][-1] < 0.7 * result["losses"][0]
+        assert (result["scale"] is not None) is (precision == "fp16")
+    assert results[0]["sum"] == results[1]["sum"]
+
+
+def test_a_step_whose_scaled_gradients_overflow_is_left_out_and_the_scale_is_lowered(run_ranks: Ranks) -> None:
+    for result in run_ranks(_low_precision, 2, "fp16", True):
+        assert not result["moved"]
+        assert result["scale"] < 1e30
+
+
+# --- buffers and warm-up ----------------------------------------------------------------------------------------------
+
+
+def _average(world: World) -> tuple[dict[str, Any], dict[str, Any]]:
+    parts = build(world, {"dropout": 0.0})
+    steps(parts, 3)
+    before = arrays(parts.strategy.module.named_buffers())
+    parts.strategy.average_buffers()
+    return before, arrays(parts.strategy.module.named_buffers())
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_running_statistics_are_averaged_and_counters_left_alone(run_ranks: Ranks, size: int) -> None:
+    results = run_ranks(_average, size)
+    for name in ("1.running_mean", "1.running_var"):
+        own = [before[name] for before, _ in results]
+        if size > 1:
+            assert not np.array_equal(own[0], own[1])
+        mean = np.mean(np.stack(own).astype(np.float64), axis=0).astype(np.float32)
+        for _, after in results:
+            np.testing.assert_allclose(after[name], mean, rtol=1e-7)
+            assert np.array_equal(after[name], results[0][1][name])  # equal to the last bit
+    assert {int(after["1.num_batches_tracked"]) for _, after in results} == {3}
+
+
+def _warm_up(world: World, flags: dict[str, Any]) -> None:
+    parts = build(world, {"jitter": True, "num_train": 40}, global_batch_size=16, **flags)
+    before = whole_state(parts)
+    parts.strategy.warm_up(parts.loader)
+    assert_same_bits(whole_state(parts), before)
+    assert len(parts.strategy.optimizer.state) == 0
+    assert all(parameter.grad is None for parameter in parts.strategy.module.parameters())
+    assert parts.loader.wait_s == 0.0
+    assert parts.strategy.module.training
+    assert parts.state.progress.step == 0
+    # In the middle of a run, with state in the optimizer, as after a resume.
+    steps(parts, 4)
+    before = whole_state(parts)
+    assert before["4.weight/momentum_buffer" if flags["optimizer"] == "sgd" else "4.weight/exp_avg"].any()
+    parts.strategy.warm_up(parts.loader)
+    assert_same_bits(whole_state(parts), before)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"optimizer": "sgd"},
+        {"optimizer": "adamw", "sync_batch_norm": True, "accumulate": 2, "clip_norm": 1.0},
+        {"optimizer": "sgd", "precision": "fp16"},
+    ],
+    ids=["sgd", "adamw", "fp16"],
+)
+def test_warm_up_leaves_no_trace(run_ranks: Ranks, size: int, flags: dict[str, Any]) -> None:
+    run_ranks(_warm_up, size, flags)
+
+
+def _first_losses(world: World, is_warm: bool) -> list[float]:
+    parts = build(world, {"num_train": 40}, global_batch_size=16)
+    if is_warm:
+        parts.strategy.warm_up(parts.loader)
+    return steps(parts, 5)
+
+
+def test_a_warmed_up_run_is_the_run_that_was_not(run_ranks: Ranks) -> None:
+    cold, warm = run_ranks(_first_losses, 2, False), run_ranks(_first_losses, 2, True)
+    assert cold == warm  # two ranks add in one order only, so to the last bit
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def test_every_strategy_that_can_be_set_has_its_row() -> None:
+    (declared,) = (option for option in options_of("workers", Workers) if option.name == "strategy")
+    assert set(declared.choices) == {"auto", *STRATEGIES}
+
+
+def test_dp_wraps_the_model_for_the_gpus_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[int]] = []
+    monkeypatch.setattr(nn, "DataParallel", lambda model, device_ids: asked.append(device_ids) or model)
+
+    class Layout:
+        devices_per_worker = 3
+
+    class FakePlan:
+        layout = Layout()
+
+    strategy = DataParallel.__new__(DataParallel)
+    strategy._plan = FakePlan()  # type: ignore[assignment]
+    model = nn.Linear(1, 1)
+    assert strategy._wrap(model) is model
+    assert asked == [[0, 1, 2]]

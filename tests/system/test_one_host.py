@@ -1,0 +1,55 @@
+"""One host: only loopback is listened on, and no way to end a run leaves anything behind (checked after every test)."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from tests.system.hosts import Host, Job, process_of_rank
+from tests.system.runs import ENDS_WITHIN_S, RUN_NAME, SLOW, Train, summary_of
+
+STREAMED = ("--loader", "streamed", "--loader-workers", "1")  # helper processes and shared memory too
+KILLED_WORKER = "stormo: rank 1 on host n1 was killed by SIGKILL (signal 9)\n"
+CTRL_C = "stormo: stopping after this step; press Ctrl-C again to stop at once\n"
+
+
+def send(number: signal.Signals) -> Callable[[Host, Job], None]:
+    return lambda _, job: job.process.send_signal(number)  # to the agent, as a terminal and a scheduler do
+
+
+def kill_worker(host: Host, _: Job) -> None:
+    os.kill(process_of_rank(host, 1), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("end", "exit_code", "said"),
+    [
+        pytest.param(send(signal.SIGINT), 130, CTRL_C, id="Ctrl-C"),
+        pytest.param(send(signal.SIGTERM), 75, "", id="SIGTERM"),
+        pytest.param(send(signal.SIGKILL), -9, "", id="SIGKILL of the agent"),
+        pytest.param(kill_worker, 1, KILLED_WORKER, id="SIGKILL of a worker"),
+    ],
+)
+def test_a_run_listens_on_loopback_only_and_ends_without_a_trace(
+    hosts: tuple[Host, Host], train: Train, end: Callable[[Host, Job], None], exit_code: int, said: str
+) -> None:
+    host, _ = hosts
+    job = host.start(*train("--num-gpus", "2", *SLOW, *STREAMED))
+    job.wait_for("Epoch = 1:")
+    listeners = host.listeners()
+    assert len(listeners) >= 3  # the store and Gloo in both workers
+    assert [listener for listener in listeners if not listener.is_loopback] == []
+    assert (
+        sum("multiprocessing" in command for command in host.processes().values()) >= 2
+    )  # there is something to leave
+    end(host, job)
+    assert job.wait(ENDS_WITHIN_S) == exit_code
+    assert job.err.startswith(said)
+    assert said or job.err == ""
+    if exit_code in (75, 130):
+        summary = summary_of(train.folder)
+        assert summary["stopped_by"] == "signal"
+        assert (train.folder / RUN_NAME / "checkpoints" / f"step-{summary['steps']:08d}").is_dir()
