@@ -451,7 +451,9 @@ def _estimate_s(config: TrainConfig, layout: Layout, facts: Facts, precision: st
     return flops / (peak * 1e12 * _ASSUMED_UTILISATION)
 
 
-def _weigh(asked: bool | None, seconds: float | None, cost_s: float, saves: float, layout: Layout) -> tuple[bool, str]:
+def _weigh(
+    asked: bool | None, seconds: float | None, cost_s: float, saves: float | None, layout: Layout
+) -> tuple[bool, str]:
     if asked is not None:
         return asked, "as set"
     if layout.device_type == "cpu":

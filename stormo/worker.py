@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -35,6 +37,9 @@ def run_worker(
     config: TrainConfig, layout: Layout, task: Task, place: Place, store: Store | None, lifeline: Lifeline
 ) -> int:
     """Train as one worker of the job; return its exit code."""
+    if layout.device_type == "cuda":
+        # The first optimizer step imports torch's compiler, which takes seconds; meanwhile kernels and data get ready.
+        threading.Thread(target=importlib.import_module, args=("torch._dynamo",), daemon=True).start()
     with stop_flag() as flag, ExitStack() as closing:
         device, timeout_s = _device(layout, place), config.workers.timeout
         world = World(place, device, store=store, backend=layout.backend, timeout_s=timeout_s)

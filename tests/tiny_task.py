@@ -157,7 +157,7 @@ def watch_writes() -> None:
             event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
         )
         if is_write and "runs" in str(arguments[0]).split("/"):
-            os.write(2, f"wrote {arguments[0]}\n".encode())
+            os.write(2, f"rank {os.environ.get('RANK', 'none')} wrote {arguments[0]}\n".encode())
 
     sys.addaudithook(hook)
 

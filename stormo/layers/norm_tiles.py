@@ -64,7 +64,7 @@ def _stream_settings(tile: Tile) -> dict[str, Any]:
     return {**_shape_settings(tile), "LOADS": tile.load_policy, "STORES": tile.store_policy}
 
 
-# In bf16 a thread reads 16 bytes. Widths of 32 and 64 channels divide the usual counts, so no lane idles; three tiles in
+# In bf16 a thread reads 16 bytes. Widths of 32 and 64 divide the usual channel counts, so no lane idles; three tiles in
 # flight hide the latency of memory. Sums are made in one wave of programs, without a tail; element-wise programs come
 # in a few waves, which the hardware balances.
 # A kernel may have several tiles, the wider first: a layer takes the first whose width divides its channels.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -38,21 +37,7 @@ OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], config.Optimizer, bool], O
 }
 
 
-def _spare_compiler_import() -> None:
-    """Keep torch from importing its compiler (one to five seconds) when the first optimizer is made.
-
-    torch shields some methods of an optimizer from its compiler and loads the compiler to do so; a run that does not
-    compile needs no shield. Where torch keeps these methods otherwise, this finds nothing to do.
-    """
-    for method in vars(Optimizer).values():
-        if isinstance(method, FunctionType) and method.__code__.co_filename.endswith("_compile.py"):
-            plain = getattr(method, "__wrapped__", method)
-            plain.__dict__.setdefault("__dynamo_disable", plain)
-
-
-def make_optimizer(model: nn.Module, settings: config.Optimizer, *, compiles: bool = False) -> Optimizer:
+def make_optimizer(model: nn.Module, settings: config.Optimizer) -> Optimizer:
     """The optimizer the settings name, over all trained parameters of a model already on its device."""
-    if not compiles:
-        _spare_compiler_import()
     fused = all(parameter.is_floating_point() for parameter in model.parameters())  # one kernel for all, on CPU and GPU
     return OPTIMIZERS[settings.optimizer](parameter_groups(model, settings.weight_decay), settings, fused)

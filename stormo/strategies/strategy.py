@@ -36,7 +36,7 @@ class Strategy:
         self._settings = settings
         self._autocast_dtype = _AUTOCAST.get(plan.precision)
         self.module = self._place(task.model())  # the user's model itself
-        self.optimizer = make_optimizer(self.module, settings.optimizer, compiles=plan.compile)
+        self.optimizer = make_optimizer(self.module, settings.optimizer)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=plan.precision == "fp16")
         self._eager = self._wrap(self.module)
         self._model: nn.Module = torch.compile(self._eager, dynamic=False) if plan.compile else self._eager  # type: ignore[assignment]
