@@ -2,9 +2,11 @@
 
     python -m benchmarks.time_to_accuracy [--data-folder FOLDER] [--seeds 3]
 
-Every run is a fresh process started on a cold machine (no compilation cache is kept between them); wall time is from
-process start to process end. Energy is the GPU's own counter over that whole time, idle start-up included; it is
-`nan` where the counter cannot be read. Steady-state throughput is that of the fastest epoch.
+Every run is a fresh process without compiled kernels from an earlier one; wall time is from process start to process
+end. `wall_time_s` is that of the very first process, which also reads every library from a cold disk when the machine
+has just been started; `warm_wall_time_s` is the median of the others, and what the plain script gets. Energy is the
+GPU's own counter over the whole process; `nan` where it cannot be read. `images_per_s` is the steady state of a run
+long enough for autotuned convolutions to pay; `fast_images_per_s` that of the short runs.
 """
 
 from __future__ import annotations
@@ -22,27 +24,32 @@ import time
 from pathlib import Path
 from typing import Any
 
-FAST = {
+FAST: dict[str, str | None] = {
     "--batch-size": "512",
-    "--base-lr": "0.1",
+    "--base-lr": "0.05",
     "--nesterov": None,
-    "--weight-decay": "0.0005",
-    "--warmup-epochs": "0.4",
+    "--warmup-epochs": "0.2",
     "--warmup-from": "0.1",
-    "--decay": "linear",
-    "--epochs": "3",
+    "--decay": "step",
+    "--decay-every": "0.6",
+    "--decay-factor": "0.1",
+    "--epochs": "2",
     "--checkpoint-every": "0",
 }
 ACCURATE = FAST | {
-    "--base-lr": "0.15",
-    "--warmup-epochs": "3",
+    "--base-lr": "0.1",
+    "--weight-decay": "0.0005",
+    "--warmup-epochs": "2",
     "--warmup-from": "0.05",
-    "--epochs": "20",
+    "--decay": "linear",
+    "--epochs": "16",
     "--task.augment": None,
     "--task.label-smoothing": "0.1",
     "--target-accuracy": "0.95",
     "--patience": "1",
 }
+# Long enough that trying out convolutions pays, so that it shows what a long run settles at.
+STEADY = FAST | {"--epochs": "5", "--target-accuracy": "2", "--autotune": None}
 
 
 def as_flags(recipe: dict[str, str | None], seed: int) -> list[str]:
@@ -102,6 +109,7 @@ def main() -> None:
     fast = [run_stormo(f"fast-{s}", as_flags(FAST, s) + extra, folder, data) for s in range(options.seeds)]
     for run in fast:
         print(_row("85 % held two epochs", run))
+    steady = run_stormo("steady", as_flags(STEADY, 0) + extra, folder, data)
     accurate = []
     if not options.skip_accurate:
         seeds = range(options.seeds)
@@ -115,9 +123,11 @@ def main() -> None:
         print(output)
         plain = json.loads(output.splitlines()[-1]) | {"wall_time_s": wall_s, "energy_j": energy_j}
     figures = {
-        "images_per_s": _median(fast, "steady_images_per_s"),
+        "images_per_s": steady["steady_images_per_s"],
+        "fast_images_per_s": _median(fast, "steady_images_per_s"),
         "train_time_s": _median(fast, "time_to_target_s"),
-        "wall_time_s": _median(fast, "wall_time_s"),
+        "wall_time_s": fast[0]["wall_time_s"],
+        "warm_wall_time_s": _median(fast[1:], "wall_time_s"),
         "energy_j": _median(fast, "energy_j"),
         "accuracy": _median(fast, "validation_accuracy"),
         "accurate_train_time_s": _median(accurate, "time_to_target_s"),
@@ -136,7 +146,9 @@ def _row(label: str, run: dict[str, Any]) -> str:
     target_s = run["time_to_target_s"]
     return (
         f"{label}: {'missed' if target_s is None else f'{target_s:.2f} s'} of training in {run['epochs_run']} epochs, "
-        f"wall {run['wall_time_s']:.1f} s (set-up {run['setup_time_s']:.1f} s), "
+        f"wall {run['wall_time_s']:.1f} s (set-up {run['setup_time_s']:.1f} s: "
+        + ", ".join(f"{part} {seconds:.1f}" for part, seconds in run["setup_parts_s"].items())
+        + "), "
         f"{run['steady_images_per_s']:.0f} images/s, accuracy {run['validation_accuracy']:.4f}, {run['energy_j']:.0f} J"
     )
 

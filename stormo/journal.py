@@ -17,6 +17,7 @@ from stormo.config import Effective, TrainConfig
 from stormo.errors import SettingError
 from stormo.options import to_toml
 from stormo.plan import Plan
+from stormo.process import SetUp
 from stormo.state import RunState
 from stormo.telemetry.console import make_console
 from stormo.telemetry.files import EventFile, RunFolder, collect_environment, write_json
@@ -28,16 +29,16 @@ from stormo.world.world import World
 class Journal:
     """Opens or goes on with the folder of a run."""
 
-    def __init__(self, config: TrainConfig, plan: Plan, world: World, state: RunState, began_unix_s: float) -> None:
+    def __init__(self, config: TrainConfig, plan: Plan, world: World, state: RunState, set_up: SetUp) -> None:
         self._config = config
         self._plan = plan
         self._world = world
         self._state = state
-        self._began_unix_s = began_unix_s
+        self._set_up = set_up
+        self._began_unix_s = set_up.began_unix_s
         self._wall_before_s = 0.0
         self._sinks: list[Sink] = []
         self._weights_sha256: str | None = None
-        self._setup_time_s = 0.0
         # Whatever goes wrong with the folder must end all workers alike, so the main one speaks for all.
         if world.is_main:
             self.folder = self._open_folder()
@@ -119,7 +120,6 @@ class Journal:
         self._sinks = [make_console(sys.stdout), EventFile(self.folder)]
         if config.run.tensorboard:
             self._sinks.append(TensorBoardFile(self.folder.tensorboard))
-        self._setup_time_s = time.time() - self._began_unix_s
         self.record(
             RunStarted(
                 run_name=self.folder.name,
@@ -197,7 +197,8 @@ class Journal:
             "samples_seen": progress.samples_seen,
             "images_per_s": progress.samples_seen / trained_s if trained_s else None,
             "train_time_s": trained_s,
-            "setup_time_s": self._setup_time_s,
+            "setup_time_s": sum(self._set_up.times_s.values()),
+            "setup_parts_s": self._set_up.times_s,
             "wall_time_s": self._wall_before_s + time.time() - self._began_unix_s,
             "time_to_target_s": progress.time_to_target_s,
             "validation_accuracy": validation.get("accuracy"),

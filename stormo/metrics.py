@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from stormo.data.loaders import Seeded, move
+from stormo.data.loaders import Seeded, ending_with_this_process, move
 from stormo.data.order import derive_seed
 from stormo.data.tensors import TensorData
 from stormo.tasks.task import Task
@@ -51,6 +51,7 @@ class Validation:
                 pin_memory=world.device.type == "cuda",
                 generator=torch.Generator().manual_seed(0),  # leave the global generator alone
                 multiprocessing_context="forkserver" if num_loader_workers else None,
+                worker_init_fn=ending_with_this_process() if num_loader_workers else None,
             )
 
     @property

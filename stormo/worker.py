@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
-import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -23,7 +21,7 @@ from stormo.loop import Training, train
 from stormo.metrics import Validation
 from stormo.optim.schedule import Schedule
 from stormo.plan import Layout, Plan, resolve
-from stormo.process import process_start_unix_s
+from stormo.process import SetUp
 from stormo.progress import Progress
 from stormo.state import RunState
 from stormo.strategies.table import STRATEGIES
@@ -37,19 +35,20 @@ def run_worker(
     config: TrainConfig, layout: Layout, task: Task, place: Place, store: Store | None, lifeline: Lifeline
 ) -> int:
     """Train as one worker of the job; return its exit code."""
-    if layout.device_type == "cuda":
-        # The first optimizer step imports torch's compiler, which takes seconds; meanwhile kernels and data get ready.
-        threading.Thread(target=importlib.import_module, args=("torch._dynamo",), daemon=True).start()
+    set_up = SetUp()
+    set_up.done("imports")
     with stop_flag() as flag, ExitStack() as closing:
         device, timeout_s = _device(layout, place), config.workers.timeout
         world = World(place, device, store=store, backend=layout.backend, timeout_s=timeout_s)
         closing.callback(world.close)
+        set_up.done("joining")
         with world.once_per_node() as is_fetcher:
             if is_fetcher:
                 task.fetch()
+        set_up.done("fetching")
         plan = resolve(config, layout, task.facts())
         _set_arithmetic(config, plan)
-        return _train(config, plan, task, world, flag, lifeline.alive)
+        return _train(config, plan, task, world, flag, lifeline.alive, set_up)
 
 
 def _device(layout: Layout, place: Place) -> torch.device:
@@ -72,15 +71,24 @@ def _set_arithmetic(config: TrainConfig, plan: Plan) -> None:
 
 
 def _train(
-    config: TrainConfig, plan: Plan, task: Task, world: World, flag: StopFlag, sign_of_life: Callable[[int], None]
+    config: TrainConfig,
+    plan: Plan,
+    task: Task,
+    world: World,
+    flag: StopFlag,
+    sign_of_life: Callable[[int], None],
+    set_up: SetUp,
 ) -> int:
     seed = config.run.seed
     torch.manual_seed(derive_seed(seed, "model"))  # every worker builds the same model
     strategy = STRATEGIES[plan.layout.strategy](world, plan, task, config)
     torch.manual_seed(derive_seed(seed, "worker", world.rank))  # and has its own dropout
+    set_up.done("model")
     loader = _loader(config, plan, task, world)
+    set_up.done("data")
     if world.size > 1 or world.device.type == "cuda" or plan.compile or plan.loader == "streamed":
         strategy.warm_up(loader)
+    set_up.done("first passes")
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     state = RunState(progress=Progress(), strategy=strategy, loss_sum=loss_sum)
     validation = Validation(
@@ -91,8 +99,9 @@ def _train(
         resident=plan.loader == "resident",
         num_loader_workers=_num_loader_workers(config, world),
     )
-    journal = Journal(config, plan, world, state, process_start_unix_s())
+    journal = Journal(config, plan, world, state, set_up)
     journal.resume()
+    set_up.done("run folder")
     journal.start()
     try:
         outcome = train(

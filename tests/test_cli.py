@@ -74,7 +74,8 @@ def test_every_verb_has_its_own_help_and_refuses_what_it_does_not_know(
         (
             MissingPackageError("pack", "this", "all"),
             2,
-            "stormo: this needs the package pack, which is not installed; install it with: pip install 'stormo[all]'.\n",
+            "stormo: this needs the package pack, which is not installed; "
+            "install it with: pip install 'stormo[all]'.\n",
         ),
         (
             unknown_name("thing", "x", ["b", "a"]),
@@ -106,7 +107,10 @@ def test_an_error_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(
     "unbuffered",
-    [True, pytest.param(False, marks=pytest.mark.xfail(reason="what is still buffered fails when Python ends: code 120"))],
+    [
+        True,
+        pytest.param(False, marks=pytest.mark.xfail(reason="what is still buffered fails when Python ends: code 120")),
+    ],
 )
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--dry-run", "--device", "cpu"]])
 def test_a_reader_that_goes_away_is_no_error(arguments: list[str], unbuffered: bool) -> None:

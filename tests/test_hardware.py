@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from stormo import hardware
 from stormo.hardware import PEAK_TFLOPS, Gpu, num_cores, peak_tflops, visible_gpus
 
 _CARDS = [
@@ -62,7 +61,7 @@ def _install(monkeypatch: pytest.MonkeyPatch, driver: _Driver | None) -> None:
             raise OSError(f"{name}: cannot open shared object file")
         return driver
 
-    monkeypatch.setattr(hardware.ctypes, "CDLL", load)
+    monkeypatch.setattr("stormo.hardware.ctypes.CDLL", load)
 
 
 def test_without_a_driver_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

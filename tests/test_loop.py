@@ -119,7 +119,7 @@ def test_all_epochs_are_trained_recorded_and_saved() -> None:
     assert second.cumulative_time_s == pytest.approx(first.epoch_time_s + second.epoch_time_s)
     assert second.cumulative_time_s == progress.train_time_s
     assert first.images_per_s == pytest.approx(40 / first.epoch_time_s)
-    assert 0 < first.train_loss
+    assert first.train_loss > 0
     assert 0 <= first.input_wait_fraction <= 1
     assert (first.peak_memory_bytes or 0) > 2**20
     assert first.validation == {"accuracy": first.validation["accuracy"], "loss": first.validation["loss"]}

@@ -25,7 +25,13 @@ V100 = Gpu(name="Tesla V100-SXM2-16GB", memory_bytes=16 * 2**30, capability=(7, 
 T4 = Gpu(name="Tesla T4", memory_bytes=15 * 2**30, capability=(7, 5))
 RTX4090 = Gpu(name="NVIDIA GeForce RTX 4090", memory_bytes=24 * 2**30, capability=(8, 9))
 P100 = Gpu(name="Tesla P100-PCIE-16GB", memory_bytes=16 * 2**30, capability=(6, 0))
-FACTS = Facts(num_train=60_000, num_validation=10_000, flops_per_sample=11.08e9, train_bytes=60_000 * 792)
+FACTS = Facts(
+    num_train=60_000,
+    num_validation=10_000,
+    flops_per_sample=11.08e9,
+    compile_saves=0.05,
+    train_bytes=60_000 * 792,
+)
 
 
 def configured(**flags: Any) -> TrainConfig:
@@ -209,23 +215,29 @@ def test_num_gpus_without_gpus_counts_cpu_processes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_visible", "flags", "world_size", "strategy", "words"),
+    ("num_visible", "flags", "world_size", "strategy", "total", "origin", "exchange"),
     [
-        (1, {}, 1, "single", "1 = 1 node × 1 GPU (all that are visible; 1 × NVIDIA H200 visible); no communication needed"),
-        (4, {}, 4, "ddp", "4 = 1 node × 4 GPUs (all that are visible; 4 × NVIDIA H200 visible); nccl for GPUs"),
-        (4, {"num_gpus": 2}, 2, "ddp", "2 = 1 node × 2 GPUs (as set; 4 × NVIDIA H200 visible); nccl for GPUs"),
-        (4, {"num_nodes": 2}, 8, "ddp", "8 = 2 nodes × 4 GPUs (all that are visible; 4 × NVIDIA H200 visible); nccl for GPUs"),
-        (4, {"backend": "gloo"}, 4, "ddp", "4 = 1 node × 4 GPUs (all that are visible; 4 × NVIDIA H200 visible); gloo as set"),
-        (1, {"num_gpus": 1, "strategy": "ddp"}, 1, "ddp", "1 = 1 node × 1 GPU (as set; 1 × NVIDIA H200 visible); no communication needed"),
+        (1, {}, 1, "single", "1 = 1 node × 1 GPU", "all that are visible", "no communication needed"),
+        (4, {}, 4, "ddp", "4 = 1 node × 4 GPUs", "all that are visible", "nccl for GPUs"),
+        (4, {"num_gpus": 2}, 2, "ddp", "2 = 1 node × 2 GPUs", "as set", "nccl for GPUs"),
+        (4, {"num_nodes": 2}, 8, "ddp", "8 = 2 nodes × 4 GPUs", "all that are visible", "nccl for GPUs"),
+        (4, {"backend": "gloo"}, 4, "ddp", "4 = 1 node × 4 GPUs", "all that are visible", "gloo as set"),
+        (1, {"strategy": "ddp"}, 1, "ddp", "1 = 1 node × 1 GPU", "all that are visible", "no communication needed"),
     ],
-)  # fmt: skip
+)
 def test_gpus_are_used_as_far_as_they_are_asked_for(
-    num_visible: int, flags: dict[str, Any], world_size: int, strategy: str, words: str
+    num_visible: int,
+    flags: dict[str, Any],
+    world_size: int,
+    strategy: str,
+    total: str,
+    origin: str,
+    exchange: str,
 ) -> None:
     layout = layout_of([H200] * num_visible, **flags)
     assert (layout.device_type, layout.gpu_name) == ("cuda", "NVIDIA H200")
     assert (layout.world_size, layout.strategy, layout.devices_per_worker) == (world_size, strategy, 1)
-    assert said(layout, "workers") == words
+    assert said(layout, "workers") == f"{total} ({origin}; {num_visible} × NVIDIA H200 visible); {exchange}"
 
 
 def test_unlike_gpus_are_counted_but_not_named() -> None:
@@ -273,7 +285,10 @@ def test_dp_is_one_process_with_several_gpus() -> None:
     assert plan.global_batch_size == 32
     assert plan.learning_rate == pytest.approx(0.04)
     assert plan.warmup_start == pytest.approx(0.01)
-    for several in ({"num_nodes": 2}, {"launched": Launched(launcher="torchrun", world_size=2, local_size=2, num_nodes=1)}):
+    for several in (
+        {"num_nodes": 2},
+        {"launched": Launched(launcher="torchrun", world_size=2, local_size=2, num_nodes=1)},
+    ):
         with pytest.raises(SettingError, match="--strategy dp was set for several processes, but DataParallel is one"):
             layout_of([H200] * 4, strategy="dp", **several)
 
@@ -342,16 +357,26 @@ def test_the_learning_rate_follows_its_rule(flags: dict[str, Any], rate: float, 
         ({"num_gpus": 4, "warmup_epochs": 0.5}, 0.01, 234),
         ({"num_gpus": 4, "warmup_from": 0.0}, 0.0, 5 * 469),
         ({"num_gpus": 4, "warmup_from": 0.5}, 0.02, 5 * 469),
-        ({"warmup_epochs": 1.0}, 0.01, 1875),
+        ({"global_batch_size": 128, "warmup_from": 0.5}, 0.005, 5 * 469),
     ],
 )
-def test_warm_up_starts_from_the_rate_of_one_worker_or_as_set(
-    flags: dict[str, Any], start: float, steps: int
-) -> None:
+def test_warm_up_starts_from_the_rate_of_one_worker_or_as_set(flags: dict[str, Any], start: float, steps: int) -> None:
     plan = plan_of(**flags)
     assert plan.warmup_start == pytest.approx(start)
     assert plan.warmup_steps == steps
     assert f"; warm-up from {start:g} over " in said(plan, "learning rate")
+
+
+@pytest.mark.parametrize("flags", [{}, {"num_gpus": 4, "global_batch_size": 64}, {"num_gpus": 4, "warmup_from": 1.0}])
+def test_a_warm_up_that_would_start_from_the_full_rate_is_said_to_be_none(flags: dict[str, Any]) -> None:
+    plan = plan_of(**flags)
+    assert plan.warmup_start == plan.learning_rate
+    assert "; no warm-up, as it would start from the full rate " in said(plan, "learning rate")
+
+
+def test_a_fixed_global_batch_has_one_schedule_on_any_number_of_workers() -> None:
+    plans = [plan_of(num_gpus=size, global_batch_size=64) for size in (1, 2, 8)]
+    assert len({(plan.learning_rate, plan.warmup_start, plan.warmup_steps, plan.total_steps) for plan in plans}) == 1
 
 
 @pytest.mark.parametrize(
@@ -376,9 +401,7 @@ def test_a_resumed_run_keeps_its_batch_and_rate_on_any_number_of_workers() -> No
 
 
 @settings(max_examples=200)
-@given(
-    st.integers(1, 64), st.integers(1, 9), st.integers(1, 5), st.one_of(st.none(), st.integers(45, 5000))
-)
+@given(st.integers(1, 64), st.integers(1, 9), st.integers(1, 5), st.one_of(st.none(), st.integers(45, 5000)))
 def test_the_global_batch_is_the_sum_of_all_shares(
     batch_size: int, num_workers: int, accumulate: int, wanted: int | None
 ) -> None:
@@ -448,7 +471,7 @@ def test_channels_last_is_for_gpus_and_can_be_set() -> None:
 
 def test_compile_and_autotune_are_weighed_against_their_cost() -> None:
     seconds_an_epoch = 60_000 * 11.08e9 / (989e12 * plan_module._ASSUMED_UTILISATION)
-    cost_s, saves = plan_module._COMPILE_COST_S, plan_module._COMPILE_SAVES
+    cost_s, saves = plan_module._COMPILE_COST_S, 0.05
     pays_from = math.floor(cost_s / saves / seconds_an_epoch) + 1
     for epochs, is_on in ((pays_from - 1, False), (pays_from, True)):
         plan = plan_of([H200], epochs=epochs)
@@ -464,9 +487,13 @@ def test_compile_and_autotune_are_weighed_against_their_cost() -> None:
 
 
 def test_what_cannot_be_estimated_is_off_and_says_so() -> None:
+    unknown = "off: its gain cannot be estimated for this task and device"
     for plan in (plan_of([RTX4090], epochs=4000), plan_of([H200], replace(FACTS, flops_per_sample=None), epochs=4000)):
         assert (plan.compile, plan.autotune) == (False, False)
-        assert said(plan, "compile") == "off: its gain cannot be estimated for this task and device"
+        assert said(plan, "compile") == said(plan, "autotune") == unknown
+    assert said(plan_of([H200], replace(FACTS, compile_saves=None), epochs=4000), "compile") == unknown
+    fused = plan_of([H200], replace(FACTS, compile_saves=0.0), epochs=4000)
+    assert said(fused, "compile") == "off: this task's layers are fused already and faster without"
     assert said(plan_of(epochs=4000), "compile") == "off: does not pay on CPUs"
     assert plan_of(compile=True).compile
     assert not plan_of([H200], compile=False, epochs=4000).compile
@@ -482,9 +509,7 @@ def test_what_cannot_be_estimated_is_off_and_says_so() -> None:
         (9 * 2**30, "resident", "resident", "as set"),
     ],
 )
-def test_the_loader_follows_the_size_of_the_data(
-    train_bytes: int | None, asked: str, loader: str, reason: str
-) -> None:
+def test_the_loader_follows_the_size_of_the_data(train_bytes: int | None, asked: str, loader: str, reason: str) -> None:
     plan = plan_of(facts=replace(FACTS, train_bytes=train_bytes), loader=asked)
     assert plan.loader == loader
     assert said(plan, "data") == f"{loader}: {reason}"

@@ -5,6 +5,7 @@ Every command costs seconds of imports, so each serves as many facts as it can; 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -12,6 +13,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,17 @@ from stormo.telemetry.files import current_events, read_events
 
 TASK = str(Path(__file__).with_name("tiny_task.py"))
 # 1001 samples in batches of 128: eight steps an epoch, the last one with 105.
-SETTINGS = ["--batch-size", "64", "--epochs", "2", "--target-accuracy", "2", "--checkpoint-every", "3", "--no-tensorboard"]
+SETTINGS = [
+    "--batch-size",
+    "64",
+    "--epochs",
+    "2",
+    "--target-accuracy",
+    "2",
+    "--checkpoint-every",
+    "3",
+    "--no-tensorboard",
+]
 _LAUNCHERS = ("SLURM_", "OMPI_", "PMI", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC", "STORMO_", "TINY_")
 _EPOCH_LINE = re.compile(
     r"Epoch = (\d+): Cumulative Time = \d+\.\d{3}, Epoch Time = \d+\.\d{3}, Images/sec = \d+\.\d{2}, "
@@ -32,12 +45,49 @@ _EPOCH_LINE = re.compile(
 
 def stormo(folder: Path, *arguments: str, fault: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
     """Run `stormo train` on the tiny task in a folder."""
+    with start(folder, *arguments, fault=fault, **variables) as process:
+        try:
+            output, errors = process.communicate(timeout=240)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # its workers end with it
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+def start(folder: Path, *arguments: str, fault: str = "", **variables: str) -> subprocess.Popen[str]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
     environ |= {"OMP_NUM_THREADS": "1", "TINY_FAULT": fault or "none -1 0", **variables}
     command = [sys.executable, "-m", "stormo", "train", TASK, *SETTINGS, *arguments]
-    return subprocess.run(
-        command, cwd=folder, env=environ, capture_output=True, text=True, timeout=240, check=False, start_new_session=True
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
+
+
+def session(leader: int) -> list[int]:
+    """The processes, ended ones aside, that a command started in a session of its own has left."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            state, _, _, owner = entry.read_text().rpartition(")")[2].split()[:4]
+            if int(owner) == leader and state != "Z":
+                found.append(int(entry.parent.name))
+    return found
+
+
+def wait_until(holds: Callable[[], bool], timeout_s: float = 20.0) -> bool:
+    deadline_s = time.monotonic() + timeout_s
+    while not holds():
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def summary(run: Path) -> dict[str, Any]:
@@ -158,7 +208,11 @@ def test_after_one_two_and_three_kills_the_very_same_line_ends_with_the_same_wei
         for key in ("weights_sha256", "sample_order_sha256", "steps", "samples_seen", "validation_accuracy"):
             assert result[key] == expected[key], key
         losses = [
-            [event["train_loss"] for event in current_events(read_events(path / "events.jsonl")) if event["event"] == "epoch_done"]
+            [
+                event["train_loss"]
+                for event in current_events(read_events(path / "events.jsonl"))
+                if event["event"] == "epoch_done"
+            ]
             for path in (whole[0], copied)
         ]
         assert losses[0] == losses[1]
@@ -188,7 +242,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_good_one_offered_and_taken(
     content[-1] ^= 1
     newest.write_bytes(content)
     refused = stormo(tmp_path, "--num-gpus", "1", "--resume", "one")
-    assert refused.returncode == 1
+    assert refused.returncode == 2
     assert "Traceback" not in refused.stderr
     assert "at least one byte changed since it was written" in refused.stderr
     offered = re.search(r"--resume (\S+?)\.?\n", refused.stderr)
@@ -198,6 +252,13 @@ def test_a_damaged_checkpoint_is_refused_and_the_good_one_offered_and_taken(
     done = stormo(tmp_path, "--num-gpus", "1", "--resume", offered[1])
     assert done.returncode == 0, done.stderr
     assert summary(run)["steps"] == 16
+
+
+def test_a_killed_run_leaves_no_loading_process_behind(tmp_path: Path) -> None:
+    arguments = ["--num-gpus", "1", "--task.noisy", "--loader-workers", "2"]
+    with start(tmp_path, *arguments, fault="kill-job 0 5") as killed:
+        assert killed.wait(timeout=240) == -signal.SIGKILL
+        assert wait_until(lambda: not session(killed.pid)), session(killed.pid)
 
 
 # --- signals ----------------------------------------------------------------------------------------------------------

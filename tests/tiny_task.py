@@ -6,11 +6,13 @@ the same options and another fault. `TINY_FAULT="kill 1 20"` kills rank 1 in its
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -133,19 +135,15 @@ def _fail_if_due(num_calls: int) -> None:
 def listening_addresses() -> list[str]:
     """The local addresses on which this process listens for TCP, as the kernel writes them (hexadecimal)."""
     own = set()
-    for descriptor in os.listdir("/proc/self/fd"):
-        try:
-            own.add(os.readlink(f"/proc/self/fd/{descriptor}"))
-        except FileNotFoundError:  # the descriptor of the listing itself
-            continue
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
+            own.add(str(descriptor.readlink()))
     found = []
     for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
-        with open(table, encoding="ascii") as lines:  # noqa: PTH123 - a table of the kernel
-            next(lines)
-            for line in lines:
-                fields = line.split()
-                if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
-                    found.append(fields[1].partition(":")[0])
+        for line in Path(table).read_text(encoding="ascii").splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
+                found.append(fields[1].partition(":")[0])
     return found
 
 

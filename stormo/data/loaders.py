@@ -6,7 +6,11 @@ the loop waited for them.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import os
+import select
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -186,6 +190,7 @@ class StreamedLoader(Loader):
             prefetch_factor=4 if num_workers else None,
             generator=torch.Generator().manual_seed(0),  # never draw from the global generator: it would shift dropout
             multiprocessing_context="forkserver" if num_workers else None,
+            worker_init_fn=ending_with_this_process() if num_workers else None,
         )
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -229,6 +234,29 @@ class StreamedLoader(Loader):
         if iterator is not None:
             iterator._shutdown_workers()
             self._loader._iterator = None
+
+
+def ending_with_this_process() -> Callable[[int], None]:
+    """For `worker_init_fn`: have a loading process end when the one that calls this does, even if it is killed.
+
+    It is a child of the fork server, which in turn lives until all its children have ended: torch's own look at the
+    parent would wait for ever.
+    """
+    return functools.partial(_end_with, os.getpid())
+
+
+def _end_with(trainer_pid: int, _: int) -> None:
+    def wait() -> None:
+        waiting = select.poll()
+        waiting.register(trainer, select.POLLIN)
+        waiting.poll()
+        os._exit(1)
+
+    try:
+        trainer = os.pidfd_open(trainer_pid)
+    except ProcessLookupError:  # it has ended already
+        os._exit(1)
+    threading.Thread(target=wait, name="stormo-ends-with-trainer", daemon=True).start()
 
 
 def tensors_in(data: Any) -> Iterator[Tensor]:

@@ -154,6 +154,11 @@ class Agent:
         """Leave no process behind, whatever happened, and no line of theirs unshown."""
         for worker in self._workers:
             worker.kill()
+        deadline = time.monotonic() + self._patience.leftover_s
+        while time.monotonic() < deadline and any(worker.has_helpers() for worker in self._workers):
+            time.sleep(0.02)
+        for worker in self._workers:
+            worker.kill_group()
         deadline = time.monotonic() + _REAP_S
         for worker in self._workers:
             if not worker.reap(max(0.1, deadline - time.monotonic())):

@@ -173,7 +173,7 @@ class Client:
             elif kind == "failure":
                 failure = Failure.from_message(message)
                 if failure is not None:
-                    server.settled = True
+                    server.settled = True  # it ends now, too
                     self._events.append(Reported(failure=failure))
             elif kind == "end":
                 code = message.get("exit_code")

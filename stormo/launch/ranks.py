@@ -110,10 +110,9 @@ class RanksLifeline:
             if not place.is_main and self._told.wait(_SAME_SENTENCE_S):
                 self._end_process(failure.exit_code)
         elif secondary:
-            self._send(failure)
+            self._complain(failure)
             # Rank 0 decides, a little earlier than the others would on their own.
-            patience_s = self._settling.other_nodes_s + (0.0 if place.is_main else 0.5)
-            if self._told.wait(patience_s):
+            if self._told.wait(self._settling.other_nodes_s + 0.5):
                 time.sleep(_LINGER_S)  # the thread is about to end this process
                 self._end_process(EXIT_FAILURE)
             failure = failure.as_cause()
@@ -144,6 +143,13 @@ class RanksLifeline:
     def _say_goodbye(self) -> None:
         self._control.rank_ended(self._place.rank, 0)
         self._control.leave(0)
+
+    def _complain(self, failure: Failure) -> None:
+        if self._place.is_main:
+            sign = Sign(failure=failure, weight=Weight.SECONDARY, seen_at=time.monotonic(), rank=0)
+            self._outbox.put(lambda: self._signs.append(sign))
+        else:
+            self._send(failure)
 
     def _send(self, failure: Failure) -> None:
         sent = threading.Event()
@@ -212,11 +218,14 @@ class RanksLifeline:
             return
         sign = cause(self._signs, self._endings)
         failure = sign.failure
-        if not sign.from_other_node or sign.weight is Weight.SECONDARY:
-            self._control.report(failure)  # noticed or decided here: the others are yet to be told
-        # The culprit shows its own failure. Where it could not, rank 0 does, or rank 1 when rank 0 is the culprit.
-        speaker = 1 if failure.who == "rank 0" else 0
-        self._end_with(failure, print_here=not failure.printed and self._place.rank == speaker)
+        told_by_culprit = sign.from_other_node and sign.weight is Weight.CAUSE
+        if self._place.is_main:
+            if not told_by_culprit:
+                self._control.report(replace(failure, printed=True))  # noticed or decided here: tell the others
+            self._end_with(failure, print_here=not failure.printed)
+        else:
+            # The culprit shows its own failure, or else rank 0 does, or else, when that one has vanished, rank 1.
+            self._end_with(failure, print_here=not told_by_culprit and self._place.rank == 1)
 
     def _end_with(self, failure: Failure, *, print_here: bool) -> None:
         self._cause = failure

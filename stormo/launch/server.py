@@ -91,8 +91,9 @@ class Server:
         return events
 
     def report(self, failure: Failure) -> None:
-        """Tell every other member what has failed."""
-        self._relay({"type": "failure", **failure.to_message()})
+        """Tell every other member what has failed; a complaint stays here, where the cause is decided."""
+        if not failure.secondary:
+            self._relay({"type": "failure", **failure.to_message()})
 
     def rank_ended(self, rank: int, exit_code: int) -> None:
         """Nothing to tell: the owner of the server keeps the book of ended ranks."""

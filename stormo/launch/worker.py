@@ -127,9 +127,18 @@ class Worker:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End the worker and everything in its process group, now."""
+        """End the worker itself, now; helpers that notice it end by themselves and tidy shared memory up."""
+        self.send_signal(signal.SIGKILL)
+
+    def kill_group(self) -> None:
+        """End everything that the worker has started and that still runs."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
+
+    def has_helpers(self) -> bool:
+        """Whether something the worker has started still runs; ask before it is reaped, while its number is its own."""
+        stats = (_stat_fields(int(entry.name)) for entry in Path("/proc").iterdir() if entry.name.isdecimal())
+        return any(fields[2:3] == [str(self.pid)] and fields[0] != "Z" for fields in stats)
 
     def reap(self, timeout_s: float) -> bool:
         """Wait for the end of a killed worker; False if the kernel cannot end it in time."""
@@ -148,12 +157,19 @@ class Worker:
 
     def state(self) -> str:
         """What the process is doing, in words, as the kernel shows it."""
-        try:
-            status = Path(f"/proc/{self.pid}/stat").read_text()
-        except OSError:
+        fields = _stat_fields(self.pid)
+        if not fields:
             return "its state is unknown"
-        letter = status.rpartition(")")[2].split()[0]  # the name before it may hold blanks and brackets
-        return _STATES.get(letter, f"its state is {letter}")
+        return _STATES.get(fields[0], f"its state is {fields[0]}")
+
+
+def _stat_fields(pid: int) -> list[str]:
+    """State, parent, process group and so on of a process; empty if there is none."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return []
+    return status.rpartition(")")[2].split()  # the name before it may hold blanks and brackets
 
 
 def start_worker(

@@ -1,8 +1,16 @@
-"""The optimizers by name, each with what it takes from the settings; a variant is a row."""
+"""The optimizers by name, each with what it takes from the settings; a variant is a row.
+
+torch loads its compiler, which takes seconds, when an optimizer is made and again looks for it in every step. A run
+that does not compile has no use for it: `_light` and `_spare_compiler` take the plain functions underneath.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import sys
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -21,14 +29,28 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [group for group in groups if group["params"]]
 
 
+@functools.cache
+def _light(base: type[Optimizer]) -> Callable[..., Optimizer]:
+    """The same optimizer with its undecorated step; the decorator only serves `differentiable`, which is off here."""
+    return type(base.__name__, (base,), {"step": torch.no_grad()(inspect.unwrap(base.step))})
+
+
+def _spare_compiler() -> None:
+    """Mark the methods that torch shields from its compiler as shielded already; elsewhere there is nothing to do."""
+    for method in vars(Optimizer).values():
+        if isinstance(method, FunctionType) and method.__code__.co_filename.endswith("_compile.py"):
+            plain = inspect.unwrap(method)
+            plain.__dict__.setdefault("__dynamo_disable", plain)
+
+
 def _sgd(groups: list[dict[str, Any]], settings: config.Optimizer, fused: bool) -> Optimizer:
-    return torch.optim.SGD(
+    return _light(torch.optim.SGD)(
         groups, lr=settings.base_lr, momentum=settings.momentum, nesterov=settings.nesterov, fused=fused
     )
 
 
 def _adamw(groups: list[dict[str, Any]], settings: config.Optimizer, fused: bool) -> Optimizer:
-    return torch.optim.AdamW(groups, lr=settings.base_lr, betas=(settings.momentum, 0.999), fused=fused)
+    return _light(torch.optim.AdamW)(groups, lr=settings.base_lr, betas=(settings.momentum, 0.999), fused=fused)
 
 
 OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], config.Optimizer, bool], Optimizer]] = {
@@ -39,5 +61,7 @@ OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], config.Optimizer, bool], O
 
 def make_optimizer(model: nn.Module, settings: config.Optimizer) -> Optimizer:
     """The optimizer the settings name, over all trained parameters of a model already on its device."""
+    if "torch._dynamo" not in sys.modules:
+        _spare_compiler()
     fused = all(parameter.is_floating_point() for parameter in model.parameters())  # one kernel for all, on CPU and GPU
     return OPTIMIZERS[settings.optimizer](parameter_groups(model, settings.weight_decay), settings, fused)

@@ -52,7 +52,9 @@ def _resident(share: Share, *, num_draws: int = 0) -> ResidentLoader:
     return ResidentLoader(_data(), share, 5, num_draws, _add_draws, CPU)
 
 
-def _streamed(share: Share, data: Dataset[Any] | None = None, *, num_draws: int = 0, processes: int = 0) -> StreamedLoader:
+def _streamed(
+    share: Share, data: Dataset[Any] | None = None, *, num_draws: int = 0, processes: int = 0
+) -> StreamedLoader:
     return StreamedLoader(data or _data(), share, 5, num_draws, _add_draws, CPU, processes)
 
 

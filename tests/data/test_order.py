@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 
@@ -48,7 +49,7 @@ def test_order_and_draws_neither_read_nor_move_the_global_generator() -> None:
 def test_draws_are_numbers_in_0_to_1_of_their_own_for_each_position() -> None:
     draws = epoch_draws(1000, 3, 0, 1)
     assert (draws.shape, draws.dtype) == ((1000, 3), torch.float32)
-    assert 0 <= float(draws.min())
+    assert float(draws.min()) >= 0
     assert float(draws.max()) < 1
     assert len(draws[:, 0].unique()) > 990
     assert not torch.equal(draws, epoch_draws(1000, 3, 0, 2))
@@ -63,7 +64,7 @@ def test_parts_cut_a_stretch_without_gap_or_overlap_and_differ_by_one_at_most(
     pieces = [part(start, start + length, index, num_parts) for index in range(num_parts)]
     assert pieces[0][0] == start
     assert pieces[-1][1] == start + length
-    assert all(before[1] == after[0] for before, after in zip(pieces, pieces[1:], strict=False))
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(pieces))
     sizes = [stop - begin for begin, stop in pieces]
     assert max(sizes) - min(sizes) <= 1
     assert min(sizes) >= 0

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +18,11 @@ import pytest
 # Each test runs real processes; start_agent comes from conftest.py and returns a Job.
 StartAgent = Callable[..., Any]
 
+HERE = Path(__file__).parent
 WAIT = ["wait for stop"]
 STOP_WITH_75 = [["stop on", "SIGTERM"], ["stop on", "SIGUSR1"], ["stop on", "SIGINT"], WAIT, ["exit", 75]]
 FOREVER = [["sleep", 60]]
+TWO_WORKERS = {"num_workers": 2}
 
 
 def first_line(job: Any) -> str:
@@ -249,12 +255,54 @@ def test_the_environment_says_who_a_worker_is(start_agent: StartAgent) -> None:
 
 
 def test_a_command_that_cannot_be_started_is_one_sentence(start_program: Any) -> None:
-    import sys
-    from pathlib import Path
-
     arguments = {"command": ["/nowhere/python"], "node": {"num_workers": 2}}
-    program = Path(__file__).parent / "agent_program.py"
-    job = start_program([sys.executable, str(program), json.dumps(arguments)])
+    job = start_program([sys.executable, str(HERE / "agent_program.py"), json.dumps(arguments)])
     assert job.wait() == 1
     assert job.err.startswith("stormo: The worker command /nowhere/python could not be started")
     assert len(job.err.splitlines()) == 1
+
+
+def test_on_a_terminal_rank_0_draws_itself_and_ctrl_c_reaches_each_worker_once(mark: str) -> None:
+    scenario = {"*": [["terminal"], ["stop on", "SIGINT"], WAIT, ["sleep", 0.5], ["stops"], ["exit", 130]]}
+    command = [sys.executable, str(HERE / "worker_program.py"), json.dumps(scenario)]
+    agent = [sys.executable, str(HERE / "agent_program.py"), json.dumps({"command": command, "node": TWO_WORKERS})]
+    ours, theirs = pty.openpty()
+    environ = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "STORMO_TEST_MARK": mark}
+    process = subprocess.Popen(["setsid", "-cw", *agent], stdin=theirs, stdout=theirs, stderr=theirs, env=environ)
+    os.close(theirs)
+    seen = read_terminal(ours, lambda text: text.count("ready") == 2)
+    os.write(ours, b"\x03")
+    seen += read_terminal(ours, lambda text: False)
+    os.close(ours)
+    assert process.wait(30) == 130
+    assert "rank 0: terminal True" in seen
+    assert "[rank 1] rank 1: terminal False" in seen
+    assert "press Ctrl-C again" in seen
+    assert seen.count("asked 1 time") == 2  # the terminal's own SIGINT goes to the agent alone
+
+
+def test_on_a_terminal_a_failure_gives_the_cursor_back(mark: str) -> None:
+    command = [sys.executable, str(HERE / "worker_program.py"), json.dumps({"1": [["raise", "boom"]], "0": FOREVER})]
+    agent = [sys.executable, str(HERE / "agent_program.py"), json.dumps({"command": command, "node": TWO_WORKERS})]
+    ours, theirs = pty.openpty()
+    environ = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "STORMO_TEST_MARK": mark}
+    process = subprocess.Popen(["setsid", "-cw", *agent], stdin=theirs, stdout=theirs, stderr=theirs, env=environ)
+    os.close(theirs)
+    seen = read_terminal(ours, lambda text: False)
+    os.close(ours)
+    assert process.wait(30) == 1
+    assert "\x1b[?25h\r\nstormo: rank 1 on host" in seen
+
+
+def read_terminal(fd: int, condition: Callable[[str], bool]) -> str:
+    """What a terminal shows, until a condition holds or its last program has ended."""
+    seen = b""
+    while not condition(seen.decode("utf-8", "replace")):
+        try:
+            chunk = os.read(fd, 4096)
+        except OSError:  # how Linux tells that nobody writes to the terminal any more
+            break
+        if not chunk:
+            break
+        seen += chunk
+    return seen.decode("utf-8", "replace")

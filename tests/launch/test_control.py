@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from stormo.errors import SettingError
+from stormo.errors import SettingError, StormoError
 from stormo.launch.client import Client
 from stormo.launch.control import (
     Control,
@@ -27,7 +28,7 @@ from stormo.launch.control import (
     misfit,
 )
 from stormo.launch.failure import of_exit
-from stormo.launch.server import Server
+from stormo.launch.server import Server, _make_room
 
 TIMING = Timing(join_s=10.0, heartbeat_s=0.1, lost_after_s=5.0, stalled_after_s=5.0)
 Make = Callable[..., Any]
@@ -244,3 +245,22 @@ def test_a_connection_to_itself_is_not_taken_for_a_server(free_port: int, monkey
     poll_until(lambda seen: client._trouble == "nothing listens there", client)
     assert client._server is None
     client.close()
+
+
+@pytest.mark.parametrize(
+    ("limits", "raised_to"), [((1024, 4096), (1512, 4096)), ((1024, -1), (1512, -1)), ((4096, 4096), None)]
+)
+def test_room_is_made_for_the_connections_of_a_large_job(
+    limits: tuple[int, int], raised_to: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised: list[Any] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda what: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda what, new: raised.append(new))
+    _make_room(1000)
+    assert raised == ([] if raised_to is None else [raised_to])
+
+
+def test_a_limit_too_small_for_the_job_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (1024, 1024))
+    with pytest.raises(StormoError, match="a process there may open only 1024 files"):
+        _make_room(1000)

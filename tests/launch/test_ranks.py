@@ -122,9 +122,13 @@ def test_a_complaint_without_a_cause_is_shown_after_all(start_ranks: StartRanks,
     assert "connection reset" in all_text(jobs)
 
 
-def test_a_rank_that_ended_early_is_the_cause_of_a_complaint(start_ranks: StartRanks) -> None:
-    jobs = start_ranks({"2": [["exit", 0]], "1": [["sleep", 0.5], ["complain", "closed"]], "0": [["sleep", 60]]})
+@pytest.mark.parametrize("complaining", [0, 1])
+def test_a_rank_that_ended_early_is_the_cause_of_a_complaint(start_ranks: StartRanks, complaining: int) -> None:
+    complaint = [["sleep", 0.5], ["complain", "closed"]]
+    jobs = start_ranks({"2": [["exit", 0]], "*": [["sleep", 60]], str(complaining): complaint})
     assert [job.wait() for job in jobs] == [1, 1, 0]
+    assert all_text(jobs) == jobs[0].err
+    assert jobs[0].err.count("stormo: ") == 1
     assert "rank 2 on host" in jobs[0].err
     assert "ended early with exit code 0" in jobs[0].err
 

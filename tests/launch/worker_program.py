@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from stormo.errors import SettingError
@@ -21,6 +22,12 @@ from stormo.launch.detect import detect
 from stormo.launch.ranks import RanksLifeline
 
 asked_to_stop = threading.Event()
+stops: list[int] = []
+
+
+def note_stop(number: int, frame: FrameType | None) -> None:
+    stops.append(number)
+    asked_to_stop.set()
 
 
 def publish(text: str) -> None:
@@ -97,7 +104,9 @@ ACTIONS: dict[str, Callable[..., Any]] = {
     "raise and linger": lambda line, text: fail(line, ValueError(text), linger=True),
     "complain": lambda line, text: fail(line, ValueError(text), secondary=True),
     "setting": lambda line, *parts: fail(line, SettingError(*parts)),
-    "stop on": lambda line, name: signal.signal(getattr(signal, name), lambda *_: asked_to_stop.set()),
+    "stop on": lambda line, name: signal.signal(getattr(signal, name), note_stop),
+    "stops": lambda line: print(f"asked {len(stops)} time", flush=True),
+    "terminal": lambda line: print(f"rank {os.environ['RANK']}: terminal {os.isatty(1)}", flush=True),
     "wait for stop": wait_for_stop,
     "helper": start_helper,
     "forked helper": fork_helper,

@@ -99,7 +99,7 @@ def test_a_clipped_step_is_as_long_as_the_norm_allows(run_ranks: Ranks) -> None:
 def _low_precision(world: World, precision: str, fault: bool) -> dict[str, Any]:
     parts = build(world, {"dropout": 0.0, "num_train": 64}, precision=precision, global_batch_size=16, clip_norm=100.0)
     seen: list[torch.dtype] = []
-    parts.strategy.module[0].register_forward_hook(  # type: ignore[index, operator, union-attr]
+    parts.strategy.module.get_submodule("0").register_forward_hook(
         lambda module, inputs, output: seen.append(output.dtype)
     )
     before = arrays(parts.strategy.module.named_parameters())
@@ -111,7 +111,9 @@ def _low_precision(world: World, precision: str, fault: bool) -> dict[str, Any]:
         "dtype": str(seen[0]),
         "weights": str(next(parts.strategy.module.parameters()).dtype),
         "scale": parts.strategy.scaler_state().get("scale"),
-        "moved": any(not np.array_equal(before[n], v) for n, v in arrays(parts.strategy.module.named_parameters()).items()),
+        "moved": any(
+            not np.array_equal(before[n], v) for n, v in arrays(parts.strategy.module.named_parameters()).items()
+        ),
         "sum": float(sum(parameter.double().sum() for parameter in parts.strategy.module.parameters()).detach()),  # type: ignore[union-attr]
     }
 
@@ -211,8 +213,7 @@ def test_every_strategy_that_can_be_set_has_its_row() -> None:
 
 
 def test_dp_wraps_the_model_for_the_gpus_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[list[int]] = []
-    monkeypatch.setattr(nn, "DataParallel", lambda model, device_ids: asked.append(device_ids) or model)
+    monkeypatch.setattr(nn, "DataParallel", lambda model, device_ids: (model, device_ids))
 
     class Layout:
         devices_per_worker = 3
@@ -223,5 +224,5 @@ def test_dp_wraps_the_model_for_the_gpus_of_its_process(monkeypatch: pytest.Monk
     strategy = DataParallel.__new__(DataParallel)
     strategy._plan = FakePlan()  # type: ignore[assignment]
     model = nn.Linear(1, 1)
-    assert strategy._wrap(model) is model
-    assert asked == [[0, 1, 2]]
+    wrapped: Any = strategy._wrap(model)
+    assert wrapped == (model, [0, 1, 2])

@@ -84,16 +84,22 @@ class Job:
         """The first line on stderr."""
         return self.err.partition("\n")[0]
 
-    def wait(self, timeout_s: float = 60.0) -> int:
+    def wait(self, timeout_s: float = 120.0) -> int:
         """Its exit code."""
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"did not end within {timeout_s:g} s; {self._both()}") from None
 
-    def wait_for(self, words: str, timeout_s: float = 60.0) -> None:
+    def wait_for(self, words: str, timeout_s: float = 120.0) -> None:
         """Wait until it has printed something."""
-        wait_until(lambda: words in self.out + self.err, timeout_s, lambda: f"{words!r} never came; {self._both()}")
+
+        def came_or_never_will() -> bool:
+            has_ended = self.process.poll() is not None  # asked first: then nothing is printed in between
+            return words in self.out + self.err or has_ended
+
+        wait_until(came_or_never_will, timeout_s, lambda: f"{words!r} did not come in time; {self._both()}")
+        assert words in self.out + self.err, f"ended before {words!r} came; {self._both()}"
 
     def _both(self) -> str:
         return f"out:\n{self.out}\nerr:\n{self.err}"
