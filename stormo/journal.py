@@ -20,7 +20,7 @@ from stormo.plan import Plan
 from stormo.process import SetUp
 from stormo.state import RunState
 from stormo.telemetry.console import make_console
-from stormo.telemetry.files import EventFile, RunFolder, collect_environment, write_json
+from stormo.telemetry.files import EventFile, RunFolder, collect_environment, write_json, write_whole
 from stormo.telemetry.record import CheckpointSaved, Notice, Record, RunEnded, RunStarted, Sink
 from stormo.telemetry.tensorboard import TensorBoardFile
 from stormo.world.world import World
@@ -61,6 +61,8 @@ class Journal:
             try:
                 folder.mkdir(parents=True)
             except FileExistsError:
+                if run.run_name is not None and not RunFolder(folder).is_run:
+                    return RunFolder(folder)  # killed before it wrote anything; the lock keeps others out
                 if run.run_name is not None:
                     raise SettingError(
                         f"--run-name {name} was set",
@@ -115,7 +117,7 @@ class Journal:
         effective = Effective(
             global_batch_size=plan.global_batch_size, learning_rate=plan.learning_rate, warmup_start=plan.warmup_start
         )
-        self.folder.config.write_text(to_toml(named, effective), encoding="utf-8")
+        write_whole(self.folder.config, to_toml(named, effective))
         write_json(self.folder.environment, collect_environment(_versions(self._world)))
         self._sinks = [make_console(sys.stdout), EventFile(self.folder)]
         if config.run.tensorboard:

@@ -63,7 +63,7 @@ def read_settings(arguments: list[str]) -> tuple[TrainConfig, type[Task]]:
     config = options.make_config(before | settings, task_class.Options)
     # The batch and the rate stay what they were, whatever the number of workers, unless the user changes them now.
     unchanged = all(settings.get(key, before.get(key)) == before.get(key) for key in _BATCH_AND_RATE)
-    effective = Effective(**inherited[EFFECTIVE]) if unchanged else None
+    effective = _effective(inherited, resumed) if unchanged else None
     return replace(config, given=frozenset(settings), resumed=effective), task_class
 
 
@@ -88,6 +88,17 @@ def _resumed_run(flags: dict[str, Any]) -> RunFolder | None:
     if not runs:
         raise SettingError("--resume was set", f"there is no run in {folder}", "name one with --resume RUN")
     return runs[0]
+
+
+def _effective(document: dict[str, Any], resumed: RunFolder) -> Effective:
+    try:
+        return Effective(**document[EFFECTIVE])
+    except (KeyError, TypeError):
+        raise SettingError(
+            f"run {resumed.name} was to go on",
+            f"{resumed.config} has no valid section [{EFFECTIVE}]",
+            "restore that file, or start a new run",
+        ) from None
 
 
 def _check_resumed(settings: dict[str, Any], before: dict[str, Any], resumed: RunFolder) -> None:

@@ -139,11 +139,16 @@ def to_json(value: Any) -> Any:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON file so that a reader sees the old or the new content, never a part, even after a power cut."""
+    """Write a JSON file as `write_whole` does."""
+    write_whole(path, json.dumps(to_json(value), indent=2, allow_nan=False) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the old or the new content, never a part, even after a power cut."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
-            file.write(json.dumps(to_json(value), indent=2, allow_nan=False).encode() + b"\n")
+            file.write(text.encode())
             file.flush()
             os.fsync(file.fileno())  # before the rename, or the new name could point at an empty file
         temporary.replace(path)
