@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 
-from stormo.data import fashion_mnist
+from stormo.data import fashion_mnist, fetch
 from stormo.data.fashion_mnist import (
     FASHION_MNIST,
     PUBLIC_SOURCES,
@@ -818,7 +818,7 @@ def assert_is_fashion_mnist(folder: Path) -> None:
 def fetch_really(home: Path, real: Sources, excuses: tuple[str, ...]) -> Path:
     """Asks one public place; what lies outside these tests, such as no network, skips and everything else fails."""
     tried: list[str] = []
-    job = fashion_mnist._Fetch(home=home, release=FASHION_MNIST, sources=real, tell=lambda _: None)
+    job = fetch.Fetch(home=home, release=FASHION_MNIST, sources=real, tell=lambda _: None)
     if not job.run(tried):
         assert any(excuse in tried[0] for excuse in excuses), tried
         pytest.skip(tried[0])
