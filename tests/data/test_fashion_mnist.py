@@ -24,7 +24,6 @@ from typing import Any
 import pytest
 import torch
 
-from stormo.data import fashion_mnist, fetch
 from stormo.data.fashion_mnist import (
     FASHION_MNIST,
     PUBLIC_SOURCES,
@@ -35,6 +34,7 @@ from stormo.data.fashion_mnist import (
     find_or_fetch,
     read,
 )
+from stormo.data.fetch import Fetch
 from stormo.errors import EXIT_USAGE, SettingError
 
 REAL_ENVIRONMENT = dict(os.environ)  # before any fixture
@@ -818,7 +818,7 @@ def assert_is_fashion_mnist(folder: Path) -> None:
 def fetch_really(home: Path, real: Sources, excuses: tuple[str, ...]) -> Path:
     """Asks one public place; what lies outside these tests, such as no network, skips and everything else fails."""
     tried: list[str] = []
-    job = fetch.Fetch(home=home, release=FASHION_MNIST, sources=real, tell=lambda _: None)
+    job = Fetch(home=home, release=FASHION_MNIST, sources=real, tell=lambda _: None)
     if not job.run(tried):
         assert any(excuse in tried[0] for excuse in excuses), tried
         pytest.skip(tried[0])

@@ -44,6 +44,10 @@ class Train:
         fixed = ["--deterministic", "--epochs", "3", "--target-accuracy", "1", "--patience", "100"]
         return [str(HERE / "task.py"), *run, *fixed, *options]
 
+    def first_epoch_is_saved(self) -> bool:
+        """Whether the checkpoint at the end of the first epoch of two workers is there."""
+        return (self.folder / RUN_NAME / "checkpoints" / f"step-{STEPS_PER_EPOCH:08d}").is_dir()
+
     def resume(self, *options: str) -> list[str]:
         """The whole command that goes on with the run."""
         return [STORMO, "train", "--resume", RUN_NAME, "--runs-folder", str(self.folder), *options]
