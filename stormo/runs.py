@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from stormo.errors import StormoError
-from stormo.telemetry.console import encodable, format_duration, format_rate, write_text
 from stormo.telemetry.files import RunFolder, current_events, list_runs, read_events, read_summary, to_json
+from stormo.telemetry.text import encodable, format_duration, format_rate, write_text
 
 MISSING = "n/a"
 _SILENT_AFTER_S = 300.0  # validation and saving write no events; longer silence means a dead run

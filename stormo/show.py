@@ -15,7 +15,6 @@ from typing import Any
 
 from stormo.errors import StormoError
 from stormo.runs import MISSING, RunOverview, align, last_event, overview
-from stormo.telemetry.console import encodable, format_duration, format_figure, format_rate, run_reference, write_text
 from stormo.telemetry.files import (
     RunFolder,
     current_events,
@@ -25,6 +24,7 @@ from stormo.telemetry.files import (
     read_summary,
     to_json,
 )
+from stormo.telemetry.text import encodable, format_duration, format_figure, format_rate, run_reference, write_text
 
 _CURVE_WIDTH = 40
 _BLOCKS = "▁▂▃▄▅▆▇█"

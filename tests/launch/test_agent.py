@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from stormo.launch import Node, run_node
+
 # Each test runs real processes; start_agent comes from conftest.py and returns a Job.
 StartAgent = Callable[..., Any]
 
@@ -306,3 +308,26 @@ def read_terminal(fd: int, condition: Callable[[str], bool]) -> str:
             break
         seen += chunk
     return seen.decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize(("actions", "code"), [([["exit", 0]], 0), ([["raise", "boom"]], 1)])
+def test_the_caller_gets_its_descriptors_and_signal_handlers_back(actions: list[Any], code: int, mark: str) -> None:
+    command = [sys.executable, str(HERE / "worker_program.py"), json.dumps({"*": actions})]
+    environ = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "STORMO_TEST_MARK": mark}
+    numbers = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGTTOU)
+    handlers = [signal.getsignal(number) for number in numbers]
+    descriptors = open_descriptors()
+    assert run_node(command, Node(**TWO_WORKERS), environ=environ) == code
+    assert open_descriptors() == descriptors
+    assert [signal.getsignal(number) for number in numbers] == handlers
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def open_descriptors() -> dict[str, str]:
+    found = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            found[entry.name] = str(entry.readlink())
+        except FileNotFoundError:  # the one that lists the others
+            continue
+    return found

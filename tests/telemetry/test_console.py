@@ -12,18 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from stormo.telemetry.console import (
-    PlainConsole,
-    TerminalConsole,
-    encodable,
-    epoch_line,
-    format_clock,
-    format_duration,
-    format_figure,
-    format_rate,
-    make_console,
-    run_reference,
-)
+from stormo.telemetry.console import PlainConsole, TerminalConsole, epoch_line, make_console
 from stormo.telemetry.record import (
     CheckpointSaved,
     EpochDone,
@@ -33,6 +22,7 @@ from stormo.telemetry.record import (
     StepDone,
     ValidationProgress,
 )
+from stormo.telemetry.text import encodable, format_clock, format_duration, format_figure, format_rate, run_reference
 
 HIDE_CURSOR = "\x1b[?25l"
 EXPLANATION = (

@@ -1,0 +1,93 @@
+"""Figures and words as users read them, and writing them to a stream that may close or know no Unicode."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import os
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    pass
+
+_PLAIN_SIGNS = str.maketrans({"×": "x", "–": "-", "—": "-", "·": "-", "…": "...", "→": "->", "≥": ">=", "≤": "<="})
+
+
+def run_reference(run_name: str, run_folder: str) -> str:
+    """How to name the run on a command line: by its name where `runs/` is the place, else by its path."""
+    is_default_place = Path(run_folder).resolve() == Path("runs", run_name).resolve()
+    return shlex.quote(run_name if is_default_place else run_folder)
+
+
+def format_duration(seconds: float) -> str:
+    """`0.52 s`, `24.5 s`, `12:34` (minutes), `1:02:03` (hours)."""
+    if not math.isfinite(seconds):
+        return "n/a"
+    if seconds < 59.95:
+        return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.1f} s"
+    return format_clock(seconds)
+
+
+def format_clock(seconds: float) -> str:
+    """`0:09`, `12:34` (minutes), `1:02:03` (hours)."""
+    minutes, rest_s = divmod(round(max(seconds, 0.0)), 60)
+    hours, rest_minutes = divmod(minutes, 60)
+    return f"{hours}:{rest_minutes:02d}:{rest_s:02d}" if hours else f"{rest_minutes}:{rest_s:02d}"
+
+
+def format_rate(per_s: float) -> str:
+    """`2,423`, and one decimal below a hundred."""
+    return f"{per_s:,.0f}" if abs(per_s) >= 99.95 else f"{per_s:.1f}"
+
+
+def format_figure(value: float) -> str:
+    """Four decimals; large values in powers of ten, so that a diverging loss keeps its column."""
+    return f"{value:.4f}" if abs(value) < 1000 else f"{value:.2e}"
+
+
+def encodable(text: str, stream: TextIO) -> str:
+    """The text with every sign the stream cannot write replaced by its closest plain one."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return text.translate(_PLAIN_SIGNS).encode(encoding, "replace").decode(encoding)
+    return text
+
+
+def write_text(text: str, stream: TextIO) -> bool:
+    """Write and flush; False once nobody reads any more (`| head`), from when on the stream leads nowhere."""
+    try:
+        stream.write(encodable(text, stream))
+        stream.flush()
+    except OSError as error:
+        if not nobody_reads(error):
+            raise
+        discard(stream)
+        return False
+    return True
+
+
+def metric_order(validation: Mapping[str, float]) -> list[str]:
+    """Loss and accuracy first, then the task's own metrics in its order."""
+    known = [name for name in ("loss", "accuracy") if name in validation]
+    return known + [name for name in validation if name not in known]
+
+
+def nobody_reads(error: OSError) -> bool:
+    """A pipe whose reader ended (`| head`), or a terminal that was closed."""
+    return error.errno in (errno.EPIPE, errno.EIO)
+
+
+def discard(stream: TextIO) -> None:
+    """Send what is still written to a dead stream nowhere; else Python fails when it flushes it at exit."""
+    with contextlib.suppress(OSError, ValueError):  # a stream without a file descriptor has nothing to redirect
+        null_fd = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(null_fd, stream.fileno())
+        finally:
+            os.close(null_fd)
