@@ -182,7 +182,7 @@ def _device(config: TrainConfig, gpus: Sequence[Gpu]) -> tuple[str, str]:
     if gpus:
         names = sorted({gpu.name for gpu in gpus})
         return "cuda", f"{len(gpus)} × {names[0]} visible" if len(names) == 1 else f"{len(gpus)} GPUs visible"
-    return "cpu", "no GPU is visible, so a worker is a CPU process"
+    return "cpu", "no GPU is visible"
 
 
 def _check_gpus(config: TrainConfig, per_node: int, num_visible: int, launched: Launched | None) -> None:

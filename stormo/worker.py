@@ -37,7 +37,7 @@ def run_worker(
     """Train as one worker of the job; return its exit code."""
     set_up = SetUp()
     set_up.done("imports")
-    with stop_flag() as flag, ExitStack() as closing:
+    with stop_flag(announces=place.launcher == "alone") as flag, ExitStack() as closing:
         device, timeout_s = _device(layout, place), config.workers.timeout
         world = World(place, device, store=store, backend=layout.backend, timeout_s=timeout_s)
         closing.callback(world.close)

@@ -92,15 +92,16 @@ class Pool:
             answers.append(connection.recv())
         failures = [text for is_good, text in answers if not is_good]
         if failures:
+            self.close()  # what a failed rank still holds of its process group could block it in the next call
             raise RankFailedError("\n".join(failures))
         return [result for _, result in answers]
 
     def close(self) -> None:
         """End all ranks."""
         for process, connection in self._members:
-            connection.close()
             process.kill()
             process.join()
+            connection.close()
         self._members = []
 
 

@@ -201,7 +201,7 @@ def test_a_machine_without_gpus_gets_one_cpu_process() -> None:
     assert (layout.device_type, layout.gpu_name, layout.backend) == ("cpu", None, "gloo")
     assert (layout.strategy, layout.world_size, layout.workers_per_node, layout.num_nodes) == ("single", 1, 1, 1)
     assert said(layout, "workers") == (
-        "1 = 1 node × 1 CPU process (the default; no GPU is visible, so a worker is a CPU process); "
+        "1 = 1 node × 1 CPU process (the default; no GPU is visible); "
         "no communication needed"
     )
     assert said(layout, "strategy") == "single: one worker, nothing to average"

@@ -72,7 +72,7 @@ def needed_calls(model: nn.Module, dtype: torch.dtype, training: bool = True) ->
             num_channels.add(layer.num_channels)
             key = (layer.num_channels, layer.dropout > 0.0, layer.reduce is None, *offsets, *numbers)
             norms.setdefault(key, layer)
-    # Masks are drawn from the CPU's generator, whose state a run with this call must share with one without it.
+    # Noted on the CPU, masks draw from its generator, whose state a run with this call shares with one without it.
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), noting() as calls:
         for layer in norms.values():
             for in_training in (True, False) if training else (False,):

@@ -23,34 +23,28 @@ from stormo.layers.sync_batch_norm import Reduce, unpack_moments, update_running
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Mask:
-    """What the ReLU and dropout masks are recomputed from."""
+    """What the ReLU and dropout masks are recomputed from, but for the seed."""
 
     floor: float
-    seed: int = 0
     threshold: int = 0  # a 16-bit random number below it is dropped
     keep_scale: float = 1.0
 
     @staticmethod
-    def draw(dropout: float, activation: bool) -> _Mask:
-        """Draws a seed from torch's CPU generator: part of the saved random state, and no device synchronisation."""
+    def of(dropout: float, activation: bool) -> _Mask:
+        """The mask of a layer; the scale follows the rounded threshold, so that the expected output is exact."""
         floor = 0.0 if activation else float("-inf")
         if dropout == 0.0:
             return _Mask(floor=floor)
-        number = int(torch.randint(2**62, (), device="cpu"))
-        # dropout · 2^16 is rounded up or down at random, so that the chance to be dropped is exact over calls; the
-        # scale follows the rounded value, so that the expected output is exact in every call.
-        threshold = min(int(dropout * 2**16 + (number >> 38) / 2**24), 2**16 - 1)
-        return _Mask(floor=floor, seed=number, threshold=threshold, keep_scale=2**16 / (2**16 - threshold))
+        threshold = min(max(round(dropout * 2**16), 1), 2**16 - 1)
+        return _Mask(floor=floor, threshold=threshold, keep_scale=2**16 / (2**16 - threshold))
 
-    def arguments(self) -> dict[str, Any]:
+    def draw_seed(self, device: torch.device) -> Tensor | None:
+        """A seed by the device's own generator: no wait for the host, and a replayed CUDA graph draws another."""
+        return torch.randint(2**62, (1,), device=device) if self.threshold else None
+
+    def operands(self, seed: Tensor | None) -> tuple[Any, ...]:
         """The kernels' arguments."""
-        return {
-            "floor": self.floor,
-            "seed": self.seed,
-            "threshold": self.threshold,
-            "keep_scale": self.keep_scale,
-            "DROPOUT": self.threshold > 0,
-        }
+        return self.floor, seed, self.threshold, self.keep_scale
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,6 +102,7 @@ class _FusedNormAct(torch.autograd.Function):
         options: _Options,
     ) -> Tensor:
         matrix = Matrix.of(x)
+        seed = options.mask.draw_seed(x.device)
         count = None
         with on_device(x):
             if not options.training:
@@ -156,18 +151,19 @@ class _FusedNormAct(torch.autograd.Function):
                 matrix.num_rows,
                 matrix.num_channels,
                 tiles_each,
+                *options.mask.operands(seed),
+                DROPOUT=seed is not None,
                 RESIDUAL=residual is not None,
-                **options.mask.arguments(),
                 **tile.stream,
             )
-        ctx.save_for_backward(x, weight, bias, mean, invstd, count)
+        ctx.save_for_backward(x, weight, bias, mean, invstd, count, seed)
         ctx.matrix, ctx.options = matrix, options
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, mean, invstd, count = ctx.saved_tensors
+        x, weight, bias, mean, invstd, count, seed = ctx.saved_tensors
         matrix: Matrix = ctx.matrix
         options: _Options = ctx.options
         grad_residual = grad if ctx.needs_input_grad[1] else None
@@ -183,7 +179,7 @@ class _FusedNormAct(torch.autograd.Function):
             partials = torch.empty(
                 2 + has_bias_grad, grid[1], matrix.num_channels, dtype=torch.float32, device=x.device
             )
-            mask = options.mask.arguments()
+            mask = options.mask.operands(seed)
             launch(
                 norm_kernels.gradient_sums_kernel,
                 grid,
@@ -196,8 +192,9 @@ class _FusedNormAct(torch.autograd.Function):
                 invstd,
                 matrix.num_rows,
                 matrix.num_channels,
+                *mask,
+                DROPOUT=seed is not None,
                 RESIDUAL_BIAS=has_bias_grad,
-                **mask,
                 **tile.reduction,
             )
             if options.training and options.reduce_grads is not None:
@@ -241,7 +238,8 @@ class _FusedNormAct(torch.autograd.Function):
                     matrix.num_rows,
                     matrix.num_channels,
                     tiles_each,
-                    **mask,
+                    *mask,
+                    DROPOUT=seed is not None,
                     **tile.stream,
                 )
         return grad_x, grad_residual, grad_residual_bias, grad_weight, grad_bias, None, None, None, None
@@ -290,7 +288,7 @@ def norm_act(
         training=training,
         momentum=momentum,
         eps=eps,
-        mask=_Mask.draw(dropout if training else 0.0, activation),
+        mask=_Mask.of(dropout if training else 0.0, activation),
         reduce_stats=reduce_stats,
         reduce_grads=reduce_grads,
         absent=absent,

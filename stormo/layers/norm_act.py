@@ -132,10 +132,7 @@ class NormAct(nn.Module, SynchronisedNorm):
         if any(t.dtype != torch.float32 for t in (self.weight, self.bias, self.running_mean, self.running_var)):
             return False
         num_rows = x.numel() // self.num_channels
-        if not 2 <= num_rows < MAX_FUSED_ROWS:  # torch's own operation has the error for a single row
-            return False
-        # The fused mask is keyed by a number drawn on the host, which a captured graph would replay for ever.
-        return not (self.training and self.dropout > 0.0 and torch.cuda.is_current_stream_capturing())
+        return 2 <= num_rows < MAX_FUSED_ROWS  # torch's own operation has the error for a single row
 
     def forward(self, x: Tensor, residual: Tensor | None = None, residual_bias: Tensor | None = None) -> Tensor:
         """Normalises (batch statistics in training, running ones in evaluation), activates, drops, adds.

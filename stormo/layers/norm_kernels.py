@@ -138,7 +138,7 @@ def finish_statistics_kernel(
             tl.store(num_batches_ptr, tl.load(num_batches_ptr) + 1)
 
 
-@triton.jit(do_not_specialize=["num_rows", "tiles_each", "seed", "threshold"])
+@triton.jit(do_not_specialize=["num_rows", "tiles_each", "threshold"])
 def apply_kernel(
     x_ptr: tl.tensor,
     residual_ptr: tl.tensor,
@@ -152,7 +152,7 @@ def apply_kernel(
     num_channels: tl.tensor,
     tiles_each: tl.tensor,
     floor: tl.tensor,  # 0 for ReLU, minus infinity for none
-    seed: tl.int64,
+    seed_ptr: tl.tensor,  # one int64, which a replayed CUDA graph draws anew; None without dropout
     threshold: tl.tensor,
     keep_scale: tl.tensor,
     DROPOUT: tl.constexpr,
@@ -173,6 +173,8 @@ def apply_kernel(
     bias = tl.load(bias_ptr + channels, mask=valid, other=0.0)[None, :]
     if residual_bias_ptr is not None:  # known when the kernel is compiled
         residual_bias = tl.load(residual_bias_ptr + channels, mask=valid, other=0.0)[None, :]
+    if DROPOUT:
+        seed = tl.load(seed_ptr)
     num_tiles = tl.cdiv(num_rows, BLOCK_ROWS)
     begin = tl.program_id(1) * tiles_each
     for tile in tl.range(begin, tl.minimum(begin + tiles_each, num_tiles), num_stages=STAGES):
@@ -195,7 +197,7 @@ def apply_kernel(
         tl.store(y_ptr + start + offsets, y, mask=mask, eviction_policy=STORES)
 
 
-@triton.jit(do_not_specialize=["num_rows", "seed", "threshold"])
+@triton.jit(do_not_specialize=["num_rows", "threshold"])
 def gradient_sums_kernel(
     grad_ptr: tl.tensor,
     x_ptr: tl.tensor,
@@ -208,7 +210,7 @@ def gradient_sums_kernel(
     num_rows: tl.tensor,
     num_channels: tl.tensor,
     floor: tl.tensor,
-    seed: tl.int64,
+    seed_ptr: tl.tensor,
     threshold: tl.tensor,
     keep_scale: tl.tensor,
     DROPOUT: tl.constexpr,
@@ -227,6 +229,8 @@ def gradient_sums_kernel(
     bias = tl.load(bias_ptr + channels, mask=valid, other=0.0)[None, :]
     total = tl.zeros((ROWS_KEPT, BLOCK_CHANNELS), tl.float32)
     products = tl.zeros((ROWS_KEPT, BLOCK_CHANNELS), tl.float32)
+    if DROPOUT:
+        seed = tl.load(seed_ptr)
     if RESIDUAL_BIAS:
         plain = tl.zeros((ROWS_KEPT, BLOCK_CHANNELS), tl.float32)
     for tile in tl.range(tl.program_id(1), tl.cdiv(num_rows, BLOCK_ROWS), tl.num_programs(1), num_stages=STAGES):
@@ -282,7 +286,7 @@ def finish_gradients_kernel(
         tl.store(grad_residual_bias_ptr + channels, plain.to(tl.float32), mask=valid)
 
 
-@triton.jit(do_not_specialize=["num_rows", "tiles_each", "seed", "threshold"])
+@triton.jit(do_not_specialize=["num_rows", "tiles_each", "threshold"])
 def input_gradient_kernel(
     grad_ptr: tl.tensor,
     x_ptr: tl.tensor,
@@ -296,7 +300,7 @@ def input_gradient_kernel(
     num_channels: tl.tensor,
     tiles_each: tl.tensor,
     floor: tl.tensor,
-    seed: tl.int64,
+    seed_ptr: tl.tensor,
     threshold: tl.tensor,
     keep_scale: tl.tensor,
     DROPOUT: tl.constexpr,
@@ -317,6 +321,8 @@ def input_gradient_kernel(
     slope = (scale * invstd * tl.load(means_ptr + num_channels + channels, mask=valid, other=0.0))[None, :]
     grad_scale = (scale * keep_scale)[None, :]
     scale = scale[None, :]
+    if DROPOUT:
+        seed = tl.load(seed_ptr)
     num_tiles = tl.cdiv(num_rows, BLOCK_ROWS)
     begin = tl.program_id(1) * tiles_each
     for tile in tl.range(begin, tl.minimum(begin + tiles_each, num_tiles), num_stages=STAGES):

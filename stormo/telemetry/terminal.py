@@ -119,10 +119,14 @@ class TerminalConsole:
         from rich import box
         from rich.live import Live
         from rich.panel import Panel
+        from rich.table import Table
 
         self._run = record
         title = self._text(f"{record.run_name} · {record.task}", "bold")
-        body = self._text("\n".join(record.explanation))
+        body = Table.grid(padding=(0, 2, 0, 0))  # a long reason wraps below itself, not below its label
+        for line in record.explanation:
+            label, _, reason = line.partition("  ")
+            body.add_row(self._text(label), self._text(reason.lstrip()))
         self._console.print(
             Panel(body, title=title, title_align="left", box=box.ROUNDED, border_style="dim", expand=False)
         )
@@ -219,7 +223,10 @@ class TerminalConsole:
             rows.append(("checkpoint", self._checkpoint_path))
         if self._run is not None:
             rows.append(("run folder", self._run.run_folder))
-            rows.append(("see it with", f"stormo show {run_reference(self._run.run_name, self._run.run_folder)}"))
+            reference = run_reference(self._run.run_name, self._run.run_folder)
+            rows.append(("see it with", f"stormo show {reference}"))
+            if stopped_by == "signal":
+                rows.append(("go on with", f"stormo train --resume {reference}"))
         return rows
 
     def _may_redraw(self) -> bool:

@@ -5,6 +5,7 @@ Nothing is saved inside a handler. A second Ctrl-C ends the process at once.
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,20 +17,23 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 class StopFlag:
     """The last stop signal that came, or 0."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, announces: bool = False) -> None:
         self.signal_number = 0
+        self._announces = announces  # an agent does it for its workers
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Remember the signal; give up at once on a second Ctrl-C."""
         if number == signal.SIGINT and self.signal_number == signal.SIGINT:
             raise KeyboardInterrupt
+        if number == signal.SIGINT and self._announces:
+            os.write(2, b"\nstormo: stopping after this step; press Ctrl-C again to stop at once\n")
         self.signal_number = number
 
 
 @contextmanager
-def stop_flag() -> Iterator[StopFlag]:
+def stop_flag(*, announces: bool = False) -> Iterator[StopFlag]:
     """Turn stop signals into a flag while the body runs."""
-    flag = StopFlag()
+    flag = StopFlag(announces=announces)
     before = {number: signal.signal(number, flag.handle) for number in STOP_SIGNALS}
     try:
         yield flag

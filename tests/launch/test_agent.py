@@ -317,7 +317,7 @@ def test_the_caller_gets_its_descriptors_and_signal_handlers_back(actions: list[
     numbers = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGTTOU)
     handlers = [signal.getsignal(number) for number in numbers]
     descriptors = open_descriptors()
-    assert run_node(command, Node(**TWO_WORKERS), environ=environ) == code
+    assert run_node(command, Node(num_workers=2), environ=environ) == code
     assert open_descriptors() == descriptors
     assert [signal.getsignal(number) for number in numbers] == handlers
     assert signal.set_wakeup_fd(-1) == -1

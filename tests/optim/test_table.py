@@ -58,7 +58,7 @@ def test_an_optimizer_takes_its_settings_and_one_kernel_for_all(
     name: Any, kind: type[Any], expected: dict[str, Any]
 ) -> None:
     optimizer = make_optimizer(_model(), config.Optimizer(optimizer=name, base_lr=0.3, momentum=0.8, nesterov=True))
-    assert type(optimizer) is kind
+    assert isinstance(optimizer, kind)
     for group in optimizer.param_groups:
         assert group["fused"] is True
         assert {key: group[key] for key in expected} == expected
