@@ -68,6 +68,7 @@ class Speed:
     precision: Precision = option("auto", "number format of the heavy arithmetic; fp64 is for checking exactness")
     sync_batch_norm: bool = option(False, "batch-norm statistics over all workers")
     compile: bool | None = option(None, "torch.compile")
+    graph: bool | None = option(None, "replay a step as a CUDA graph")
     channels_last: bool | None = option(None, "channels-last memory layout for images")
     autotune: bool | None = option(None, "let cuDNN time its convolutions before it chooses")
     loader: Literal["auto", "resident", "streamed"] = option(

@@ -74,6 +74,7 @@ class Plan:
     warmup_start: float  # learning rate of the first step
     precision: str
     compile: bool
+    graph: bool
     channels_last: bool
     autotune: bool
     loader: str
@@ -149,10 +150,10 @@ def _check_workers(config: TrainConfig) -> None:
             if workers.num_nodes > 1
             else f"set --num-nodes {workers.node_id + 1} or more, or leave --node-id out",
         )
-    if workers.num_nodes > 1 and workers.master_addr in ("localhost", "127.0.0.1", "::1") and workers.node_id > 0:
+    if workers.num_nodes > 1 and "master_addr" not in config.given:
         raise SettingError(
-            f"--num-nodes {workers.num_nodes} was set with --master-addr {workers.master_addr}",
-            "that address means this very node, and node 0 is another one",
+            f"--num-nodes {workers.num_nodes} was set without --master-addr",
+            f"its default, {workers.master_addr}, means another machine on every node",
             "set --master-addr to the address of node 0, the same on every node",
         )
     port = workers.master_port
@@ -253,6 +254,7 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
     seconds = _estimate_s(config, layout, facts, precision)
     compiled, compile_reason = _weigh(config.speed.compile, seconds, _COMPILE_COST_S, facts.compile_saves, layout)
     autotune, autotune_reason = _weigh(config.speed.autotune, seconds, _AUTOTUNE_COST_S, _AUTOTUNE_SAVES, layout)
+    graph, graph_reason = _graph(config, layout, compiled, global_batch_size > facts.num_train)
     checkpoint_steps, checkpoint_text = _checkpoints(config, steps_per_epoch)
     loader, loader_reason = _loader(config, facts)
     last = facts.num_train - (steps_per_epoch - 1) * global_batch_size
@@ -269,6 +271,7 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
         warmup_start=start if warmup_steps else learning_rate,
         precision=precision,
         compile=compiled,
+        graph=graph,
         channels_last=channels_last,
         autotune=autotune,
         loader=loader,
@@ -286,6 +289,7 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
             ("precision", f"{precision}: {precision_reason}"),
             ("channels last", f"{on_off[channels_last]}: {layout_reason}"),
             ("compile", f"{on_off[compiled]}: {compile_reason}"),
+            ("graph", f"{on_off[graph]}: {graph_reason}"),
             ("autotune", f"{on_off[autotune]}: {autotune_reason}"),
             ("data", f"{loader}: {loader_reason}"),
             (
@@ -468,6 +472,32 @@ def _weigh(
         gain_s > cost_s,
         f"{verdict} about {gain_s:.0f} s of an estimated {seconds:.0f} s, costs about {cost_s:.0f} s",
     )
+
+
+def _graph(config: TrainConfig, layout: Layout, compiled: bool, is_short: bool) -> tuple[bool, str]:
+    asked = config.speed.graph
+    if asked is False:
+        return False, "as set"
+    obstacle: tuple[str, str] | None = None  # and what to set instead
+    if layout.device_type == "cpu":
+        obstacle = "a CUDA graph runs on a GPU and the workers run on CPUs", "leave it out"
+    elif layout.strategy != "single":
+        obstacle = f"only strategy single is captured and it is {layout.strategy}", "set --strategy single"
+        if layout.world_size > 1:
+            count = layout.world_size
+            obstacle = f"{count} workers exchange gradients during a step", "leave it out, or set --num-gpus 1"
+    elif config.batch.accumulate > 1:
+        count = config.batch.accumulate
+        obstacle = f"a replay writes gradients and {count} passes are to be summed", "leave out --accumulate"
+    elif compiled:
+        obstacle = "a compiled step is not captured", "set --no-compile"
+    elif is_short:
+        obstacle = "a full batch is replayed and there are too few samples for one", "set a smaller batch"
+    if obstacle is None:
+        return True, "a step is replayed without Python" if asked is None else "as set"
+    if asked:
+        raise SettingError("--graph was set", *obstacle)
+    return False, obstacle[0]
 
 
 def _loader(config: TrainConfig, facts: Facts) -> tuple[str, str]:

@@ -141,6 +141,7 @@ def _start_workers(arguments: list[str], config: TrainConfig, layout: Layout) ->
         node_id=workers.node_id,
         master_addr=workers.master_addr,
         master_port=workers.master_port or DEFAULT_PORT,
+        store_port=workers.master_port or 0,
     )
     command = [sys.executable, "-m", "stormo", "train", *arguments]
     return run_node(command, node, timeout_s=workers.timeout, **_same_on_all(config))

@@ -26,6 +26,7 @@ from stormo.progress import Progress
 from stormo.state import RunState
 from stormo.strategies.table import STRATEGIES
 from stormo.tasks.task import Task
+from stormo.telemetry.record import Notice
 from stormo.world.signals import StopFlag, stop_flag
 from stormo.world.store import Store
 from stormo.world.world import World
@@ -103,6 +104,8 @@ def _train(
     journal.resume()
     set_up.done("run folder")
     journal.start()
+    for text in strategy.notices:
+        journal.record(Notice(kind="warning", text=text))
     try:
         outcome = train(
             Training(

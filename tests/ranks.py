@@ -1,4 +1,4 @@
-"""A pool of worker ranks, shared by all tests: importing torch in a new process for each test would take most of the time.
+"""A pool of worker ranks, shared by all tests: importing torch anew for each test would take most of the time.
 
 `run_ranks(function, size, *arguments)` calls `function(world, *arguments)` in `size` processes that share a Gloo
 process group, and returns their results in the order of ranks. The function must be importable (module level).

@@ -70,8 +70,8 @@ def said(plan: Plan | Layout, label: str) -> str:
         ),
         (
             {"node_id": 1, "num_nodes": 2},
-            "--num-nodes 2 was set with --master-addr localhost, but that address means this very node, and node 0 is "
-            "another one; set --master-addr to the address of node 0, the same on every node.",
+            "--num-nodes 2 was set without --master-addr, but its default, localhost, means another machine on every "
+            "node; set --master-addr to the address of node 0, the same on every node.",
         ),
         ({"master_port": 80}, "--master-port 80 was set, but it lies outside 1024 to 49151; set a port in that range."),
         (
@@ -201,8 +201,7 @@ def test_a_machine_without_gpus_gets_one_cpu_process() -> None:
     assert (layout.device_type, layout.gpu_name, layout.backend) == ("cpu", None, "gloo")
     assert (layout.strategy, layout.world_size, layout.workers_per_node, layout.num_nodes) == ("single", 1, 1, 1)
     assert said(layout, "workers") == (
-        "1 = 1 node × 1 CPU process (the default; no GPU is visible); "
-        "no communication needed"
+        "1 = 1 node × 1 CPU process (the default; no GPU is visible); no communication needed"
     )
     assert said(layout, "strategy") == "single: one worker, nothing to average"
 

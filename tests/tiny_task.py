@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,11 +115,16 @@ def _raise() -> None:
     raise ValueError("the tiny task fails on purpose")
 
 
+def _kill_job() -> None:
+    os.kill(_job(), signal.SIGKILL)
+    time.sleep(60)  # the kernel ends this worker when its agent is gone; until then it must not take another step
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     "raise": _raise,
     "exit": lambda: os._exit(3),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),  # this worker alone
-    "kill-job": lambda: os.kill(_job(), signal.SIGKILL),
+    "kill-job": _kill_job,
     "term-job": lambda: os.kill(_job(), signal.SIGTERM),
     "usr1-job": lambda: os.kill(_job(), signal.SIGUSR1),
     "interrupt-job": lambda: os.kill(_job(), signal.SIGINT),

@@ -24,6 +24,7 @@ class Node:
     node_id: int = 0
     master_addr: str | None = None
     master_port: int = DEFAULT_MASTER_PORT
+    store_port: int = 0  # on one node: where its ranks meet; 0 for any free port
 
     def __post_init__(self) -> None:
         if self.num_workers < 1:

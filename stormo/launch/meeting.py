@@ -46,7 +46,7 @@ def meet(
 ) -> Meeting:
     """Come together with the agents of the other nodes; what is opened is closed by the stack."""
     if node.num_nodes == 1:
-        store = stack.enter_context(listen(LOOPBACK, 0, backlog=_BACKLOG))
+        store = stack.enter_context(listen(LOOPBACK, node.store_port, backlog=_BACKLOG))
         return Meeting(control=None, store_addr=LOOPBACK, store_port=store.getsockname()[1], store=store)
     assert node.master_addr is not None, "Node has checked this"
     if node.node_id != 0:

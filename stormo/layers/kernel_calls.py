@@ -1,4 +1,4 @@
-"""How the fused layers call a Triton kernel: launched, or only noted for a compilation ahead of time.
+"""How the fused layers call a Triton kernel: launched at little cost, or only noted for a compilation ahead of time.
 
 This file does not import triton, so it can be read on machines without it.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -27,15 +27,45 @@ class KernelCall:
 
 
 _NOTED: ContextVar[list[KernelCall] | None] = ContextVar("noted_kernel_calls", default=None)
+# What triton made of earlier calls: the compiled kernel, and the arguments known when it was compiled, in its order.
+_READY: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+_IS_HIP = torch.version.hip is not None
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *operands: Any, **settings: Any) -> None:
-    """Launches a kernel on the current device, or notes the call inside `noting`."""
+    """Launches a kernel on the current device, or notes the call inside `noting`.
+
+    `settings` are what the kernel is compiled for: its constexpr arguments and triton's options, in a fixed order.
+    """
     noted = _NOTED.get()
-    if noted is None:
-        kernel[grid](*operands, **settings)
-    else:
+    if noted is not None:
         noted.append(KernelCall(kernel=kernel, grid=grid, operands=operands, settings=settings))
+        return
+    key = call_key(kernel, operands, settings)
+    ready = _READY.get(key)
+    if ready is not None:
+        compiled, constants = ready
+        # A compiled kernel is called with all its arguments, by position: triton's binder, which takes most of the time
+        # of a call, is left out.
+        compiled[grid if len(grid) == 3 else (*grid, 1, 1)[:3]](*operands, *constants)
+        return
+    compiled = kernel[grid](*operands, **settings)
+    # The interpreter returns nothing, and on HIP kernels also depend on the size of their tensors.
+    if compiled is not None and not _IS_HIP:
+        _READY[key] = compiled, tuple(settings[name] for name in kernel.arg_names[len(operands) :])
+
+
+def call_key(kernel: Any, operands: Sequence[Any], settings: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What decides which compiled kernel a call takes: at least as fine as triton's own distinctions."""
+    key: list[Any] = [kernel, operands[0].get_device(), *settings.values()]
+    for operand in operands:
+        if isinstance(operand, Tensor):
+            key += (operand.dtype, operand.data_ptr() % 16 == 0)
+        elif isinstance(operand, int):
+            key += (type(operand), operand == 1, operand % 16 == 0, operand.bit_length() > 31)
+        else:
+            key.append(type(operand))
+    return tuple(key)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from stormo.layers.compile_ahead import compile_ahead
 from stormo.layers.sync_batch_norm import convert_sync_batch_norm, set_absent
 from stormo.optim.table import make_optimizer
 from stormo.plan import Plan
+from stormo.strategies.graph import CaptureRefusedError, PassGraph, capture
 from stormo.tasks.task import Task
 from stormo.world.world import World
 
@@ -40,6 +41,8 @@ class Strategy:
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=plan.precision == "fp16")
         self._eager = self._wrap(self.module)
         self._model: nn.Module = torch.compile(self._eager, dynamic=False) if plan.compile else self._eager  # type: ignore[assignment]
+        self._graph: PassGraph | None = None
+        self.notices: list[str] = []  # what the user should know once the run has begun
 
     def _place(self, model: nn.Module) -> nn.Module:
         model = model.to(self.world.device)
@@ -67,17 +70,24 @@ class Strategy:
 
     def forward_backward(self, batch: Batch) -> Tensor:
         """Add this pass's part of the global batch's mean-loss gradient; return its part of that loss, detached."""
+        is_full = self._is_full(batch)
+        if is_full and self._graph is not None:
+            loss = self._graph.replay(batch.data)
+            if loss is not None:
+                return loss
+        with self._gradient_sync(batch.span.is_last), _absent(self.module, batch.is_ghost):
+            return self._pass(self._model if is_full else self._eager, batch.data, batch.weight)
+
+    def _pass(self, model: nn.Module, data: Any, weight: float) -> Tensor:
         # A worker's gradients are averaged over the workers, hence the factor world size: together they make
         # the gradient of (sum of all samples' losses) / (number of all samples), however unequal the shares are.
-        model = self._model if self._is_full(batch) else self._eager
-        with self._gradient_sync(batch.span.is_last), _absent(self.module, batch.is_ghost):
-            with self.autocast():
-                loss = self.task.loss(model, batch.data)
-            self.scaler.scale(loss * (batch.weight * self.world.size)).backward()
-        return loss.detach() * batch.weight
+        with self.autocast():
+            loss = self.task.loss(model, data)
+        self.scaler.scale(loss * (weight * self.world.size)).backward()
+        return loss.detach() * weight
 
     def _is_full(self, batch: Batch) -> bool:
-        # A compiled model is compiled for one shape; the short last batch is not worth a second compilation.
+        # A model is compiled or captured for one shape; the short last batch is not worth a second time.
         plan = self._plan
         return batch.span.num_samples * plan.accumulate * self.world.size == plan.global_batch_size
 
@@ -100,14 +110,27 @@ class Strategy:
         """
         if self.world.device.type == "cuda" and not self._plan.compile:
             compile_ahead(self.module, self._autocast_dtype or torch.get_default_dtype(), self.world.device)
+        self.module.train()  # as the loop will, and as the captured pass remains
         buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
         with torch.random.fork_rng(devices=[self.world.device] if self.world.device.type == "cuda" else []):
             for batch in loader.first_and_last():
                 self.forward_backward(batch)
                 self.optimizer.zero_grad(set_to_none=True)
+                if self._plan.graph and self._graph is None and self._is_full(batch):
+                    self._capture(batch)
         for name, buffer in self.module.named_buffers():
             buffer.copy_(buffers[name])
         loader.wait_s = 0.0
+
+    def _capture(self, batch: Batch) -> None:
+        """Replay such batches from now on, where the task allows it."""
+        weight = batch.weight  # the same for every full batch
+        try:
+            self._graph = capture(
+                lambda data: self._pass(self._eager, data, weight), batch.data, self.module, {"task": self.task}
+            )
+        except CaptureRefusedError as refusal:
+            self.notices.append(f"Steps are run by Python, not replayed as a CUDA graph: {refusal}.")
 
     def average_buffers(self) -> None:
         """Make the buffers (running statistics) of all workers equal: the mean of theirs."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-import socket
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from stormo.errors import StormoError
 from stormo.launch import STORE_FD, Place
+from stormo.launch.address import listen, listening_address
 
 _LIFELINE = "lifeline"
+_BACKLOG = 4096
 
 
 class PeerFailedError(StormoError):
@@ -36,7 +37,11 @@ class Store:
         address, port = place.master_addr, place.master_port
         if serves:
             inherited = os.environ.pop(STORE_FD, None)  # the agent of the node has bound it
-            descriptor = int(inherited) if inherited else _listen(address, port)
+            if inherited:
+                descriptor = int(inherited)
+            else:
+                number = listening_address(address, all_on_this_host=place.all_on_this_host)
+                descriptor = listen(number, port, backlog=_BACKLOG).detach()  # the store owns it from here
             return dist.TCPStore(
                 address,
                 port,
@@ -65,22 +70,6 @@ class Store:
         """Rank 0's line, when it has published it."""
         self._store.wait([_LIFELINE], timedelta(seconds=timeout_s))
         return self._store.get(_LIFELINE).decode()
-
-
-def _listen(address: str, port: int) -> int:
-    family, kind, protocol, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(target)
-        listener.listen(1024)
-    except OSError as error:
-        listener.close()
-        raise StormoError(
-            f"rank 0 cannot listen on {address} port {port} ({error.strerror}); "
-            "set --master-port to a free port, or --master-addr to an address of the first node."
-        ) from None
-    return listener.detach()  # the store owns it from here
 
 
 _PEER_IS_GONE = (
