@@ -150,12 +150,6 @@ def _check_workers(config: TrainConfig) -> None:
             if workers.num_nodes > 1
             else f"set --num-nodes {workers.node_id + 1} or more, or leave --node-id out",
         )
-    if workers.num_nodes > 1 and "master_addr" not in config.given:
-        raise SettingError(
-            f"--num-nodes {workers.num_nodes} was set without --master-addr",
-            f"its default, {workers.master_addr}, means another machine on every node",
-            "set --master-addr to the address of node 0, the same on every node",
-        )
     port = workers.master_port
     if port is not None and not _PORTS[0] <= port <= _PORTS[1]:
         raise SettingError(

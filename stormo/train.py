@@ -139,7 +139,7 @@ def _start_workers(arguments: list[str], config: TrainConfig, layout: Layout) ->
         num_workers=layout.workers_per_node,
         num_nodes=workers.num_nodes,
         node_id=workers.node_id,
-        master_addr=workers.master_addr,
+        master_addr=workers.master_addr if "master_addr" in config.given else None,
         master_port=workers.master_port or DEFAULT_PORT,
         store_port=workers.master_port or 0,
     )

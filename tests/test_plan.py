@@ -68,11 +68,6 @@ def said(plan: Plan | Layout, label: str) -> str:
             "--node-id -1 was set with --num-nodes 2, but the nodes are counted from 0 to 1; "
             "set --node-id to a number from 0 to 1.",
         ),
-        (
-            {"node_id": 1, "num_nodes": 2},
-            "--num-nodes 2 was set without --master-addr, but its default, localhost, means another machine on every "
-            "node; set --master-addr to the address of node 0, the same on every node.",
-        ),
         ({"master_port": 80}, "--master-port 80 was set, but it lies outside 1024 to 49151; set a port in that range."),
         (
             {"master_port": 49152},
