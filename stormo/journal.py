@@ -19,7 +19,7 @@ from stormo.options import to_toml
 from stormo.plan import Plan
 from stormo.process import SetUp
 from stormo.state import RunState
-from stormo.telemetry.console import make_console
+from stormo.telemetry.console import PlainConsole, make_console
 from stormo.telemetry.files import EventFile, RunFolder, collect_environment, write_json, write_whole
 from stormo.telemetry.record import CheckpointSaved, Notice, Record, RunEnded, RunStarted, Sink
 from stormo.telemetry.tensorboard import TensorBoardFile
@@ -119,7 +119,9 @@ class Journal:
         )
         write_whole(self.folder.config, to_toml(named, effective))
         write_json(self.folder.environment, collect_environment(_versions(self._world)))
-        self._sinks = [make_console(sys.stdout), EventFile(self.folder)]
+        # mpirun gives rank 0 a terminal of its own making, whatever the user looks at.
+        is_piped = self._world.place.launcher == "mpi"
+        self._sinks = [PlainConsole(sys.stdout) if is_piped else make_console(sys.stdout), EventFile(self.folder)]
         if config.run.tensorboard:
             self._sinks.append(TensorBoardFile(self.folder.tensorboard))
         self.record(

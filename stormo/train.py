@@ -151,6 +151,7 @@ def _work(config: TrainConfig, layout: Layout, task: Task, place: Place) -> int:
     """Be a worker; whatever goes wrong is told to the others before this process ends."""
     # Taken up before torch is imported where it can be: an agent wants signs of life from the start.
     lifeline = open_lifeline(place) if place.launcher in ("local", "alone") else None
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's sockets warn of every name they cannot look up
     try:
         from stormo.worker import run_worker
         from stormo.world.store import Store

@@ -38,6 +38,7 @@ def run_worker(
     """Train as one worker of the job; return its exit code."""
     set_up = SetUp()
     set_up.done("imports")
+    _share_cores(place)
     with stop_flag(announces=place.launcher == "alone") as flag, ExitStack() as closing:
         device, timeout_s = _device(layout, place), config.workers.timeout
         world = World(place, device, store=store, backend=layout.backend, timeout_s=timeout_s)
@@ -50,6 +51,12 @@ def run_worker(
         plan = resolve(config, layout, task.facts())
         _set_arithmetic(config, plan)
         return _train(config, plan, task, world, flag, lifeline.alive, set_up)
+
+
+def _share_cores(place: Place) -> None:
+    """Where neither the user nor the launcher has given each worker its cores, let it take its share of them."""
+    if place.local_size > 1 and "OMP_NUM_THREADS" not in os.environ and num_cores() == os.cpu_count():
+        torch.set_num_threads(max(1, num_cores() // place.local_size))
 
 
 def _device(layout: Layout, place: Place) -> torch.device:

@@ -267,15 +267,17 @@ def _plain_wide(case: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @interpreted
-def test_interpreted_dropout_probability_is_exact_over_calls() -> None:
+@pytest.mark.parametrize(
+    ("dropout", "threshold"), [(0.0, 0), (1e-9, 1), (0.01, 655), (0.3, 19661), (0.5, 32768), (0.999999, 65535)]
+)
+def test_interpreted_scale_makes_up_for_the_rounded_probability(dropout: float, threshold: int) -> None:
     from stormo.layers.fused_norm import _Mask
 
-    torch.manual_seed(0)
-    masks = [_Mask.draw(0.01, True) for _ in range(4000)]
-    assert {mask.threshold for mask in masks} == {655, 656}  # 0.01 · 65536 = 655.36
-    mean = sum(mask.threshold for mask in masks) / len(masks)
-    assert abs(mean - 655.36) < 4 * (0.36 * 0.64 / len(masks)) ** 0.5
-    assert all(mask.keep_scale * (65536 - mask.threshold) == pytest.approx(65536) for mask in masks)
+    mask = _Mask.of(dropout, True)
+    assert mask.threshold == threshold
+    assert mask.keep_scale * (65536 - threshold) == pytest.approx(65536, rel=1e-12)
+    seed = mask.draw_seed(torch.device("cpu"))
+    assert (seed is not None) is (dropout > 0.0)
 
 
 @interpreted
@@ -347,6 +349,38 @@ def test_gpu_kernels_equal_float64_torch(shape: tuple[int, ...], dtype: torch.dt
 @pytest.mark.parametrize("shape", [(16, 160, 28, 28), (10, 33, 10, 10)])
 def test_gpu_dropout_has_one_mask_in_both_directions(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     _check_dropout(_case(shape, dtype, "cuda"), dropout=0.3)
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_gpu_captured_layer_is_fused_and_every_replay_has_another_mask() -> None:
+    layer = NormAct(32, dropout=0.5, activation=False).cuda()
+    x = torch.randn(64, 32, device="cuda", requires_grad=True)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        layer(x).sum().backward()
+    torch.cuda.current_stream().wait_stream(side)
+    x.grad = None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        assert layer.is_fused(x)
+        y = layer(x)
+        y.backward(torch.ones_like(y))
+    assert x.grad is not None
+    torch.manual_seed(1)
+    masks, gradients = [], []
+    for _ in range(3):
+        graph.replay()
+        masks.append((y == 0).clone())
+        gradients.append(x.grad.clone())
+    torch.manual_seed(1)
+    graph.replay()
+    assert torch.equal(y == 0, masks[0])
+    assert not torch.equal(masks[0], masks[1])
+    assert not torch.equal(masks[1], masks[2])
+    assert not torch.equal(gradients[0], gradients[1])
+    assert all(abs(mask.float().mean().item() - 0.5) < 0.05 for mask in masks)
 
 
 @pytest.mark.gpu
