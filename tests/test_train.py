@@ -124,7 +124,7 @@ def test_standard_output_on_a_pipe_is_the_plan_and_one_fixed_line_for_each_epoch
     assert lines[2] == "global batch   128 = 64 per worker × 2 workers × 1 accumulation"
     epochs = [_EPOCH_LINE.fullmatch(line) for line in lines[-2:]]
     assert [match and match[1] for match in epochs] == ["1", "2"]
-    assert len(lines) == 16  # fourteen lines of the plan
+    assert lines[:-2] == read_events(whole[0] / "events.jsonl")[0]["explanation"]
 
 
 def test_the_run_folder_holds_what_happened(whole: tuple[Path, subprocess.CompletedProcess[str]]) -> None:

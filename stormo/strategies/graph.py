@@ -118,7 +118,7 @@ def clear_gradients(parameters: Sequence[nn.Parameter]) -> None:
 
 def _check_leaf(leaf: Any) -> None:
     if not isinstance(leaf, Tensor):
-        raise CaptureRefusedError(f"a batch holds a {type(leaf).__name__} besides tensors, which a replay would freeze")
+        raise CaptureRefusedError(f"a batch holds a value of type {type(leaf).__name__}, which a replay would freeze")
     if leaf.device.type != "cuda":
         raise CaptureRefusedError(f"a batch holds a tensor on the {leaf.device.type}")
     if leaf.requires_grad:

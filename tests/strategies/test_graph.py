@@ -91,7 +91,7 @@ def test_a_graph_that_cannot_be_is_refused_when_set(num_gpus: int, flags: dict[s
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        ((torch.zeros(2), 3), "a batch holds a int besides tensors"),
+        ((3, torch.zeros(2)), "a batch holds a value of type int, which a replay would freeze"),
         ({"x": torch.zeros(2)}, "a batch holds a tensor on the cpu"),
         ((), "a batch holds no tensor"),
     ],
