@@ -27,7 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(arguments)
+        code = _dispatch(arguments)
+        sys.stdout.flush()  # here, where a reader that has gone is no error
+        return code
     except StormoError as error:
         print(f"stormo: {error}", file=sys.stderr)  # noqa: T201
         return error.exit_code

@@ -103,8 +103,9 @@ class Journal:
 
     def _set_aside_later_than(self, path: Path) -> None:
         """Going on from an older checkpoint makes the later ones history: they are kept, but not resumed from."""
+        step = checkpoint.read_manifest(path).step
         for found in checkpoint.find(self.folder.checkpoints):
-            if found.path.resolve() == path.resolve():
+            if found.step < step or found.path.resolve() == path.resolve():
                 return
             found.path.rename(found.path.with_name(f"superseded-{found.path.name}-{time.time_ns()}"))
 
@@ -192,7 +193,7 @@ class Journal:
             "run_name": self.folder.name if self._world.is_main else None,
             "task": self._config.task,
             "strategy": plan.layout.strategy,
-            "device": plan.layout.gpu_name or "cpu",
+            "device": plan.layout.gpu.name if plan.layout.gpu else "cpu",
             "precision": plan.precision,
             "world_size": self._world.size,
             "global_batch_size": plan.global_batch_size,

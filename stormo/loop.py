@@ -54,7 +54,7 @@ def train(run: Training) -> Outcome:
     watch = Stopwatch(run.world, run.loader, progress)
     strategy.module.train()
     while progress.epoch <= plan.epochs and not _target_held(run):
-        learning_rate = run.schedule(progress.step)
+        learning_rate = run.schedule(max(progress.step - 1, 0))  # of an epoch that is only validated again
         watch.start()
         for batch in run.loader.epoch(progress.epoch, progress.position):
             if batch.span.is_first:
@@ -126,7 +126,7 @@ def _finish_epoch(run: Training, watch: Stopwatch, vote: Vote, learning_rate: fl
         run.record(Notice(kind="stop", text=f"Early stopping after epoch {done.epoch}"))
     is_end = progress.epoch > plan.epochs or _target_held(run)
     if is_end or (plan.checkpoint_steps is not None and progress.step % plan.checkpoint_steps == 0):
-        run.save(accuracy if accuracy is not None else -metrics["loss"])
+        run.save(accuracy if accuracy is not None else -metrics["loss"] if "loss" in metrics else None)
     return 0
 
 
@@ -137,7 +137,7 @@ def _count_target(run: Training, accuracy: float | None) -> None:
     if progress.target_streak >= stop.patience and progress.time_to_target_s is None:
         progress.time_to_target_s = progress.train_time_s
     best = progress.best_validation
-    if best is None or (accuracy is not None and accuracy > best["accuracy"]):
+    if best is None or (accuracy is not None and accuracy > best.get("accuracy", -1.0)):
         progress.best_validation = progress.validation
 
 

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from stormo.data.loaders import Seeded, ending_with_this_process, move
+from stormo.data.loaders import move
 from stormo.data.order import derive_seed
+from stormo.data.streaming import shut_down, stream
 from stormo.data.tensors import TensorData
 from stormo.tasks.task import Task
 from stormo.world.world import World
@@ -44,15 +45,8 @@ class Validation:
             tensors = [tensor.to(world.device) for tensor in data.tensors]
             self._batches: Iterable[Any] = [tuple(t[span.start : span.stop] for t in tensors) for span in spans]
         else:
-            self._batches = DataLoader(
-                Seeded(data),
-                batch_sampler=[[(i, derive_seed("validation", i)) for i in span] for span in spans],
-                num_workers=num_loader_workers,
-                pin_memory=world.device.type == "cuda",
-                generator=torch.Generator().manual_seed(0),  # leave the global generator alone
-                multiprocessing_context="forkserver" if num_loader_workers else None,
-                worker_init_fn=ending_with_this_process() if num_loader_workers else None,
-            )
+            keys = [[(i, derive_seed("validation", i)) for i in span] for span in spans]
+            self._batches = stream(data, keys, world.device, num_loader_workers)
 
     @property
     def num_rounds(self) -> int:
@@ -87,6 +81,11 @@ class Validation:
         finally:
             model.train(was_training)
         yield self._total(names, table)
+
+    def close(self) -> None:
+        """End worker processes, where there are any."""
+        if isinstance(self._batches, DataLoader):
+            shut_down(self._batches)
 
     def _empty(self, names: list[str]) -> Tensor:
         return torch.zeros(self.num_batches, len(names), dtype=torch.float64, device=self._world.device)

@@ -56,11 +56,8 @@ class Option:
         if self.kind is bool and isinstance(value, bool):
             return value
         if self.kind in (int, float) and isinstance(value, str | int | float) and not isinstance(value, bool):
-            try:
-                number = self.kind(value)
-            except ValueError:
-                number = None
-            if number is not None and (isinstance(value, str) or number == value) and math.isfinite(number):
+            number = _number(self.kind, value)
+            if number is not None:
                 return number
         if self.kind is str and isinstance(value, str):
             return value
@@ -69,6 +66,16 @@ class Option:
             f"it takes {_KINDS[self.kind]}",
             f"set it to something like {_example(self)}",
         )
+
+
+def _number(kind: type[Any], value: str | float) -> Any:
+    """The value as a finite number of its kind, or None where it is not one."""
+    try:
+        number = kind(value)
+        is_good = math.isfinite(number) and (isinstance(value, str) or number == value)
+    except (ValueError, OverflowError):
+        return None
+    return number if is_good else None
 
 
 def _example(option: Option) -> str:
@@ -178,12 +185,16 @@ def parse_flags(program: str, argv: Sequence[str], options: Sequence[Option], ta
     """The settings a command line gives, by key; `task` among them where a TASK was named."""
     parser = build_parser(program, options, task_title)
     namespace, rest = parser.parse_known_args([_dashed(argument) for argument in argv])
-    unknown = next((argument for argument in rest if argument.startswith("-")), None)
-    if unknown is not None:
-        raise unknown_name("option", unknown.split("=")[0], [*(option.flag for option in options), "--help"])
+    _check_unknown(rest, options)
     if rest:
         raise SettingError(f"{rest[0]!r} follows the task", "one task is trained at a time", "leave it out")
     return _converted(namespace, options)
+
+
+def _check_unknown(rest: Sequence[str], options: Sequence[Option]) -> None:
+    unknown = next((argument for argument in rest if argument.startswith("-")), None)
+    if unknown is not None:
+        raise unknown_name("option", unknown.split("=")[0], [*(option.flag for option in options), "--help"])
 
 
 def peek_flags(argv: Sequence[str], options: Sequence[Option], is_task: Callable[[str], bool]) -> dict[str, Any]:
@@ -203,7 +214,8 @@ def peek_flags(argv: Sequence[str], options: Sequence[Option], is_task: Callable
         skips_value = is_own and "=" not in argument
         if not is_own:
             kept.append(argument)
-    namespace, _ = parser.parse_known_args(kept)
+    namespace, rest = parser.parse_known_args(kept)
+    _check_unknown(rest, options)
     return _converted(namespace, options)
 
 
@@ -242,7 +254,11 @@ def settings_from_toml(document: Mapping[str, Any], options: Sequence[Option], s
     settings: dict[str, Any] = {}
     sections = {option.section for option in options} | {"task"}
     for name, value in document.items():
-        if name == "task" and isinstance(value, str):
+        if name == "task":
+            if not isinstance(value, str):
+                raise SettingError(
+                    f"task in {source} is no text", "it names what is trained", "put its options under [task_options]"
+                )
             settings["task"] = value
         if name in ("task", EFFECTIVE):  # what was derived is derived anew
             continue
@@ -252,7 +268,7 @@ def settings_from_toml(document: Mapping[str, Any], options: Sequence[Option], s
         declared = {option.name: option for option in options if option.section == section}
         for key, content in value.items():
             option = declared.get(key.replace("-", "_"))
-            if option is None:
+            if option is None or option.optional_value:  # --resume is said of one call, not of a run
                 raise unknown_name(f"key in section [{name}] of {source}", key, declared)
             settings[option.key] = option.convert(content, f"{key} in {source}")
     return settings
@@ -295,5 +311,10 @@ def to_toml(config: TrainConfig, effective: Effective) -> str:
     sections[EFFECTIVE] = dataclasses.asdict(effective)
     for section, values in sections.items():
         lines += ["", f"[{section}]"]
-        lines += [f"{k} = {json.dumps(v, ensure_ascii=False)}" for k, v in values.items() if v is not None]
+        lines += [f"{key} = {_toml(value)}" for key, value in values.items() if value is not None]
     return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    # JSON's text is TOML's but for one character, which TOML wants escaped.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -38,7 +38,7 @@ class Layout:
     """Who takes part: known before any process starts and before the task is loaded."""
 
     device_type: str  # "cpu" or "cuda"
-    gpu_name: str | None
+    gpu: Gpu | None
     backend: str
     strategy: str
     num_nodes: int
@@ -124,7 +124,7 @@ def resolve_layout(config: TrainConfig, gpus: Sequence[Gpu], launched: Launched 
         total = f"{world_size} on {num_nodes} nodes, {per_node} of them on this one"
     return Layout(
         device_type=device_type,
-        gpu_name=gpus[0].name if device_type == "cuda" else None,
+        gpu=gpus[0] if device_type == "cuda" else None,
         backend=backend,
         strategy=strategy,
         num_nodes=num_nodes,
@@ -304,6 +304,12 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
 
 
 def _check_numbers(config: TrainConfig) -> None:
+    if config.stop.target_accuracy >= 10:
+        raise SettingError(
+            f"--target-accuracy {config.stop.target_accuracy:g} was set",
+            "it is a fraction, of which 1 is all",
+            f"set --target-accuracy {config.stop.target_accuracy / 100:g}",
+        )
     optimizer, stop, run = config.optimizer, config.stop, config.run
     _at_least("--batch-size", config.batch.batch_size, 1)
     _at_least("--accumulate", config.batch.accumulate, 1)
@@ -364,6 +370,12 @@ def _batch(config: TrainConfig, layout: Layout, facts: Facts) -> tuple[int, str]
         low, uneven = divmod(total, workers * accumulate)
         origin = "before" if config.resumed else "set"
         text = f"{total} as {origin} = {low}{f' to {low + 1}' if uneven else ''} per worker × {product}"
+    if facts.num_validation < 1:
+        raise SettingError(
+            "a task without validation samples was given",
+            "every epoch ends with a validation",
+            "let validation_data() return at least one sample",
+        )
     if facts.num_train < workers:
         raise SettingError(
             f"{workers} workers were asked for",
@@ -423,12 +435,15 @@ def _precision(config: TrainConfig, layout: Layout) -> tuple[str, str]:
         return asked, "as set"
     if layout.device_type == "cpu":
         return "fp32", "CPUs gain little from 16 bits"
-    assert layout.gpu_name is not None
-    peaks = peak_tflops(layout.gpu_name)
-    if "V100" in layout.gpu_name or "T4" in layout.gpu_name:
-        return "fp16", f"{layout.gpu_name} has fp16 matrix units and no bf16; losses are scaled"
+    gpu = layout.gpu
+    assert gpu is not None
+    peaks = peak_tflops(gpu.name)
     speed = f" ({peaks[0]:g} against {peaks[2]:g} TFLOP/s in fp32)" if peaks else ""
-    return "bf16", f"fast on {layout.gpu_name}{speed}, range of fp32; weights stay fp32"
+    if gpu.has_bf16:
+        return "bf16", f"fast on {gpu.name}{speed}, range of fp32; weights stay fp32"
+    if gpu.has_fp16_matrix_units:
+        return "fp16", f"fast on {gpu.name}{speed}, which has no bf16; losses are scaled, weights stay fp32"
+    return "fp32", f"{gpu.name} has no 16-bit matrix units"
 
 
 def _channels_last(config: TrainConfig, layout: Layout, precision: str) -> tuple[bool, str]:
@@ -440,7 +455,7 @@ def _channels_last(config: TrainConfig, layout: Layout, precision: str) -> tuple
 
 
 def _estimate_s(config: TrainConfig, layout: Layout, facts: Facts, precision: str) -> float | None:
-    peaks = peak_tflops(layout.gpu_name) if layout.gpu_name else None
+    peaks = peak_tflops(layout.gpu.name) if layout.gpu else None
     if peaks is None or facts.flops_per_sample is None:
         return None
     peak = {"bf16": peaks[0], "fp16": peaks[0], "tf32": peaks[1] or peaks[2]}.get(precision, peaks[2])

@@ -55,7 +55,7 @@ class RunState:
             for name, tensor in safetensors.torch.load(payload).items()
         }
         model = {name: tensor.detach() for name, tensor in strategy.module.state_dict().items()}
-        model |= _mean_buffers(ranks, world.size)
+        model |= {name: mean for name, mean in _mean_buffers(ranks, world.size).items() if name in model}
         return Snapshot(
             model=model,
             optimizer=flatten_optimizer(strategy.optimizer, _names(strategy)),

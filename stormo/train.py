@@ -46,10 +46,11 @@ def main(arguments: list[str]) -> int:
 def read_settings(arguments: list[str]) -> tuple[TrainConfig, type[Task]]:
     """Defaults, then the settings of a resumed run, then a TOML file's, then flags: the later wins."""
     peeked = options.peek_flags(arguments, options.train_options(), _looks_like_task)
-    resumed = _resumed_run(peeked)
+    document = options.read_toml(Path(peeked["config"])) if "config" in peeked else {}
+    in_file = document.get("run")
+    resumed = _resumed_run((in_file if isinstance(in_file, dict) else {}) | peeked)
     inherited = options.read_toml(resumed.config) if resumed else {}
     inherited.pop("workers", None)  # it goes on with whatever is there now
-    document = options.read_toml(Path(peeked["config"])) if "config" in peeked else {}
     names = (peeked.get("task"), document.get("task"), inherited.get("task"), TrainConfig.task)
     task_class = find_task(next(name for name in names if isinstance(name, str)))
     every = options.train_options(task_class.Options)
@@ -58,7 +59,7 @@ def read_settings(arguments: list[str]) -> tuple[TrainConfig, type[Task]]:
     if resumed is None:
         return options.make_config(settings, task_class.Options), task_class
     before = options.settings_from_toml(inherited, every, str(resumed.config))
-    _check_resumed(settings, before, resumed)
+    _check_resumed(settings, before, every, resumed)
     settings["run_name"], settings["runs_folder"] = resumed.name, str(resumed.path.parent)
     config = options.make_config(before | settings, task_class.Options)
     # The batch and the rate stay what they were, whatever the number of workers, unless the user changes them now.
@@ -101,12 +102,17 @@ def _effective(document: dict[str, Any], resumed: RunFolder) -> Effective:
         ) from None
 
 
-def _check_resumed(settings: dict[str, Any], before: dict[str, Any], resumed: RunFolder) -> None:
+def _check_resumed(
+    settings: dict[str, Any], before: dict[str, Any], every: list[options.Option], resumed: RunFolder
+) -> None:
+    defaults = {option.key: option.default for option in every}
     for key, value in settings.items():
-        if (key in _FIXED or key.startswith("task.")) and key in before and before[key] != value:
+        was = before.get(key, defaults.get(key))  # what was left to be chosen is not in the file
+        is_fixed = key in _FIXED or (key.startswith("task.") and key != "task.data_folder")
+        if is_fixed and was != value:
             raise SettingError(
                 f"{key} = {value!r} was set with --resume",
-                f"run {resumed.name} was started with {before[key]!r} and is another run without it",
+                f"run {resumed.name} was started with {was!r} and is another run without it",
                 "leave it out, or start a new run",
             )
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 from collections.abc import Callable
 from contextlib import ExitStack
 
+import numpy
 import torch
 
 from stormo.config import TrainConfig
@@ -53,6 +55,12 @@ def run_worker(
         return _train(config, plan, task, world, flag, lifeline.alive, set_up)
 
 
+def _seed_everything(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+
+
 def _share_cores(place: Place) -> None:
     """Where neither the user nor the launcher has given each worker its cores, let it take its share of them."""
     if place.local_size > 1 and "OMP_NUM_THREADS" not in os.environ and num_cores() == os.cpu_count():
@@ -90,7 +98,7 @@ def _train(
     seed = config.run.seed
     torch.manual_seed(derive_seed(seed, "model"))  # every worker builds the same model
     strategy = STRATEGIES[plan.layout.strategy](world, plan, task, config)
-    torch.manual_seed(derive_seed(seed, "worker", world.rank))  # and has its own dropout
+    _seed_everything(derive_seed(seed, "worker", world.rank))  # and has its own dropout
     set_up.done("model")
     loader = _loader(config, plan, task, world)
     set_up.done("data")
@@ -134,6 +142,7 @@ def _train(
         raise
     finally:
         loader.close()
+        validation.close()
     journal.end(outcome.stopped_by)
     if outcome.signal_number == signal.SIGINT:
         return EXIT_INTERRUPTED

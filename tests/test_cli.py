@@ -109,7 +109,7 @@ def test_an_error_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -
     "unbuffered",
     [
         True,
-        pytest.param(False, marks=pytest.mark.xfail(reason="what is still buffered fails when Python ends: code 120")),
+        False,
     ],
 )
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--dry-run", "--device", "cpu"]])

@@ -276,7 +276,6 @@ def test_a_task_without_accuracy_trains_all_epochs_and_is_ranked_by_its_loss() -
     assert [metric for *_, metric in run.saves] == [-record.validation["loss"] for record in run.of(EpochDone)]
 
 
-@pytest.mark.xfail(raises=KeyError, reason="metrics without accuracy and loss end the run when it is saved")
 def test_a_task_may_name_its_metrics_as_it_likes() -> None:
     class Own(Tiny):
         def metrics(self, model: torch.nn.Module, batch: Any) -> Any:
@@ -363,7 +362,6 @@ def test_an_epoch_whose_validation_was_done_anew_reports_what_it_would_have_repo
     assert (whole.train_loss, whole.validation) == (cut.train_loss, cut.validation)
 
 
-@pytest.mark.xfail(reason="the rate of the step to come is recorded where the epoch's last was asked for")
 def test_an_epoch_whose_validation_was_done_anew_has_the_rate_of_its_last_step() -> None:
     whole, cut = _whole_and_cut()
     assert whole.learning_rate == cut.learning_rate

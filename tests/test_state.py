@@ -162,7 +162,6 @@ def _with_constant(world: World, folder: str) -> str:
     return "restored"
 
 
-@pytest.mark.xfail(reason="a buffer that is not part of the state dict is written among the weights and then refused")
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_model_with_a_buffer_that_is_not_saved_can_be_resumed(run_ranks: Ranks, tmp_path: Path, size: int) -> None:
     assert run_ranks(_with_constant, size, str(tmp_path)) == ["restored"] * size

@@ -6,11 +6,7 @@ the loop waited for them.
 
 from __future__ import annotations
 
-import functools
 import itertools
-import os
-import select
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,9 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import Dataset, Sampler
 
 from stormo.data.order import Pass, derive_seed, epoch_draws, epoch_order, passes
+from stormo.data.streaming import shut_down, stream
 from stormo.data.tensors import TensorData
 
 
@@ -152,19 +149,6 @@ class _Spans(Sampler[list[tuple[int, int]]]):
             yield [(i, derive_seed(*self.epoch_seed, start + n)) for n, i in enumerate(samples)]
 
 
-class Seeded(Dataset[Any]):
-    """Seeds torch before each sample, so that a data set's own randomness depends on the position alone."""
-
-    def __init__(self, data: Dataset[Any]) -> None:
-        self.data = data
-
-    def __getitem__(self, key: tuple[int, int]) -> Any:
-        index, seed = key
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return self.data[index]
-
-
 class StreamedLoader(Loader):
     """Worker processes read ahead; pinned memory and a stream of its own overlap the copies with compute."""
 
@@ -181,17 +165,7 @@ class StreamedLoader(Loader):
         super().__init__(len(data), share, seed, num_draws, augment)  # type: ignore[arg-type]
         self._device = device
         self._sampler = _Spans()
-        self._loader: DataLoader[Any] = DataLoader(
-            Seeded(data),
-            batch_sampler=self._sampler,
-            num_workers=num_workers,
-            pin_memory=device.type == "cuda",
-            persistent_workers=num_workers > 0,
-            prefetch_factor=4 if num_workers else None,
-            generator=torch.Generator().manual_seed(0),  # never draw from the global generator: it would shift dropout
-            multiprocessing_context="forkserver" if num_workers else None,
-            worker_init_fn=ending_with_this_process() if num_workers else None,
-        )
+        self._loader = stream(data, self._sampler, device, num_workers)
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def _batches(self, epoch: int, order: Tensor, draws: Tensor | None, spans: Iterator[Pass]) -> Iterator[Batch]:
@@ -230,33 +204,7 @@ class StreamedLoader(Loader):
 
     def close(self) -> None:
         """End the worker processes now rather than at garbage collection."""
-        iterator = getattr(self._loader, "_iterator", None)
-        if iterator is not None:
-            iterator._shutdown_workers()
-            self._loader._iterator = None
-
-
-def ending_with_this_process() -> Callable[[int], None]:
-    """For `worker_init_fn`: have a loading process end when the one that calls this does, even if it is killed.
-
-    It is a child of the fork server, which in turn lives until all its children have ended: torch's own look at the
-    parent would wait for ever.
-    """
-    return functools.partial(_end_with, os.getpid())
-
-
-def _end_with(trainer_pid: int, _: int) -> None:
-    def wait() -> None:
-        waiting = select.poll()
-        waiting.register(trainer, select.POLLIN)
-        waiting.poll()
-        os._exit(1)
-
-    try:
-        trainer = os.pidfd_open(trainer_pid)
-    except ProcessLookupError:  # it has ended already
-        os._exit(1)
-    threading.Thread(target=wait, name="stormo-ends-with-trainer", daemon=True).start()
+        shut_down(self._loader)
 
 
 def tensors_in(data: Any) -> Iterator[Tensor]:

@@ -49,8 +49,8 @@ def _import_module(module_name: str, name: str) -> ModuleType:
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name is None or not module_name.startswith(error.name):
-            raise
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the task was found; something it imports was not
         raise SettingError(
             f"the task {name} was named", f"no module {error.name} can be imported", "check the name and the folder"
         ) from None

@@ -145,8 +145,7 @@ class World:
         lengths = torch.zeros(self.size, dtype=torch.int64)
         lengths[self.rank] = len(payload)
         self.sum(lengths)
-        padded = torch.zeros(int(lengths.max()), dtype=torch.uint8)
-        padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        padded = torch.frombuffer(bytearray(payload.ljust(int(lengths.max()) or 1, b"\0")), dtype=torch.uint8)
         parts = [torch.empty_like(padded) for _ in range(self.size)] if self.is_main else None
         dist.gather(padded, parts, dst=0)
         if parts is None:

@@ -96,7 +96,6 @@ def test_a_module_missing_inside_the_task_is_not_blamed_on_its_name(
         find_task("found_broken:Task")
 
 
-@pytest.mark.xfail(reason="a missing module is taken for the task's own when the task's name begins with it")
 def test_a_missing_module_whose_name_begins_the_task_is_not_blamed_on_the_task(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
