@@ -193,7 +193,7 @@ def test_a_data_set_without_tensors_cannot_be_resident() -> None:
 
 def test_a_machine_without_gpus_gets_one_cpu_process() -> None:
     layout = layout_of()
-    assert (layout.device_type, layout.gpu_name, layout.backend) == ("cpu", None, "gloo")
+    assert (layout.device_type, layout.gpu, layout.backend) == ("cpu", None, "gloo")
     assert (layout.strategy, layout.world_size, layout.workers_per_node, layout.num_nodes) == ("single", 1, 1, 1)
     assert said(layout, "workers") == (
         "1 = 1 node × 1 CPU process (the default; no GPU is visible); no communication needed"
@@ -229,7 +229,7 @@ def test_gpus_are_used_as_far_as_they_are_asked_for(
     exchange: str,
 ) -> None:
     layout = layout_of([H200] * num_visible, **flags)
-    assert (layout.device_type, layout.gpu_name) == ("cuda", "NVIDIA H200")
+    assert (layout.device_type, layout.gpu) == ("cuda", H200)
     assert (layout.world_size, layout.strategy, layout.devices_per_worker) == (world_size, strategy, 1)
     assert said(layout, "workers") == f"{total} ({origin}; {num_visible} × NVIDIA H200 visible); {exchange}"
 
@@ -240,7 +240,7 @@ def test_unlike_gpus_are_counted_but_not_named() -> None:
 
 def test_device_cpu_leaves_gpus_alone() -> None:
     layout = layout_of([H200] * 4, device="cpu", num_gpus=8)
-    assert (layout.device_type, layout.world_size, layout.backend, layout.gpu_name) == ("cpu", 8, "gloo", None)
+    assert (layout.device_type, layout.world_size, layout.backend, layout.gpu) == ("cpu", 8, "gloo", None)
     assert "--device cpu" in said(layout, "workers")
 
 
