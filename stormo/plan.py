@@ -6,6 +6,7 @@ Pure functions of numbers; every check of a user's settings is here, so that it 
 from __future__ import annotations
 
 import math
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -451,6 +452,8 @@ def _channels_last(config: TrainConfig, layout: Layout, precision: str) -> tuple
         return config.speed.channels_last, "as set"
     if layout.device_type == "cuda" and precision != "fp64":
         return True, "the layout of the GPU's matrix units"
+    if layout.device_type == "cpu" and platform.machine() in ("aarch64", "arm64"):
+        return True, "convolutions are faster so on ARM"
     return False, "the plain layout is as good on this device"
 
 

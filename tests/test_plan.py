@@ -463,10 +463,13 @@ def test_a_precision_that_was_set_is_kept(precision: str) -> None:
     assert said(plan_of([H200], precision=precision), "precision") == f"{precision}: as set"
 
 
-def test_channels_last_is_for_gpus_and_can_be_set() -> None:
+def test_channels_last_is_for_gpus_and_arm_and_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
     assert plan_of([H200]).channels_last
     assert not plan_of([H200], precision="fp64").channels_last
     assert not plan_of().channels_last
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert plan_of().channels_last
     assert plan_of(channels_last=True).channels_last
     assert not plan_of([H200], channels_last=False).channels_last
 

@@ -57,14 +57,17 @@ def launch(kernel: Any, grid: tuple[int, ...], *operands: Any, **settings: Any) 
 
 def call_key(kernel: Any, operands: Sequence[Any], settings: Mapping[str, Any]) -> tuple[Any, ...]:
     """What decides which compiled kernel a call takes: at least as fine as triton's own distinctions."""
-    key: list[Any] = [kernel, operands[0].get_device(), *settings.values()]
+    key: list[Any] = [id(kernel), operands[0].get_device(), *settings.values()]  # a kernel's own hash is slow
     for operand in operands:
-        if isinstance(operand, Tensor):
-            key += (operand.dtype, operand.data_ptr() % 16 == 0)
-        elif isinstance(operand, int):
-            key += (type(operand), operand == 1, operand % 16 == 0, operand.bit_length() > 31)
+        kind = type(operand)
+        if kind is int:
+            key += (operand == 1, operand % 16 == 0, operand.bit_length() > 31)
+        elif kind is float or operand is None:
+            key.append(kind)
+        elif isinstance(operand, Tensor):
+            key += (operand.dtype, operand.data_ptr() % 16)
         else:
-            key.append(type(operand))
+            key += (kind, operand)
     return tuple(key)
 
 

@@ -95,6 +95,8 @@ class Strategy:
         """Clip and apply the gradients, then clear them."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
+        if self.scaler.is_enabled() and not self.optimizer.state:
+            _start_momentum(self.optimizer)
         if self._settings.optimizer.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.module.parameters(), self._settings.optimizer.clip_norm, foreach=True)
@@ -146,6 +148,14 @@ class Strategy:
     def scaler_state(self) -> Mapping[str, float]:
         """The loss scale, where one is used."""
         return dict(self.scaler.state_dict())
+
+
+def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Zeros, which change no step: torch's fused sgd leaves it unset if the first step overflows and is left out."""
+    for group in optimizer.param_groups:
+        if isinstance(optimizer, torch.optim.SGD) and group["momentum"]:
+            for parameter in group["params"]:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 @contextmanager

@@ -25,7 +25,9 @@ _SIZES = {"train": 60_000, "validation": 10_000}
 class FashionMnistOptions:
     """Options of fashion-mnist."""
 
-    width: int = option(10, "width of the network: 10 is the documents' (17.1 M parameters), 1 a tenth of its channels")
+    width: float = option(
+        10.0, "width of the network: 10 is the documents' (17.1 M parameters), 1 a tenth of its channels"
+    )
     dropout: float = option(0.01, "dropout between the two convolutions of a block")
     augment: bool = option(False, "flip and shift the training images at random")
     label_smoothing: float = option(0.0, "label smoothing of the training loss")
@@ -120,11 +122,11 @@ def _tell(sentence: str) -> None:
     print(f"stormo: {sentence}", file=sys.stderr)  # noqa: T201
 
 
-def training_flops(width: int) -> float:
+def training_flops(width: float) -> float:
     """Floating-point operations of forward and backward for one image: twice forward, again twice for backward."""
     macs = 28 * 28 * 9 * 1 * 16
     channels = 16
-    for side, out in ((28, 16 * width), (14, 32 * width), (7, 64 * width)):
+    for side, out in ((28, round(16 * width)), (14, round(32 * width)), (7, round(64 * width))):
         pixels = side * side
         macs += pixels * (9 * channels * out + 3 * 9 * out * out)
         macs += pixels * channels * out if channels != out else 0
@@ -145,8 +147,12 @@ def _scaled(images: Tensor) -> Tensor:
 
 
 def _check(options: FashionMnistOptions) -> None:
-    if options.width < 1:
-        raise SettingError(f"--task.width {options.width} was set", "it must be at least 1", "set --task.width 10")
+    if options.width < 1 / 16:
+        raise SettingError(
+            f"--task.width {options.width:g} was set",
+            f"16 × {options.width:g} channels are less than one",
+            "set --task.width 10, or something from 0.0625 up",
+        )
     for flag, value in (("dropout", options.dropout), ("label-smoothing", options.label_smoothing)):
         if not 0 <= value < 1:
             raise SettingError(f"--task.{flag} {value:g} was set", "it must lie in [0, 1)", f"set --task.{flag} 0.01")

@@ -33,9 +33,9 @@ class Block(nn.Module):
 class WideResNet(nn.Module):
     """Six residual blocks, `width` times as wide as 16, 32, 64 channels; the documents' network has width 10."""
 
-    def __init__(self, width: int = 10, dropout: float = 0.01, num_classes: int = 10) -> None:
+    def __init__(self, width: float = 10, dropout: float = 0.01, num_classes: int = 10) -> None:
         super().__init__()
-        narrow, middle, wide = 16 * width, 32 * width, 64 * width
+        narrow, middle, wide = round(16 * width), round(32 * width), round(64 * width)
         self.stem = nn.Conv2d(1, 16, kernel_size=3, padding=1, bias=False)
         self.stem_norm = NormAct(16)
         self.blocks = nn.Sequential(

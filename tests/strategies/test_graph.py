@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -431,7 +432,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(is_restored_firs
     parts = _build(task_options={"dropout": 0.2}, precision=precision)
     parts.strategy.warm_up(parts.loader)
     _steps(parts, 9)
-    snapshot = parts.state.snapshot(parts.world, 0)
+    snapshot = copy.deepcopy(parts.state.snapshot(parts.world, 0))  # it refers to what training goes on with
     losses, expected = _steps(parts, 12), _state(parts)
 
     parts = _build(task_options={"dropout": 0.2}, precision=precision)
