@@ -8,6 +8,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -156,6 +157,8 @@ def test_a_loss_on_the_host_is_refused_and_a_pass_without_traces_is_not(monkeypa
     monkeypatch.setattr(graph_module, "_no_synchronisation", contextlib.nullcontext)
     with pytest.raises(CaptureRefusedError, match="the loss is a tensor on the cpu"):
         graph_module._rehearse(lambda data: torch.zeros(()), None, {"task": _Owner()})
+    loss: Any = SimpleNamespace(device=torch.device("cuda"))
+    graph_module._rehearse(lambda data: loss, None, {"task": _Owner()})
 
 
 def test_the_layers_of_a_model_are_watched_too() -> None:
