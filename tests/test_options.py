@@ -261,7 +261,7 @@ def test_help_never_imports_torch_or_numpy(arguments: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     if "train" in arguments:
-        assert "--task.width N" in done.stdout
+        assert "--task.width X" in done.stdout
 
 
 # --- TOML -------------------------------------------------------------------------------------------------------------
