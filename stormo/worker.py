@@ -51,7 +51,7 @@ def run_worker(
                 task.fetch()
         set_up.done("fetching")
         plan = resolve(config, layout, task.facts())
-        _set_arithmetic(config, plan)
+        set_arithmetic(config, plan)
         return _train(config, plan, task, world, flag, lifeline.alive, set_up)
 
 
@@ -74,7 +74,8 @@ def _device(layout: Layout, place: Place) -> torch.device:
     return torch.device("cuda", place.local_rank % torch.cuda.device_count())
 
 
-def _set_arithmetic(config: TrainConfig, plan: Plan) -> None:
+def set_arithmetic(config: TrainConfig, plan: Plan) -> None:
+    """Set torch to the number formats and algorithms of the plan."""
     tf32 = "ieee" if plan.precision in ("fp32", "fp64") else "tf32"
     torch.backends.cuda.matmul.fp32_precision = tf32
     torch.backends.cudnn.conv.fp32_precision = tf32  # type: ignore[attr-defined]
@@ -100,7 +101,7 @@ def _train(
     strategy = STRATEGIES[plan.layout.strategy](world, plan, task, config)
     _seed_everything(derive_seed(seed, "worker", world.rank))  # and has its own dropout
     set_up.done("model")
-    loader = _loader(config, plan, task, world)
+    loader = make_loader(config, plan, task, world)
     set_up.done("data")
     if world.size > 1 or world.device.type == "cuda" or plan.compile or plan.loader == "streamed":
         strategy.warm_up(loader)
@@ -149,7 +150,8 @@ def _train(
     return EXIT_RESUMABLE if outcome.signal_number else 0
 
 
-def _loader(config: TrainConfig, plan: Plan, task: Task, world: World) -> Loader:
+def make_loader(config: TrainConfig, plan: Plan, task: Task, world: World) -> Loader:
+    """The loader that the plan names, with this worker's share of every batch."""
     data = task.train_data()
     share = Share(
         global_batch_size=plan.global_batch_size,
