@@ -115,7 +115,8 @@ def test_augmentation_is_off_unless_asked_for() -> None:
     [
         (
             {"width": 0},
-            "--task.width 0 was set, but 16 × 0 channels are less than one; set --task.width 10, or something from 0.0625 up.",
+            "--task.width 0 was set, but 16 × 0 channels are less than one; "
+            "set --task.width 10, or something from 0.0625 up.",
         ),
         ({"dropout": 1.0}, "--task.dropout 1 was set, but it must lie in [0, 1); set --task.dropout 0.01."),
         (
