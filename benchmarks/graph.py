@@ -68,7 +68,7 @@ def main() -> None:
             step_ms, host_ms = step_times_ms(world, ["--batch-size", str(batch_size), flag, *data], options.steps)
             rate = batch_size / step_ms * 1e3
             print(
-                f"batch {batch_size:>3} {flag:<10} {step_ms:7.2f} ms a step, host {host_ms:6.2f} ms, {rate:7.0f} images/s"
+                f"batch {batch_size:>3} {flag:<10} {step_ms:7.2f} ms a step, {host_ms:6.2f} host, {rate:7.0f} images/s"
             )
             figures.append(f"{'graph' if flag == '--graph' else 'eager'}_{batch_size}_ms={step_ms:.2f}")
     print("RESULT " + " ".join(figures))

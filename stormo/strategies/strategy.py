@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from stormo import config
 from stormo.data.loaders import Batch, Loader
+from stormo.errors import SettingError
 from stormo.layers.compile_ahead import compile_ahead
 from stormo.layers.sync_batch_norm import convert_sync_batch_norm, set_absent
 from stormo.optim.table import make_optimizer
@@ -75,8 +76,18 @@ class Strategy:
             loss = self._graph.replay(batch.data)
             if loss is not None:
                 return loss
-        with self._gradient_sync(batch.span.is_last), _absent(self.module, batch.is_ghost):
-            return self._pass(self._model if is_full else self._eager, batch.data, batch.weight)
+        try:
+            with self._gradient_sync(batch.span.is_last), _absent(self.module, batch.is_ghost):
+                return self._pass(self._model if is_full else self._eager, batch.data, batch.weight)
+        except ValueError as error:
+            if batch.span.num_samples == 1 and "more than 1 value per channel" in str(error):
+                raise SettingError(
+                    f"a global batch of {self._plan.global_batch_size} was set for {self.world.size} worker(s)",
+                    f"a batch of {batch.span.step_samples} leaves one of them a single sample, of which batch norm can "
+                    "make no statistics",
+                    "set another --batch-size or --global-batch-size, or --sync-batch-norm",
+                ) from error
+            raise
 
     def _pass(self, model: nn.Module, data: Any, weight: float) -> Tensor:
         # A worker's gradients are averaged over the workers, hence the factor world size: together they make
