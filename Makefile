@@ -11,8 +11,6 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(RUN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(RUN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	# The CPU build of torch leaves Triton out; the tests of the GPU kernels run in its interpreter.
-	$(RUN)/python -c 'import triton' 2>/dev/null || $(RUN)/pip install --quiet --disable-pip-version-check triton==3.6.0
 	touch $@
 
 # The reference job on two CPU processes: the documents' network (width 10) at a twentieth of its channels.
@@ -25,7 +23,10 @@ check: $(READY)
 	$(RUN)/ruff format --check .
 	$(RUN)/mypy
 
+# The CPU build of torch leaves Triton out; the tests of the GPU kernels run in its interpreter where it can be had.
 test: check
+	$(RUN)/python -c 'import triton' 2>/dev/null || $(RUN)/pip install --quiet --disable-pip-version-check triton==3.6.0 \
+		|| echo 'triton cannot be installed here: the tests of the GPU kernels are skipped'
 	$(RUN)/python -m pytest
 
 format: $(READY)

@@ -125,7 +125,9 @@ def _finish_epoch(run: Training, watch: Stopwatch, vote: Vote, learning_rate: fl
     if _target_held(run):
         run.record(Notice(kind="stop", text=f"Early stopping after epoch {done.epoch}"))
     is_end = progress.epoch > plan.epochs or _target_held(run)
-    if is_end or (plan.checkpoint_steps is not None and progress.step % plan.checkpoint_steps == 0):
+    is_due = plan.checkpoint_steps is not None and progress.step % plan.checkpoint_steps == 0
+    is_best = plan.checkpoint_steps is not None and progress.best_validation is progress.validation
+    if is_end or is_due or is_best:
         run.save(accuracy if accuracy is not None else -metrics["loss"] if "loss" in metrics else None)
     return 0
 

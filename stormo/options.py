@@ -306,6 +306,7 @@ def to_toml(config: TrainConfig, effective: Effective) -> str:
     if config.batch.global_batch_size is not None:
         del sections["batch"]["batch_size"]  # only one of the two is ever set
     del sections["run"]["resume"]  # said of one call, not of the run
+    del sections["run"]["run_name"]  # the folder's own name; a run that repeats this one has another
     if config.task_options is not None:
         sections["task_options"] = dataclasses.asdict(config.task_options)
     sections[EFFECTIVE] = dataclasses.asdict(effective)

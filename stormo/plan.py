@@ -20,6 +20,7 @@ _AUTOTUNE_COST_S = 8.0
 _AUTOTUNE_SAVES = 0.08
 _ASSUMED_UTILISATION = 0.35
 
+_MAX_RESIDENT_BYTES = 8 * 2**30
 _PORTS = (1024, 49151)
 DEFAULT_PORT = 29500
 
@@ -111,7 +112,7 @@ def resolve_layout(config: TrainConfig, gpus: Sequence[Gpu], launched: Launched 
         _check_gpus(config, per_node, len(gpus), launched)
     devices_per_worker = 1
     if strategy_is_dp:
-        _check_data_parallel(device_type, num_nodes, launched)
+        _check_data_parallel(config, device_type, num_nodes, launched)
         devices_per_worker, per_node, world_size = per_node, 1, 1
     backend, backend_reason = _backend(config, device_type, world_size)
     strategy, strategy_reason = _strategy(config, world_size, devices_per_worker)
@@ -192,7 +193,13 @@ def _check_gpus(config: TrainConfig, per_node: int, num_visible: int, launched: 
         )
 
 
-def _check_data_parallel(device_type: str, num_nodes: int, launched: Launched | None) -> None:
+def _check_data_parallel(config: TrainConfig, device_type: str, num_nodes: int, launched: Launched | None) -> None:
+    if config.speed.sync_batch_norm:
+        raise SettingError(
+            "--strategy dp was set with --sync-batch-norm",
+            "DataParallel's threads cannot exchange statistics",
+            "set --strategy ddp",
+        )
     if device_type == "cpu":
         raise SettingError(
             "--strategy dp was set", "DataParallel splits a batch over GPUs and none is used", "set --strategy ddp"
@@ -251,7 +258,7 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
     autotune, autotune_reason = _weigh(config.speed.autotune, seconds, _AUTOTUNE_COST_S, _AUTOTUNE_SAVES, layout)
     graph, graph_reason = _graph(config, layout, compiled, global_batch_size > facts.num_train)
     checkpoint_steps, checkpoint_text = _checkpoints(config, steps_per_epoch)
-    loader, loader_reason = _loader(config, facts)
+    loader, loader_reason = _loader(config, layout, facts)
     last = facts.num_train - (steps_per_epoch - 1) * global_batch_size
     on_off = {True: "on", False: "off"}
     return Plan(
@@ -289,8 +296,8 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
             ("data", f"{loader}: {loader_reason}"),
             (
                 "batch norm",
-                "statistics over all workers"
-                if config.speed.sync_batch_norm
+                f"statistics over all {layout.world_size} workers"
+                if config.speed.sync_batch_norm and layout.world_size > 1
                 else "statistics over each worker's own samples",
             ),
             (
@@ -330,6 +337,7 @@ def _check_numbers(config: TrainConfig) -> None:
         ("--base-lr", optimizer.base_lr),
         ("--clip-norm", optimizer.clip_norm),
         ("--decay-every", optimizer.decay_every),
+        ("--decay-factor", optimizer.decay_factor),
     ):
         if value is not None and value <= 0:
             raise SettingError(f"{flag} {value:g} was set", "it must be above 0", f"set {flag} to a positive number")
@@ -512,7 +520,7 @@ def _graph(config: TrainConfig, layout: Layout, compiled: bool, is_short: bool) 
     return False, obstacle[0]
 
 
-def _loader(config: TrainConfig, facts: Facts) -> tuple[str, str]:
+def _loader(config: TrainConfig, layout: Layout, facts: Facts) -> tuple[str, str]:
     asked = config.speed.loader
     if asked == "resident" and facts.train_bytes is None:
         raise SettingError(
@@ -524,8 +532,10 @@ def _loader(config: TrainConfig, facts: Facts) -> tuple[str, str]:
         return asked, "as set"
     if facts.train_bytes is None:
         return "streamed", "the data set is not held in tensors"
-    if facts.train_bytes > 8 * 2**30:
-        return "streamed", f"{facts.train_bytes / 2**30:.1f} GiB are too much to keep on each device"
+    limit = min(_MAX_RESIDENT_BYTES, layout.gpu.memory_bytes // 4) if layout.gpu else _MAX_RESIDENT_BYTES
+    if facts.train_bytes > limit:
+        size, most = facts.train_bytes / 2**30, limit / 2**30
+        return "streamed", f"{size:.1f} GiB are more than the {most:.1f} GiB that are kept on a device"
     return "resident", f"{facts.train_bytes / 2**20:.0f} MiB are kept on each device, batches are made there"
 
 

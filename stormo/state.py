@@ -7,10 +7,12 @@ one needs to see the run folder.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import safetensors.torch
 import torch
 from torch import Tensor
@@ -91,10 +93,12 @@ class RunState:
             restore_random_state(random_tensors, state["random"][world.rank])
         else:
             # Another number of workers: their generators start anew, from the same seed and this very step.
-            torch.manual_seed(derive_seed(seed, "resume", self.progress.step, world.rank))
-            if world.is_main:
-                losses = [tensor for name, tensor in ranks.items() if name.endswith("/" + _LOSS)]
-                self.loss_sum.copy_(torch.stack(losses).sum())
+            own_seed = derive_seed(seed, "resume", self.progress.step, world.rank)
+            torch.manual_seed(own_seed)
+            random.seed(own_seed)
+            numpy.random.seed(own_seed % 2**32)
+            losses = [tensor for name, tensor in ranks.items() if name.endswith("/" + _LOSS)]
+            self.loss_sum.copy_(torch.stack(losses).sum() / world.size)
 
 
 def _names(strategy: Strategy) -> dict[Any, str]:

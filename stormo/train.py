@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stormo import options
-from stormo.config import EFFECTIVE, Effective, TrainConfig
+from stormo import __version__, options
+from stormo.config import EFFECTIVE, Effective, Optimizer, TrainConfig
 from stormo.errors import EXIT_FAILURE, SettingError, StormoError
 from stormo.hardware import visible_gpus
 from stormo.launch import Node, Place, alone, open_lifeline, run_node
@@ -33,8 +33,10 @@ def main(arguments: list[str]) -> int:
     layout = resolve_layout(config, visible_gpus(), _launched(place))
     task = task_class(config.task_options)
     if config.command.dry_run:
-        for line in resolve(config, layout, task.facts()).lines():
-            print(line)  # noqa: T201
+        if place is None or place.is_main:
+            task.fetch_for_facts()
+            for line in resolve(config, layout, task.facts()).lines():
+                print(line)  # noqa: T201
         return 0
     if place is None and layout.world_size > 1:
         if task_class.facts is not Task.facts:
@@ -60,12 +62,30 @@ def read_settings(arguments: list[str]) -> tuple[TrainConfig, type[Task]]:
         return options.make_config(settings, task_class.Options), task_class
     before = options.settings_from_toml(inherited, every, str(resumed.config))
     _check_resumed(settings, before, every, resumed)
+    if settings.get("run_name", resumed.name) != resumed.name:
+        raise SettingError(
+            f"--run-name {settings['run_name']} was set with --resume",
+            f"the run that goes on is {resumed.name}",
+            "leave one of them out",
+        )
     settings["run_name"], settings["runs_folder"] = resumed.name, str(resumed.path.parent)
     config = options.make_config(before | settings, task_class.Options)
-    # The batch and the rate stay what they were, whatever the number of workers, unless the user changes them now.
-    unchanged = all(settings.get(key, before.get(key)) == before.get(key) for key in _BATCH_AND_RATE)
-    effective = _effective(inherited, resumed) if unchanged else None
+    changed = {key for key in _BATCH_AND_RATE if settings.get(key, before.get(key)) != before.get(key)}
+    effective = _still_effective(_effective(inherited, resumed), changed, before, settings)
     return replace(config, given=frozenset(settings), resumed=effective), task_class
+
+
+def _still_effective(
+    effective: Effective, changed: set[str], before: dict[str, Any], settings: dict[str, Any]
+) -> Effective | None:
+    """The batch and the rate stay what they were, whatever the number of workers, unless the user changes them now."""
+    if not changed:
+        return effective
+    if changed == {"base_lr"}:  # the same factor on another base; the batch is not touched
+        factor = settings["base_lr"] / before.get("base_lr", Optimizer.base_lr)
+        rate, start = effective.learning_rate * factor, effective.warmup_start * factor
+        return replace(effective, learning_rate=rate, warmup_start=start)
+    return None
 
 
 def _looks_like_task(argument: str) -> bool:
@@ -79,8 +99,8 @@ def _resumed_run(flags: dict[str, Any]) -> RunFolder | None:
     folder, named = Path(flags.get("runs_folder", "runs")), flags["resume"]
     if named:
         path = Path(named)
-        if (path / "manifest.json").is_file():  # a checkpoint: <run>/checkpoints/<step>
-            return RunFolder(path.resolve().parent.parent)
+        if (path / "manifest.json").is_file():
+            return _run_of_checkpoint(path)
         return find_run(folder, named)
     if "run_name" in flags:
         run = RunFolder(folder / flags["run_name"])
@@ -89,6 +109,17 @@ def _resumed_run(flags: dict[str, Any]) -> RunFolder | None:
     if not runs:
         raise SettingError("--resume was set", f"there is no run in {folder}", "name one with --resume RUN")
     return runs[0]
+
+
+def _run_of_checkpoint(path: Path) -> RunFolder:
+    run = RunFolder(path.resolve().parent.parent)  # <run>/checkpoints/<step>
+    if not run.config.is_file():
+        raise SettingError(
+            f"--resume {path} was set",
+            f"that checkpoint lies in no run: there is no {run.config}",
+            "put it back into the checkpoints folder of its run",
+        )
+    return run
 
 
 def _effective(document: dict[str, Any], resumed: RunFolder) -> Effective:
@@ -150,7 +181,7 @@ def _start_workers(arguments: list[str], config: TrainConfig, layout: Layout) ->
         store_port=workers.master_port or 0,
     )
     command = [sys.executable, "-m", "stormo", "train", *arguments]
-    return run_node(command, node, timeout_s=workers.timeout, **_same_on_all(config))
+    return run_node(command, node, timeout_s=workers.timeout, **_same_on_all(config, layout))
 
 
 def _work(config: TrainConfig, layout: Layout, task: Task, place: Place) -> int:
@@ -169,7 +200,7 @@ def _work(config: TrainConfig, layout: Layout, task: Task, place: Place) -> int:
                 publish=store.publish if store else None,
                 lookup=store.lookup if store else None,
                 timeout_s=config.workers.timeout,
-                **_same_on_all(config),
+                **_same_on_all(config, layout),
             )
         code = run_worker(config, layout, task, place, store, lifeline)
     except Exception as error:
@@ -183,7 +214,13 @@ def _work(config: TrainConfig, layout: Layout, task: Task, place: Place) -> int:
     return code
 
 
-def _same_on_all(config: TrainConfig) -> dict[str, Any]:
+def _same_on_all(config: TrainConfig, layout: Layout) -> dict[str, Any]:
     """What must agree on all nodes, as a digest and in words."""
     settings = {f"--{key.replace('_', '-')}": str(value) for key, value in options.flat_settings(config).items()}
+    settings |= {
+        "the release of stormo": __version__,
+        "the device": layout.device_type,
+        "the communication library": layout.backend,
+        "the resumed run": str(config.resumed),  # a node that does not see its folder would start anew
+    }
     return {"digest": hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest(), "options": settings}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
 from collections.abc import Callable
-from contextlib import ExitStack
 
 import numpy
 import torch
@@ -41,18 +41,36 @@ def run_worker(
     set_up = SetUp()
     set_up.done("imports")
     _share_cores(place)
-    with stop_flag(announces=place.launcher == "alone") as flag, ExitStack() as closing:
+    with stop_flag(announces=place.launcher == "alone", is_last=True) as flag:
         device, timeout_s = _device(layout, place), config.workers.timeout
         world = World(place, device, store=store, backend=layout.backend, timeout_s=timeout_s)
-        closing.callback(world.close)
         set_up.done("joining")
         with world.once_per_node() as is_fetcher:
             if is_fetcher:
                 task.fetch()
         set_up.done("fetching")
         plan = resolve(config, layout, task.facts())
+        _require_same_plan(plan, world)
         set_arithmetic(config, plan)
-        return _train(config, plan, task, world, flag, lifeline.alive, set_up)
+        code = _train(config, plan, task, world, flag, lifeline.alive, set_up)
+        # Only in order: after a failure nothing may stand between it and its report, and the process ends anyway.
+        world.close()
+    return code
+
+
+def _require_same_plan(plan: Plan, world: World) -> None:
+    """What follows from a node's own devices must follow on every node."""
+    layout = plan.layout
+    world.require_same(
+        {
+            "device": layout.device_type,
+            "strategy": layout.strategy,
+            "precision": plan.precision,
+            "global batch": plan.global_batch_size,
+            "learning rate": plan.learning_rate,
+            "steps an epoch": plan.steps_per_epoch,
+        }
+    )
 
 
 def _seed_everything(seed: int) -> None:
@@ -110,7 +128,7 @@ def _train(
     state = RunState(progress=Progress(), strategy=strategy, loss_sum=loss_sum)
     validation = Validation(
         task,
-        task.validation_data(),
+        task.datasets()[1],
         config.speed.validation_batch_size,
         world,
         resident=plan.loader == "resident",
@@ -139,12 +157,12 @@ def _train(
             )
         )
     except BaseException:
-        journal.end("error")
+        with contextlib.suppress(OSError):  # a full disk must not hide what went wrong
+            journal.end("error")
         raise
-    finally:
-        loader.close()
-        validation.close()
     journal.end(outcome.stopped_by)
+    loader.close()
+    validation.close()
     if outcome.signal_number == signal.SIGINT:
         return EXIT_INTERRUPTED
     return EXIT_RESUMABLE if outcome.signal_number else 0
@@ -152,7 +170,7 @@ def _train(
 
 def make_loader(config: TrainConfig, plan: Plan, task: Task, world: World) -> Loader:
     """The loader that the plan names, with this worker's share of every batch."""
-    data = task.train_data()
+    data = task.datasets()[0]
     share = Share(
         global_batch_size=plan.global_batch_size,
         accumulate=plan.accumulate,

@@ -182,9 +182,10 @@ def test_step_records_are_few() -> None:
 
 
 @pytest.mark.parametrize(
-    ("every", "saved_steps"), [("0", [6]), ("2", [2, 4, 6]), ("1ep", [3, 6]), ("2ep", [6]), ("4", [4, 6])]
+    ("every", "saved_steps"),
+    [("0", [6]), ("2", [2, 3, 4, 6]), ("1ep", [3, 6]), ("2ep", [3, 6]), ("4", [3, 4, 6])],  # epoch 1 is the best
 )
-def test_checkpoints_come_when_they_are_due_and_at_the_end(every: str, saved_steps: list[int]) -> None:
+def test_checkpoints_come_when_they_are_due_or_the_best_and_at_the_end(every: str, saved_steps: list[int]) -> None:
     run = prepare(checkpoint_every=every)
     train(run.training)
     assert [step for step, *_ in run.saves] == saved_steps

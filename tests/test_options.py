@@ -474,7 +474,8 @@ def _values(one: options.Option) -> st.SearchStrategy[Any]:
     return {int: whole, float: numbers, bool: st.booleans(), str: text}[one.kind]
 
 
-_STORED = [one for one in EVERY if one.section != "command" and one.name not in ("resume", "global_batch_size")]
+_NOT_STORED = ("resume", "run_name", "global_batch_size")
+_STORED = [one for one in EVERY if one.section != "command" and one.name not in _NOT_STORED]
 
 
 @settings(max_examples=100)
@@ -488,7 +489,7 @@ def test_settings_survive_the_file_of_a_run(given_settings: dict[str, Any]) -> N
 
 
 def test_the_character_del_survives_the_file_of_a_run() -> None:
-    tomllib.loads(options.to_toml(options.make_config({"run_name": "a\x7fb"}, None), EFFECT))
+    tomllib.loads(options.to_toml(options.make_config({"runs_folder": "a\x7fb"}, None), EFFECT))
 
 
 def test_the_file_of_a_run_leaves_out_what_belongs_to_one_call() -> None:

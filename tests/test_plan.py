@@ -508,7 +508,7 @@ def test_what_cannot_be_estimated_is_off_and_says_so() -> None:
     ("train_bytes", "asked", "loader", "reason"),
     [
         (60_000 * 792, "auto", "resident", "45 MiB are kept on each device, batches are made there"),
-        (9 * 2**30, "auto", "streamed", "9.0 GiB are too much to keep on each device"),
+        (9 * 2**30, "auto", "streamed", "9.0 GiB are more than the 8.0 GiB that are kept on a device"),
         (None, "auto", "streamed", "the data set is not held in tensors"),
         (60_000 * 792, "streamed", "streamed", "as set"),
         (9 * 2**30, "resident", "resident", "as set"),
@@ -548,7 +548,7 @@ def test_the_lines_are_aligned_and_hold_every_label_once() -> None:
         assert line[:column].strip() == label
         assert line[column:] == text
     assert said(plan, "seed") == "0, deterministic"
-    assert said(plan, "batch norm") == "statistics over all workers"
+    assert said(plan, "batch norm") == "statistics over all 2 workers"
     assert said(plan_of(), "stop") == "validation accuracy of 0.85 held for 2 epochs, or 40 epochs"
 
 

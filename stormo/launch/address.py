@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import ipaddress
+import random
 import socket
 import struct
 from pathlib import Path
@@ -58,8 +59,7 @@ def is_loopback(number: str) -> bool:
 
 def listen(number: str, port: int, *, backlog: int = 128) -> socket.socket:
     """A socket that listens on one numeric address; port 0 lets the system choose."""
-    family = socket.AF_INET6 if ":" in number else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener = socket.socket(_family(number), socket.SOCK_STREAM)
     try:
         # Connections of a job that just ended may linger on the port; a live listener still keeps it.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -69,6 +69,10 @@ def listen(number: str, port: int, *, backlog: int = 128) -> socket.socket:
         listener.close()
         raise _cannot_listen(number, port, error) from None
     return listener
+
+
+def _family(number: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in number else socket.AF_INET
 
 
 def _cannot_listen(number: str, port: int, error: OSError) -> SettingError:
@@ -97,8 +101,12 @@ def shown(address: str, port: int) -> str:
 
 
 def _free_port(number: str) -> int:
-    with listen(number, 0) as probe:
-        return int(probe.getsockname()[1])
+    # Below what systems give to outgoing connections, so that it is still free when the user has typed it.
+    for port in random.sample(range(10_000, 32_768), 50):
+        with contextlib.suppress(OSError), socket.socket(_family(number), socket.SOCK_STREAM) as probe:
+            probe.bind((number, port))
+            return port
+    return 29_500
 
 
 def _address_towards_others() -> str | None:

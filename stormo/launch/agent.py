@@ -298,7 +298,12 @@ class Agent:
         late = [worker for worker in self._workers if worker.running]
         if self._stop_deadline is None or not late:
             return
-        if time.monotonic() < self._stop_deadline:
+        now = time.monotonic()
+        # Workers that give signs of life may take their time to save, up to the timeout; a silent one may not.
+        is_silent = any(
+            now - (worker.heard_at or worker.started_at) > self._patience.silent_warning_s for worker in late
+        )
+        if now < self._stop_deadline or (not is_silent and now < self._stop_deadline + self._timeout_s):
             return
         ranks = ", ".join(str(worker.rank) for worker in late)
         states = "; ".join(f"rank {worker.rank} (pid {worker.pid}): {worker.state()}" for worker in late)

@@ -58,7 +58,7 @@ class Failure:
         texts = {name: message.get(name) for name in ("kind", "who", "host", "what", "details")}
         flags = {name: message.get(name) for name in ("secondary", "printed")}
         exit_code = message.get("exit_code")
-        if texts["kind"] not in _KINDS or exit_code not in (EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED):
+        if texts["kind"] not in _KINDS or exit_code not in (EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_RESUMABLE):
             return None
         if not all(isinstance(text, str) for text in texts.values()):
             return None
@@ -129,7 +129,7 @@ def of_stop(number: int, *, rank: int, host: str) -> Failure:
         who=f"rank {rank}",
         host=host,
         what=f"was ended by {signal_name(number)}, which reached it before it was ready to stop in order",
-        exit_code=EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_FAILURE,
+        exit_code=EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_RESUMABLE,
     )
 
 

@@ -19,13 +19,16 @@ from torch.optim import Optimizer
 
 from stormo import config
 
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)  # whatever their shape
+
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups: weights, which decay, and vectors (biases, norms), which do not."""
+    """Two groups: weights, which decay, and biases and norms, which do not."""
+    norms = {id(p) for layer in model.modules() if isinstance(layer, _NORMS) for p in layer.parameters(recurse=False)}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    weights = [parameter for parameter in trained if parameter.ndim > 1]
-    vectors = [parameter for parameter in trained if parameter.ndim <= 1]
-    groups = [{"params": weights, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    weights = [p for p in trained if p.ndim > 1 and id(p) not in norms]
+    others = [p for p in trained if p.ndim <= 1 or id(p) in norms]
+    groups = [{"params": weights, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
 

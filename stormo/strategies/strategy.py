@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from stormo import config
 from stormo.data.loaders import Batch, Loader
+from stormo.data.order import part
 from stormo.errors import SettingError
 from stormo.layers.compile_ahead import compile_ahead
 from stormo.layers.sync_batch_norm import convert_sync_batch_norm, set_absent
@@ -100,7 +101,9 @@ class Strategy:
     def _is_full(self, batch: Batch) -> bool:
         # A model is compiled or captured for one shape; the short last batch is not worth a second time.
         plan = self._plan
-        return batch.span.num_samples * plan.accumulate * self.world.size == plan.global_batch_size
+        share = part(0, plan.global_batch_size, self.world.rank, self.world.size)
+        start, stop = part(*share, 0, plan.accumulate)
+        return batch.span.step_samples == plan.global_batch_size and batch.span.num_samples == stop - start
 
     def step(self, learning_rate: float) -> None:
         """Clip and apply the gradients, then clear them."""

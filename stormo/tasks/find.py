@@ -29,6 +29,10 @@ def find_task(name: str) -> type[Task]:
 def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise SettingError(f"the task {path} was named", "there is no such file", "check the path")
+    if path.stem in sys.stdlib_module_names or path.stem in ("torch", "numpy", "stormo"):
+        raise SettingError(
+            f"the task {path} was named", f"{path.stem} is also the name of a module it would hide", "rename the file"
+        )
     # The file's own folder first, as `python FILE` would: a task may import its neighbours.
     folder = str(path.resolve().parent)
     if folder not in sys.path:

@@ -32,12 +32,24 @@ class Task:
 
     def __init__(self, options: Any) -> None:
         self.options = options
+        self._datasets: tuple[Dataset[Any], Dataset[Any]] | None = None
+
+    def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
+        """The training and the validation set, loaded once."""
+        if self._datasets is None:
+            self._datasets = self.train_data(), self.validation_data()
+        return self._datasets
+
+    def fetch_for_facts(self) -> None:
+        """Fetch, unless the facts are known without the data."""
+        if type(self).facts is Task.facts:
+            self.fetch()
 
     def facts(self) -> Facts:
         """Sizes that the plan needs; override it where they are known without loading the data."""
         from stormo.plan import Facts
 
-        train, validation = self.train_data(), self.validation_data()
+        train, validation = self.datasets()
         return Facts(
             num_train=len(train),  # type: ignore[arg-type]
             num_validation=len(validation),  # type: ignore[arg-type]

@@ -31,12 +31,15 @@ class StopFlag:
 
 
 @contextmanager
-def stop_flag(*, announces: bool = False) -> Iterator[StopFlag]:
-    """Turn stop signals into a flag while the body runs."""
+def stop_flag(*, announces: bool = False, is_last: bool = False) -> Iterator[StopFlag]:
+    """Turn stop signals into a flag while the body runs.
+
+    `is_last`: nothing follows but the end of the process, which a late signal must not turn into a failure.
+    """
     flag = StopFlag(announces=announces)
     before = {number: signal.signal(number, flag.handle) for number in STOP_SIGNALS}
     try:
         yield flag
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if is_last else handler)

@@ -5,6 +5,7 @@ With one worker every collective returns at once and no process group exists.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from stormo.errors import SettingError
 from stormo.launch.address import interface_towards
 from stormo.launch.place import Place
 from stormo.world.store import PeerFailedError, Store
@@ -54,6 +57,8 @@ class World:
         interface = "lo" if self.place.all_on_this_host else interface_towards(self.place.master_addr)
         if interface is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if self.place.all_on_this_host:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         dist.init_process_group(
             backends,
             store=self._store,
@@ -62,6 +67,13 @@ class World:
             timeout=timeout,
             device_id=self.device if backend == "nccl" else None,
         )
+
+    @functools.cached_property
+    def mesh(self) -> DeviceMesh | None:
+        """The workers as a mesh of one axis, `replicate`; None with one worker."""
+        if self.size == 1:
+            return None
+        return init_device_mesh(self.device.type, (self.size,), mesh_dim_names=("replicate",))
 
     @contextmanager
     def once_per_node(self) -> Iterator[bool]:
@@ -151,6 +163,19 @@ class World:
         if parts is None:
             return None
         return [bytes(part[: int(length)].numpy()) for part, length in zip(parts, lengths, strict=True)]
+
+    def require_same(self, values: Mapping[str, Any]) -> None:
+        """Raise the same sentence on every worker where one of them has another value than the main one."""
+        gathered = self.gather_json(dict(values))
+        differs: list[str] | None = None
+        for rank, theirs in enumerate(gathered or []):
+            for name, value in values.items():
+                if theirs[name] != value and differs is None:
+                    differs = [f"the {name} is {value} on rank 0", f"it is {theirs[name]} on rank {rank}"]
+        differs = self.share_json(differs)
+        if differs is not None:
+            what, why = differs
+            raise SettingError(what, why, "set it, or give every node the same devices and settings")
 
     def gather_json(self, value: Any) -> list[Any] | None:
         """Every worker's JSON-able value, in the order of ranks, on the main worker; None on the others."""
