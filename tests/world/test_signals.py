@@ -48,3 +48,14 @@ def test_other_signals_may_come_twice() -> None:
 
 def test_the_signals_are_those_of_schedulers_and_keyboards() -> None:
     assert set(STOP_SIGNALS) == {signal.SIGTERM, signal.SIGUSR1, signal.SIGINT}
+
+
+def test_after_the_last_flag_a_late_signal_changes_nothing() -> None:
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        with stop_flag(is_last=True):
+            pass
+        assert all(signal.getsignal(number) is signal.SIG_IGN for number in STOP_SIGNALS)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from stormo.errors import SettingError
 from stormo.launch import alone
 from stormo.world.store import PeerFailedError, is_secondary
 from stormo.world.world import Vote, World
@@ -224,3 +225,33 @@ def test_nothing_listens_where_other_machines_could_reach_it(run_ranks: Ranks) -
     loopback = {"0100007F", "00000000000000000000000001000000"}
     for rank, found in enumerate(addresses):
         assert set(found) <= loopback, f"rank {rank} listens on {found}"
+
+
+def _differing(world: World, names: list[str]) -> str:
+    world.require_same({"precision": "bf16", "steps": 7})
+    try:
+        world.require_same({"precision": names[world.rank], "steps": 7})
+    except SettingError as error:
+        return str(error)
+    return ""
+
+
+def test_what_differs_between_workers_is_named_on_all_of_them(run_ranks: Ranks) -> None:
+    sentences = run_ranks(_differing, 3, ["bf16", "bf16", "fp16"])
+    assert (
+        sentences
+        == [
+            "the precision is bf16 on rank 0, but it is fp16 on rank 2; "
+            "set it, or give every node the same devices and settings."
+        ]
+        * 3
+    )
+
+
+def _mesh(world: World) -> tuple[int, int] | None:
+    return None if world.mesh is None else (world.mesh["replicate"].get_local_rank(), world.mesh.size())
+
+
+def test_the_workers_are_a_mesh_of_one_axis(run_ranks: Ranks) -> None:
+    assert run_ranks(_mesh, 2) == [(0, 2), (1, 2)]
+    assert run_ranks(_mesh, 1) == [None]
