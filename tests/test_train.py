@@ -144,7 +144,7 @@ def test_the_run_folder_holds_what_happened(whole: tuple[Path, subprocess.Comple
     assert names[0] == "run_started"
     assert names[-1] == "run_ended"
     assert names.count("epoch_done") == 2
-    assert names.count("checkpoint_saved") == 6  # steps 3, 6, 9, 12, 15 and the end
+    assert names.count("checkpoint_saved") == 7  # steps 3, 6, 8 (the best so far), 9, 12, 15 and the end
     assert checkpoints(run)[-2:] == ["step-00000015", "step-00000016"]
     started = read_events(run / "events.jsonl")[0]
     assert started["explanation"] == done.stdout.splitlines()[: len(started["explanation"])]

@@ -300,9 +300,8 @@ class Agent:
             return
         now = time.monotonic()
         # Workers that give signs of life may take their time to save, up to the timeout; a silent one may not.
-        is_silent = any(
-            now - (worker.heard_at or worker.started_at) > self._patience.silent_warning_s for worker in late
-        )
+        patience_s = min(self._patience.silent_warning_s, self._patience.stop_s)
+        is_silent = any(now - (worker.heard_at or worker.started_at) > patience_s for worker in late)
         if now < self._stop_deadline or (not is_silent and now < self._stop_deadline + self._timeout_s):
             return
         ranks = ", ".join(str(worker.rank) for worker in late)
