@@ -17,7 +17,8 @@ import torch
 
 from stormo.hardware import visible_gpus
 from stormo.launch import alone
-from stormo.plan import resolve, resolve_layout
+from stormo.layout import resolve_layout
+from stormo.plan import resolve
 from stormo.strategies.table import STRATEGIES
 from stormo.train import read_settings
 from stormo.worker import make_loader, set_arithmetic

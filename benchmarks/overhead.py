@@ -130,8 +130,8 @@ def work(folder: Path, flags: Sequence[str], num_pairs: int, num_steps: int) -> 
     """Be one of the two workers: put a real one together, and measure where it would train."""
     from stormo import worker
     from stormo.launch import local, open_lifeline
+    from stormo.layout import resolve_layout
     from stormo.loop import Outcome
-    from stormo.plan import resolve_layout
     from stormo.train import read_settings
     from stormo.world.store import Store
 

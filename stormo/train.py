@@ -15,7 +15,8 @@ from stormo.errors import EXIT_FAILURE, SettingError, StormoError
 from stormo.hardware import visible_gpus
 from stormo.launch import Node, Place, alone, open_lifeline, run_node
 from stormo.launch.detect import check_flags, detect
-from stormo.plan import DEFAULT_PORT, Launched, Layout, resolve, resolve_layout
+from stormo.layout import DEFAULT_PORT, Launched, Layout, resolve_layout
+from stormo.plan import resolve
 from stormo.process import STARTED, process_start_unix_s
 from stormo.tasks.find import TASKS, find_task
 from stormo.tasks.task import Task

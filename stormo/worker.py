@@ -19,10 +19,11 @@ from stormo.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE
 from stormo.hardware import num_cores
 from stormo.journal import Journal
 from stormo.launch import Lifeline, Place
+from stormo.layout import Layout
 from stormo.loop import Training, train
 from stormo.metrics import Validation
 from stormo.optim.schedule import Schedule
-from stormo.plan import Layout, Plan, resolve
+from stormo.plan import Plan, resolve
 from stormo.process import SetUp
 from stormo.progress import Progress
 from stormo.state import RunState

@@ -19,6 +19,7 @@ FLOORS = {
     "hardware": 0,
     "process": 0,
     "config": 1,
+    "layout": 2,
     "plan": 2,
     "options": 2,
     "telemetry": 2,
@@ -45,9 +46,9 @@ FLOORS = {
     "__init__": 11,
 }
 # Neighbours on one floor that may be imported, and only in this direction.
-SIDEWAYS = {("train", "worker"), ("show", "runs")}
+SIDEWAYS = {("plan", "layout"), ("train", "worker"), ("show", "runs")}
 WITHOUT_TORCH = {
-    *("errors", "hardware", "process", "config", "plan", "options", "telemetry", "launch"),
+    *("errors", "hardware", "process", "config", "layout", "plan", "options", "telemetry", "launch"),
     *("runs", "show", "train", "cli"),  # `train` is also what the agent of a node runs
 }
 

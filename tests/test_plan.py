@@ -18,7 +18,8 @@ from stormo.config import Effective, TrainConfig
 from stormo.data.order import part
 from stormo.errors import SettingError
 from stormo.hardware import Gpu
-from stormo.plan import Facts, Launched, Layout, Plan, resolve, resolve_layout
+from stormo.layout import Launched, Layout, resolve_layout
+from stormo.plan import Facts, Plan, resolve
 
 H200 = Gpu(name="NVIDIA H200", memory_bytes=141 * 2**30, capability=(9, 0))
 V100 = Gpu(name="Tesla V100-SXM2-16GB", memory_bytes=16 * 2**30, capability=(7, 0))

@@ -14,7 +14,8 @@ from stormo.config import TrainConfig
 from stormo.data.loaders import Batch, Loader, ResidentLoader, Share, StreamedLoader
 from stormo.data.order import derive_seed
 from stormo.data.tensors import TensorData
-from stormo.plan import Plan, resolve, resolve_layout
+from stormo.layout import resolve_layout
+from stormo.plan import Plan, resolve
 from stormo.progress import Progress
 from stormo.state import RunState
 from stormo.strategies.strategy import Strategy

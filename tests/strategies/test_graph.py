@@ -25,7 +25,8 @@ from stormo.data.loaders import ResidentLoader, Share
 from stormo.errors import SettingError
 from stormo.hardware import Gpu, visible_gpus
 from stormo.launch import alone
-from stormo.plan import Facts, Plan, resolve, resolve_layout
+from stormo.layout import resolve_layout
+from stormo.plan import Facts, Plan, resolve
 from stormo.progress import Progress
 from stormo.state import RunState
 from stormo.strategies import graph as graph_module

@@ -1,0 +1,189 @@
+"""Who takes part in a run: devices, workers, backend and strategy, from the settings and what this node shows.
+
+Pure functions; every check of them is here, so that it fails before any process starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stormo.config import TrainConfig
+from stormo.errors import SettingError
+from stormo.hardware import Gpu
+
+_PORTS = (1024, 49151)
+DEFAULT_PORT = 29500
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launched:
+    """The shape of a world that another program (torchrun, srun, mpirun) has already started."""
+
+    launcher: str
+    world_size: int
+    local_size: int
+    num_nodes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Who takes part: known before any process starts and before the task is loaded."""
+
+    device_type: str  # "cpu" or "cuda"
+    gpu: Gpu | None
+    backend: str
+    strategy: str
+    num_nodes: int
+    workers_per_node: int
+    devices_per_worker: int
+    world_size: int
+    explanation: tuple[tuple[str, str], ...]
+
+
+def resolve_layout(config: TrainConfig, gpus: Sequence[Gpu], launched: Launched | None = None) -> Layout:
+    """Devices, workers, backend and strategy, from the settings and what this node shows."""
+    workers = config.workers
+    _check_workers(config)
+    device_type, device_reason = _device(config, gpus)
+    strategy_is_dp = workers.strategy == "dp"
+    if launched:
+        per_node, num_nodes, world_size = launched.local_size, launched.num_nodes, launched.world_size
+        origin = f"started by {launched.launcher}"
+    else:
+        per_node = workers.num_gpus or (len(gpus) if device_type == "cuda" else 1)
+        num_nodes = workers.num_nodes
+        world_size = per_node * num_nodes
+        origin = "as set" if workers.num_gpus else "all that are visible" if device_type == "cuda" else "the default"
+    if device_type == "cuda":
+        _check_gpus(config, per_node, len(gpus), launched)
+    devices_per_worker = 1
+    if strategy_is_dp:
+        _check_data_parallel(config, device_type, num_nodes, launched)
+        devices_per_worker, per_node, world_size = per_node, 1, 1
+    backend, backend_reason = _backend(config, device_type, world_size)
+    strategy, strategy_reason = _strategy(config, world_size, devices_per_worker)
+    unit = "GPU" if device_type == "cuda" else "CPU process"
+    plural = "es" if unit == "CPU process" else "s"
+    count = per_node * devices_per_worker
+    total = f"{world_size} = {num_nodes} node{'s' * (num_nodes > 1)} × {count} {unit}{plural * (count > 1)}"
+    if strategy_is_dp:
+        total = f"1 process that drives {count} GPU{'s' * (count > 1)}"
+    elif world_size != per_node * num_nodes:
+        total = f"{world_size} on {num_nodes} nodes, {per_node} of them on this one"
+    return Layout(
+        device_type=device_type,
+        gpu=gpus[0] if device_type == "cuda" else None,
+        backend=backend,
+        strategy=strategy,
+        num_nodes=num_nodes,
+        workers_per_node=per_node,
+        devices_per_worker=devices_per_worker,
+        world_size=world_size,
+        explanation=(
+            ("workers", f"{total} ({origin}; {device_reason}); {backend_reason}"),
+            ("strategy", f"{strategy}: {strategy_reason}"),
+        ),
+    )
+
+
+def _check_workers(config: TrainConfig) -> None:
+    workers = config.workers
+    at_least("--num-gpus", workers.num_gpus, 1)
+    at_least("--num-nodes", workers.num_nodes, 1)
+    if not 0 <= workers.node_id < workers.num_nodes:
+        raise SettingError(
+            f"--node-id {workers.node_id} was set with --num-nodes {workers.num_nodes}",
+            f"the nodes are counted from 0 to {workers.num_nodes - 1}",
+            f"set --node-id to a number from 0 to {workers.num_nodes - 1}"
+            if workers.num_nodes > 1
+            else f"set --num-nodes {workers.node_id + 1} or more, or leave --node-id out",
+        )
+    port = workers.master_port
+    if port is not None and not _PORTS[0] <= port <= _PORTS[1]:
+        raise SettingError(
+            f"--master-port {port} was set", f"it lies outside {_PORTS[0]} to {_PORTS[1]}", "set a port in that range"
+        )
+    if workers.timeout <= 0:
+        raise SettingError(f"--timeout {workers.timeout:g} was set", "it must be above 0 seconds", "set --timeout 600")
+
+
+def at_least(flag: str, value: float | None, least: float) -> None:
+    """Refuse a setting below its least value."""
+    if value is not None and value < least:
+        raise SettingError(
+            f"{flag} {value:g} was set", f"it must be at least {least:g}", f"set {flag} {least:g} or more"
+        )
+
+
+def _device(config: TrainConfig, gpus: Sequence[Gpu]) -> tuple[str, str]:
+    asked = config.workers.device
+    if asked == "cuda" and not gpus:
+        raise SettingError(
+            "--device cuda was set", "no GPU is visible to this process", "set --device cpu, or check nvidia-smi"
+        )
+    if asked == "cpu":
+        return "cpu", "--device cpu"
+    if gpus:
+        names = sorted({gpu.name for gpu in gpus})
+        return "cuda", f"{len(gpus)} × {names[0]} visible" if len(names) == 1 else f"{len(gpus)} GPUs visible"
+    return "cpu", "no GPU is visible"
+
+
+def _check_gpus(config: TrainConfig, per_node: int, num_visible: int, launched: Launched | None) -> None:
+    bound_one_each = launched is not None and num_visible == 1  # srun --gpus-per-task and the like
+    shared_on_purpose = config.workers.backend == "gloo"  # NCCL refuses two ranks on a GPU, Gloo takes them
+    if per_node > num_visible and not bound_one_each and not shared_on_purpose:
+        raise SettingError(
+            f"{per_node} workers were asked for on this node",
+            f"it shows {num_visible} GPU{'s' * (num_visible != 1)} and each worker needs its own",
+            f"set --num-gpus {num_visible}, or --device cpu, or --backend gloo to let workers share a GPU",
+        )
+
+
+def _check_data_parallel(config: TrainConfig, device_type: str, num_nodes: int, launched: Launched | None) -> None:
+    if config.speed.sync_batch_norm:
+        raise SettingError(
+            "--strategy dp was set with --sync-batch-norm",
+            "DataParallel's threads cannot exchange statistics",
+            "set --strategy ddp",
+        )
+    if device_type == "cpu":
+        raise SettingError(
+            "--strategy dp was set", "DataParallel splits a batch over GPUs and none is used", "set --strategy ddp"
+        )
+    if num_nodes > 1 or (launched is not None and launched.world_size > 1):
+        raise SettingError(
+            "--strategy dp was set for several processes",
+            "DataParallel is one process that drives the GPUs of one node",
+            "set --strategy ddp, or start one process",
+        )
+
+
+def _backend(config: TrainConfig, device_type: str, world_size: int) -> tuple[str, str]:
+    asked = config.workers.backend
+    if asked == "nccl" and device_type == "cpu":
+        raise SettingError(
+            "--backend nccl was set", "NCCL moves GPU memory and the workers run on CPUs", "set --backend gloo"
+        )
+    backend = asked if asked != "auto" else "nccl" if device_type == "cuda" else "gloo"
+    if world_size == 1:
+        return backend, "no communication needed"
+    return backend, f"{backend} {'as set' if asked != 'auto' else 'for GPUs' if backend == 'nccl' else 'for CPUs'}"
+
+
+def _strategy(config: TrainConfig, world_size: int, devices_per_worker: int) -> tuple[str, str]:
+    asked = config.workers.strategy
+    if asked == "single" and world_size > 1:
+        raise SettingError(
+            f"--strategy single was set with {world_size} workers",
+            "single trains on one device",
+            "set --strategy ddp, or --num-gpus 1 --num-nodes 1",
+        )
+    if asked == "dp":
+        return "dp", f"DataParallel, threads of one process over {devices_per_worker} GPUs, as set; ddp is faster"
+    if asked == "ddp":
+        return "ddp", "as set" if world_size > 1 else "as set; with one worker there is nothing to average"
+    if world_size == 1:
+        return "single", "one worker, nothing to average"
+    return "ddp", f"the model is copied to {world_size} workers, their gradients are averaged during backward"
