@@ -23,6 +23,7 @@ from stormo.telemetry.console import PlainConsole, make_console
 from stormo.telemetry.files import EventFile, RunFolder, collect_environment, write_json, write_whole
 from stormo.telemetry.record import CheckpointSaved, Notice, Record, RunEnded, RunStarted, Sink
 from stormo.telemetry.tensorboard import TensorBoardFile
+from stormo.telemetry.text import run_reference
 from stormo.world.world import World
 
 
@@ -52,10 +53,6 @@ class Journal:
             path.mkdir(parents=True, exist_ok=True)  # it may have been killed before it wrote anything
             return RunFolder(path)
         name = run.run_name or f"{_slug(self._config.task)}-{time.strftime('%Y%m%d-%H%M%S')}"
-        if "/" in name or name in (".", ".."):
-            raise SettingError(
-                f"--run-name {name} was set", "it names a folder inside --runs-folder", "set a plain name"
-            )
         for attempt in range(1, 1000):
             folder = parent / (name if attempt == 1 else f"{name}-{attempt}")
             try:
@@ -120,9 +117,11 @@ class Journal:
         )
         write_whole(self.folder.config, to_toml(named, effective))
         write_json(self.folder.environment, collect_environment(_versions(self._world)))
-        # mpirun gives rank 0 a terminal of its own making, whatever the user looks at.
-        is_piped = self._world.place.launcher == "mpi"
-        self._sinks = [PlainConsole(sys.stdout) if is_piped else make_console(sys.stdout), EventFile(self.folder)]
+        self._sinks = [EventFile(self.folder)]
+        if sys.stdout is not None:  # it may have been closed
+            # mpirun gives rank 0 a terminal of its own making, whatever the user looks at.
+            is_piped = self._world.place.launcher == "mpi"
+            self._sinks.insert(0, PlainConsole(sys.stdout) if is_piped else make_console(sys.stdout))
         if config.run.tensorboard:
             self._sinks.append(TensorBoardFile(self.folder.tensorboard))
         self.record(
@@ -138,6 +137,9 @@ class Journal:
                 explanation=plan.lines(),
             )
         )
+        if progress.num_resumes and progress.epoch > plan.epochs:
+            text = f"{self.folder.name} has done its {plan.epochs} epochs; raise --epochs to train on"
+            self.record(Notice(kind="info", text=text))
         if config.run.resume is not None and not progress.num_resumes:
             text = f"{self.folder.name} has no checkpoint yet: it starts from the beginning"
             self.record(Notice(kind="info", text=text))
@@ -179,11 +181,17 @@ class Journal:
 
     def end(self, stopped_by: str, **more: Any) -> None:
         """Write the summary and close every sink."""
-        for_all = self._summary(stopped_by) | more
-        self.record(RunEnded(summary=for_all))
+        if stopped_by == "signal" and self._world.is_main:
+            reference = run_reference(self.folder.name, str(self.folder.path))
+            step = self._state.progress.step
+            text = f"stopped at step {step}, saved; go on with: stormo train --resume {reference}"
+            self.record(Notice(kind="info", text=text))
+        self.record(RunEnded(summary=self._summary(stopped_by) | more))
         sinks, self._sinks = self._sinks, []
         for sink in sinks:
             sink.close()
+        if self._world.is_main and self._lock is not None:
+            self._lock.close()
 
     def _summary(self, stopped_by: str) -> dict[str, Any]:
         progress, plan = self._state.progress, self._plan

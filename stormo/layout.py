@@ -13,6 +13,7 @@ from stormo.errors import SettingError
 from stormo.hardware import Gpu
 
 _PORTS = (1024, 49151)
+_MAX_TIMEOUT_S = 2_592_000.0
 DEFAULT_PORT = 29500
 
 
@@ -106,6 +107,12 @@ def _check_workers(config: TrainConfig) -> None:
         )
     if workers.timeout <= 0:
         raise SettingError(f"--timeout {workers.timeout:g} was set", "it must be above 0 seconds", "set --timeout 600")
+    if workers.timeout > _MAX_TIMEOUT_S:
+        raise SettingError(
+            f"--timeout {workers.timeout:g} was set",
+            f"it is more than {_MAX_TIMEOUT_S:g} seconds, a month",
+            "set --timeout 600, or whatever one worker may keep the others waiting",
+        )
 
 
 def at_least(flag: str, value: float | None, least: float) -> None:

@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import json
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ from typing import Any, NoReturn
 from stormo.config import EFFECTIVE, SECTIONS, Effective, TrainConfig
 from stormo.errors import SettingError, StormoError, unknown_name
 
+_NEGATIVE = re.compile(r"-\.?\d")
 _KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
@@ -207,7 +209,8 @@ def peek_flags(argv: Sequence[str], options: Sequence[Option], is_task: Callable
     kept: list[str] = []
     skips_value = False
     for argument in (_dashed(argument) for argument in argv if argument not in ("-h", "--help")):
-        if skips_value and not argument.startswith("-") and not is_task(argument):
+        is_value = not argument.startswith("-") or _NEGATIVE.match(argument)
+        if skips_value and is_value and not is_task(argument):
             skips_value = False
             continue
         is_own = argument.startswith(("--task.", "--no-task."))

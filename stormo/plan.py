@@ -176,6 +176,19 @@ def _check_numbers(config: TrainConfig) -> None:
             "Nesterov's momentum needs sgd and a momentum above 0",
             "set --momentum 0.9, or --no-nesterov",
         )
+    name = run.run_name
+    if name is not None and (not name or "/" in name or name in (".", "..") or len(name.encode()) > 200):
+        raise SettingError(
+            f"--run-name {name[:40]!r} was set",
+            "it names a folder in --runs-folder",
+            "set a plain name of at most 200 bytes, without /",
+        )
+    if (optimizer.warmup_from or 0) > 1:
+        raise SettingError(
+            f"--warmup-from {optimizer.warmup_from:g} was set",
+            "it is the fraction of the rate that warm-up starts from",
+            "set a number from 0 to 1",
+        )
     if run.seed >= 2**63:
         raise SettingError(f"--seed {run.seed} was set", "it must fit in 63 bits", "set a smaller seed")
 

@@ -53,7 +53,11 @@ def read_settings(arguments: list[str]) -> tuple[TrainConfig, type[Task]]:
     in_file = document.get("run")
     resumed = _resumed_run((in_file if isinstance(in_file, dict) else {}) | peeked)
     inherited = options.read_toml(resumed.config) if resumed else {}
-    inherited.pop("workers", None)  # it goes on with whatever is there now
+    workers = inherited.pop(
+        "workers", {}
+    )  # it goes on with whatever is there now; CPU processes are what was asked for
+    if "num_gpus" in workers and not visible_gpus():
+        inherited["workers"] = {"num_gpus": workers["num_gpus"]}
     names = (peeked.get("task"), document.get("task"), inherited.get("task"), TrainConfig.task)
     task_class = find_task(next(name for name in names if isinstance(name, str)))
     every = options.train_options(task_class.Options)
@@ -204,15 +208,23 @@ def _work(config: TrainConfig, layout: Layout, task: Task, place: Place) -> int:
                 **_same_on_all(config, layout),
             )
         code = run_worker(config, layout, task, place, store, lifeline)
-    except Exception as error:
+    except (Exception, SystemExit) as raised:
+        error = _no_exit(raised) if isinstance(raised, SystemExit) else raised
         if lifeline is None or not lifeline.shows_failures:
-            raise
+            raise error from None if error is not raised else raised.__cause__
         from stormo.world.store import is_secondary
 
         lifeline.report_failure(error, secondary=is_secondary(error))
         return error.exit_code if isinstance(error, StormoError) else EXIT_FAILURE
     lifeline.close()
     return code
+
+
+def _no_exit(raised: SystemExit) -> StormoError:
+    return StormoError(
+        f"the task ended its process with exit code {raised.code} in the middle of training; "
+        "raise an error instead, or let training end by --epochs or --target-accuracy."
+    )
 
 
 def _same_on_all(config: TrainConfig, layout: Layout) -> dict[str, Any]:

@@ -349,6 +349,7 @@ def test_flags_win_over_the_file_the_file_over_the_run_the_run_over_the_defaults
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("stormo.train.visible_gpus", list)
     _stored_run(tmp_path / "runs", "old", patience=5, epochs=6, keep_checkpoints=7, num_gpus=2, timeout=9.0)
     file = write(tmp_path / "my.toml", "[stop]\nepochs = 8\n[run]\nkeep_checkpoints = 9\n")
     config, _ = read_settings(["--resume", "old", "--config", file, "--keep-checkpoints", "10"])
@@ -356,10 +357,12 @@ def test_flags_win_over_the_file_the_file_over_the_run_the_run_over_the_defaults
     assert config.stop.patience == 5  # of the run
     assert config.stop.epochs == 8  # of the file
     assert config.run.keep_checkpoints == 10  # of the flag
-    assert (config.workers.num_gpus, config.workers.timeout) == (None, 600.0)  # workers are not inherited
+    assert (config.workers.num_gpus, config.workers.timeout) == (2, 600.0)  # only the number of CPU processes
     assert config.run.run_name == "old"
     assert config.resumed == EFFECT
     assert {"epochs", "keep_checkpoints"} <= config.given
+    monkeypatch.setattr("stormo.train.visible_gpus", lambda: [object()])
+    assert read_settings(["--resume", "old"])[0].workers.num_gpus is None  # all GPUs that are there now
     assert "patience" not in config.given
     assert read_settings(["--config", file])[0].resumed is None
 
@@ -530,3 +533,8 @@ def test_an_option_of_a_type_that_no_flag_can_give_is_refused() -> None:
 def test_every_error_of_this_module_is_shown_without_a_traceback() -> None:
     assert issubclass(UsageError, StormoError)
     assert issubclass(SettingError, StormoError)
+
+
+def test_a_negative_number_is_a_value_also_of_a_tasks_option() -> None:
+    config, _ = read_settings(["--task.width", "-1"])
+    assert config.task_options.width == -1

@@ -52,6 +52,8 @@ def _import_module(module_name: str, name: str) -> ModuleType:
         sys.path.insert(0, here)
     try:
         return importlib.import_module(module_name)
+    except (TypeError, ValueError):  # "..", ":Class"
+        raise unknown_name("task", name, [*TASKS, "FILE.py", "package.module:Class"]) from None
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the task was found; something it imports was not

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from stormo.errors import SettingError
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -94,6 +96,19 @@ class Task:
 
 def batch_length(batch: Any) -> int:
     """How many samples a batch of nested tuples, lists and dicts of tensors holds."""
-    while not hasattr(batch, "shape"):
-        batch = next(iter(batch.values() if isinstance(batch, Mapping) else batch))
-    return int(batch.shape[0])
+    first = _first_tensor(batch)
+    if first is None:
+        raise SettingError(
+            f"a batch of type {type(batch).__name__} was given", "it holds no tensor to count", "override metrics()"
+        )
+    return int(first.shape[0])
+
+
+def _first_tensor(batch: Any) -> Any:
+    if hasattr(batch, "shape"):
+        return batch
+    if isinstance(batch, Mapping):
+        batch = batch.values()
+    elif not isinstance(batch, list | tuple):
+        return None
+    return next((found for part in batch if (found := _first_tensor(part)) is not None), None)

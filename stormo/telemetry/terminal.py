@@ -223,10 +223,7 @@ class TerminalConsole:
             rows.append(("checkpoint", self._checkpoint_path))
         if self._run is not None:
             rows.append(("run folder", self._run.run_folder))
-            reference = run_reference(self._run.run_name, self._run.run_folder)
-            rows.append(("see it with", f"stormo show {reference}"))
-            if stopped_by == "signal":
-                rows.append(("go on with", f"stormo train --resume {reference}"))
+            rows.append(("see it with", f"stormo show {run_reference(self._run.run_name, self._run.run_folder)}"))
         return rows
 
     def _may_redraw(self) -> bool:

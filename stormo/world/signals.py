@@ -23,7 +23,7 @@ class StopFlag:
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Remember the signal; give up at once on a second Ctrl-C."""
-        if number == signal.SIGINT and self.signal_number == signal.SIGINT:
+        if number == signal.SIGINT and self.signal_number:  # whatever came first, this is somebody at the keyboard
             raise KeyboardInterrupt
         if number == signal.SIGINT and self._announces:
             os.write(2, b"\nstormo: stopping after this step; press Ctrl-C again to stop at once\n")

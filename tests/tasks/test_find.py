@@ -112,3 +112,9 @@ def test_a_plain_word_is_refused_with_the_choices() -> None:
         "task 'fashion-mnst' was asked for, but there is none of that name; did you mean fashion-mnist? "
         "choose one of: FILE.py, fashion-mnist, package.module:Class."
     )
+
+
+@pytest.mark.parametrize("name", [".", "..", ":Class"])
+def test_what_cannot_be_a_module_is_answered_with_the_choices(name: str) -> None:
+    with pytest.raises(SettingError, match=r"there is none of that name; choose one of: FILE\.py, fashion-mnist"):
+        find_task(name)
