@@ -15,7 +15,7 @@ $(READY): pyproject.toml constraints.txt
 
 # The reference job on two CPU processes: the documents' network (width 10) at a twentieth of its channels.
 train: $(READY)
-	$(RUN)/stormo train fashion-mnist --num-gpus 2 --task.width 0.5 --batch-size 32 --base-lr 0.04 --nesterov \
+	$(RUN)/stormo train fashion-mnist --device cpu --num-gpus 2 --task.width 0.5 --batch-size 32 --base-lr 0.04 --nesterov \
 		--warmup-epochs 0.2 --decay step --decay-every 0.6 --decay-factor 0.1 --epochs 6
 
 check: $(READY)
