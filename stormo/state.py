@@ -7,12 +7,10 @@ one needs to see the run folder.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy
 import safetensors.torch
 import torch
 from torch import Tensor
@@ -24,7 +22,7 @@ from stormo.checkpoint import (
     restore_optimizer,
     restore_random_state,
 )
-from stormo.data.order import derive_seed
+from stormo.data.order import derive_seed, seed_generators
 from stormo.progress import Progress
 from stormo.strategies.strategy import Strategy
 from stormo.world.world import World
@@ -93,10 +91,7 @@ class RunState:
             restore_random_state(random_tensors, state["random"][world.rank])
         else:
             # Another number of workers: their generators start anew, from the same seed and this very step.
-            own_seed = derive_seed(seed, "resume", self.progress.step, world.rank)
-            torch.manual_seed(own_seed)
-            random.seed(own_seed)
-            numpy.random.seed(own_seed % 2**32)
+            seed_generators(derive_seed(seed, "resume", self.progress.step, world.rank))
             losses = [tensor for name, tensor in ranks.items() if name.endswith("/" + _LOSS)]
             self.loss_sum.copy_(torch.stack(losses).sum() / world.size)
 

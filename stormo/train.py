@@ -35,12 +35,13 @@ def main(arguments: list[str]) -> int:
     task = task_class(config.task_options)
     if config.command.dry_run:
         if place is None or place.is_main:
-            task.fetch_for_facts()
+            if task.needs_data_for_facts():
+                task.fetch()
             for line in resolve(config, layout, task.facts()).lines():
                 print(line)  # noqa: T201
         return 0
     if place is None and layout.world_size > 1:
-        if task_class.facts is not Task.facts:
+        if not task.needs_data_for_facts():
             resolve(config, layout, task.facts())  # whatever is wrong is said before any process starts
         return _start_workers(arguments, config, layout)
     return _work(config, layout, task, place or alone())

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import signal
 from collections.abc import Callable
 
-import numpy
 import torch
 
 from stormo.config import TrainConfig
 from stormo.data.loaders import Loader, ResidentLoader, Share, StreamedLoader
-from stormo.data.order import derive_seed
+from stormo.data.order import derive_seed, seed_generators
 from stormo.data.tensors import TensorData
 from stormo.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE
 from stormo.hardware import num_cores
@@ -74,12 +72,6 @@ def _require_same_plan(plan: Plan, world: World) -> None:
     )
 
 
-def _seed_everything(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)
-
-
 def _share_cores(place: Place) -> None:
     """Where neither the user nor the launcher has given each worker its cores, let it take its share of them."""
     if place.local_size > 1 and "OMP_NUM_THREADS" not in os.environ and num_cores() == os.cpu_count():
@@ -118,7 +110,7 @@ def _train(
     seed = config.run.seed
     torch.manual_seed(derive_seed(seed, "model"))  # every worker builds the same model
     strategy = STRATEGIES[plan.layout.strategy](world, plan, task, config)
-    _seed_everything(derive_seed(seed, "worker", world.rank))  # and has its own dropout
+    seed_generators(derive_seed(seed, "worker", world.rank))  # and has its own dropout
     set_up.done("model")
     loader = make_loader(config, plan, task, world)
     set_up.done("data")

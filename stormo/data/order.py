@@ -7,9 +7,11 @@ and those into passes; shares of one batch differ by at most one sample, and not
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -18,6 +20,13 @@ def derive_seed(*parts: int | str) -> int:
     """A 63-bit seed that depends on every part, and on nothing else (no process, no platform)."""
     digest = hashlib.sha256("/".join(str(part) for part in parts).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the global generators of torch, Python and NumPy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:

@@ -15,6 +15,8 @@ import numpy
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from stormo.data.order import seed_generators
+
 Key = tuple[int, int]  # a sample and the seed of its own randomness
 
 
@@ -54,9 +56,7 @@ class Seeded(Dataset[Any]):
         index, seed = key
         before = random.getstate(), numpy.random.get_state()
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            random.seed(seed)
-            numpy.random.seed(seed % 2**32)
+            seed_generators(seed)
             try:
                 return self.data[index]
             finally:

@@ -42,10 +42,10 @@ class Task:
             self._datasets = self.train_data(), self.validation_data()
         return self._datasets
 
-    def fetch_for_facts(self) -> None:
-        """Fetch, unless the facts are known without the data."""
-        if type(self).facts is Task.facts:
-            self.fetch()
+    @classmethod
+    def needs_data_for_facts(cls) -> bool:
+        """Whether the facts are found by loading the data."""
+        return cls.facts is Task.facts
 
     def facts(self) -> Facts:
         """Sizes that the plan needs; override it where they are known without loading the data."""

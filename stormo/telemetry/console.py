@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from stormo.telemetry.record import (
     EpochDone,
@@ -17,10 +17,6 @@ from stormo.telemetry.record import (
     RunStarted,
     Sink,
 )
-
-if TYPE_CHECKING:
-    pass
-
 from stormo.telemetry.terminal import TerminalConsole
 from stormo.telemetry.text import metric_order, write_text
 
