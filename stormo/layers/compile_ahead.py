@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import gc
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -147,6 +148,7 @@ def compile_calls(calls: Sequence[KernelCall], device: torch.device | None) -> t
     kernels: dict[int, Any] = {}
     loads: list[Future[None]] = []
     with (
+        _no_collection(),
         ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as pool,
         triton.AsyncCompileMode(pool, ignore_errors=True),
     ):
@@ -159,6 +161,22 @@ def compile_calls(calls: Sequence[KernelCall], device: torch.device | None) -> t
     errors = [error for load in loads if (error := load.exception()) is not None]
     obstacle = f"{type(errors[0]).__name__}: {errors[0]}" if errors else None
     return len(kernels) - len(errors), obstacle
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keeps the garbage collector from running while several threads parse kernels.
+
+    Python counts the depth of the tree it is parsing in one place for all threads, and a collection in mid-tree can
+    let another thread in: both then end in "SystemError: AST constructor recursion depth mismatch".
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _load(kernel: Any, device: torch.device | None) -> None:

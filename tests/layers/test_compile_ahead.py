@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -226,6 +227,27 @@ def test_a_kernel_that_does_not_compile_is_reported_and_the_others_are_there(
     assert obstacle == "RuntimeError: no pools today"
     assert num_kernels > 10
     assert _async_compile.active_mode.get() is None  # later launches compile as always
+
+
+@needs_triton
+@pytest.mark.usefixtures("_no_device")
+def test_no_garbage_is_collected_while_threads_parse(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton.compiler
+
+    collecting: list[bool] = []
+
+    def compile_one(source: Any, **options: Any) -> object:
+        collecting.append(gc.isenabled())
+        if len(collecting) == 1:
+            raise RuntimeError("also after an error")
+        return object()
+
+    monkeypatch.setattr(triton.compiler, "compile", compile_one)
+    assert gc.isenabled()
+    compile_calls(needed_calls(_Model(), torch.bfloat16), None)
+    assert collecting
+    assert not any(collecting)
+    assert gc.isenabled()
 
 
 @needs_triton
