@@ -90,7 +90,7 @@ def run_stormo(name: str, flags: list[str], folder: Path, data: list[str]) -> di
     print(output)
     summary: dict[str, Any] = json.loads((folder / name / "summary.json").read_text())
     events = [json.loads(line) for line in (folder / name / "events.jsonl").read_text().splitlines()]
-    steady = [event["images_per_s"] for event in events if event["event"] == "epoch_done"][-1]
+    steady = [event["units_per_s"] for event in events if event["event"] == "epoch_done"][-1]
     return summary | {"wall_time_s": wall_s, "energy_j": energy_j, "steady_images_per_s": steady}
 
 

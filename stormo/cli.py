@@ -15,7 +15,9 @@ usage: stormo VERB ...
 
 Trains a PyTorch model on one device or on thousands: fast, exact, in one command.
 
+  stormo new FILE.py              write a task of your own to start from
   stormo train [TASK] [options]   train a built-in task, a file, or package.module:Class
+  stormo run SCRIPT [options]     run your own script, which uses stormo.World, on all workers
   stormo runs                     list the runs in ./runs
   stormo show RUN                 one run: its settings, epochs and curves
 
@@ -60,6 +62,26 @@ def _train(arguments: list[str]) -> int:
     return train.main(arguments)
 
 
+def _new(arguments: list[str]) -> int:
+    from stormo import new
+    from stormo.options import Parser
+
+    parser = Parser(
+        prog="stormo new", description="Write a task that trains as it is, to start from.", allow_abbrev=False
+    )
+    parser.add_argument("file", metavar="FILE.py", help="file to write; one that is there is left alone")
+    kinds = "|".join(new.KINDS)
+    parser.add_argument("--kind", default="classification", metavar=kinds, help="(default: classification)")
+    parsed = parser.parse_args(arguments)
+    return new.main(Path(parsed.file), parsed.kind)
+
+
+def _run(arguments: list[str]) -> int:
+    from stormo import run
+
+    return run.main(arguments)
+
+
 def _runs(arguments: list[str]) -> int:
     from stormo import runs
 
@@ -86,4 +108,10 @@ def _listing(verb: str, description: str, arguments: list[str], *, wants_name: b
     return Path(parsed.runs_folder), parsed.json, getattr(parsed, "run", "")
 
 
-_VERBS: dict[str, Callable[[list[str]], int]] = {"train": _train, "runs": _runs, "show": _show}
+_VERBS: dict[str, Callable[[list[str]], int]] = {
+    "new": _new,
+    "train": _train,
+    "run": _run,
+    "runs": _runs,
+    "show": _show,
+}

@@ -36,9 +36,12 @@ class Workers:
 class Batch:
     """Batch: how many samples go into one optimizer step."""
 
-    batch_size: int = option(32, "samples of one worker in one pass")
+    batch_size: int | Literal["auto"] = option(32, "samples of one worker in one pass; auto finds the most that fit")
     global_batch_size: int | None = option(None, "samples of all workers in one step, instead of --batch-size")
     accumulate: int = option(1, "passes whose gradients are summed before a step")
+    epoch_samples: int | None = option(
+        None, "samples that make an epoch, for a stream whose length is not known; it goes on from epoch to epoch"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +87,7 @@ class Stop:
 
     epochs: int = option(40, "at most this many epochs")
     target_accuracy: float = option(0.85, "stop once this validation accuracy is held")
+    target_loss: float | None = option(None, "stop once the validation loss is held at or below this")
     patience: int = option(2, "epochs in a row that must reach the target")
 
 
@@ -121,6 +125,7 @@ class Effective:
     global_batch_size: int
     learning_rate: float
     warmup_start: float
+    data_sha256: str | None = None  # of what it was trained on, where the task knows it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +143,7 @@ class TrainConfig:
     command: Command = field(default_factory=Command)
     given: frozenset[str] = frozenset()  # field names the user set, by flag or file
     resumed: Effective | None = None  # of the run that goes on
+    auto_batch_size: int = 32  # samples per worker on which batch and rate rest under --batch-size auto
 
 
 EFFECTIVE = "effective"  # the section of a run's config.toml that holds its `Effective`

@@ -113,7 +113,10 @@ class Journal:
         config, plan, progress = self._config, self._plan, self._state.progress
         named = replace(config, run=replace(config.run, run_name=self.folder.name))
         effective = Effective(
-            global_batch_size=plan.global_batch_size, learning_rate=plan.learning_rate, warmup_start=plan.warmup_start
+            global_batch_size=plan.global_batch_size,
+            learning_rate=plan.learning_rate,
+            warmup_start=plan.warmup_start,
+            data_sha256=plan.facts.data_sha256,
         )
         write_whole(self.folder.config, to_toml(named, effective))
         write_json(self.folder.environment, collect_environment(_versions(self._world)))
@@ -205,10 +208,12 @@ class Journal:
             "precision": plan.precision,
             "world_size": self._world.size,
             "global_batch_size": plan.global_batch_size,
+            "batch_per_pass": plan.batch_per_pass,
+            "accumulate": plan.accumulate,
             "epochs_run": progress.epochs_done,
             "steps": progress.step,
             "samples_seen": progress.samples_seen,
-            "images_per_s": progress.samples_seen / trained_s if trained_s else None,
+            **_speed(plan, progress.samples_seen / trained_s if trained_s else None),
             "train_time_s": trained_s,
             "setup_time_s": sum(self._set_up.times_s.values()),
             "setup_parts_s": self._set_up.times_s,
@@ -216,7 +221,9 @@ class Journal:
             "time_to_target_s": progress.time_to_target_s,
             "validation_accuracy": validation.get("accuracy"),
             "validation_loss": validation.get("loss"),
+            "validation": progress.validation,
             "best_validation_accuracy": best.get("accuracy"),
+            "best_validation_loss": best.get("loss"),
             "input_wait_fraction": progress.wait_s / trained_s if trained_s else None,
             "peak_memory_bytes": progress.peak_memory_bytes,
             "weights_sha256": self._weights_sha256,
@@ -224,6 +231,17 @@ class Journal:
             "num_resumes": progress.num_resumes,
             "stopped_by": stopped_by,
         }
+
+
+def _speed(plan: Plan, samples_per_s: float | None) -> dict[str, Any]:
+    """Samples and the task's own units per second, and how much of the devices' peak that is."""
+    facts = plan.facts
+    figures: dict[str, Any] = {"samples_per_s": samples_per_s, "unit": facts.unit}
+    figures[f"{facts.unit}_per_s"] = None if samples_per_s is None else samples_per_s * facts.units_per_sample
+    figures["mfu"] = None if samples_per_s is None else plan.mfu(samples_per_s)
+    if figures["mfu"] is None:
+        figures["mfu_reason"] = plan.mfu_reason() or "nothing was trained"
+    return figures
 
 
 def _lock(folder: RunFolder) -> IO[bytes] | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -98,11 +99,10 @@ def _finish_epoch(run: Training, watch: Stopwatch, vote: Vote, learning_rate: fl
     if isinstance(metrics, int):
         return metrics
     train_loss = float(run.world.sum(run.state.loss_sum.clone())) / run.loader.num_samples
-    images_per_s = run.loader.num_samples / max(progress.epoch_time_s, 1e-9)
+    samples_per_s = run.loader.num_samples / max(progress.epoch_time_s, 1e-9)
     progress.validation = metrics
     progress.peak_memory_bytes = watch.peak_memory_bytes()
-    accuracy = metrics.get("accuracy")
-    _count_target(run, accuracy)
+    _count_target(run, metrics)
     done = EpochDone(
         epoch=progress.epoch,
         step=progress.step,
@@ -110,12 +110,15 @@ def _finish_epoch(run: Training, watch: Stopwatch, vote: Vote, learning_rate: fl
         epoch_time_s=progress.epoch_time_s,
         cumulative_time_s=progress.train_time_s,
         validation_time_s=time.perf_counter() - began,
-        images_per_s=images_per_s,
+        samples_per_s=samples_per_s,
+        units_per_s=samples_per_s * plan.facts.units_per_sample,
         train_loss=train_loss,
         learning_rate=learning_rate,
         input_wait_fraction=watch.wait_fraction(),
         peak_memory_bytes=progress.peak_memory_bytes,
         validation=metrics,
+        unit=plan.facts.unit,
+        mfu=plan.mfu(samples_per_s),
     )
     progress.epoch += 1
     progress.epochs_done += 1
@@ -128,18 +131,25 @@ def _finish_epoch(run: Training, watch: Stopwatch, vote: Vote, learning_rate: fl
     is_due = plan.checkpoint_steps is not None and progress.step % plan.checkpoint_steps == 0
     is_best = plan.checkpoint_steps is not None and progress.best_validation is progress.validation
     if is_end or is_due or is_best:
-        run.save(accuracy if accuracy is not None else -metrics["loss"] if "loss" in metrics else None)
+        run.save(_rank(metrics))
     return 0
 
 
-def _count_target(run: Training, accuracy: float | None) -> None:
+def _rank(metrics: Mapping[str, float]) -> float | None:
+    """What ranks an epoch among others: its accuracy or, where there is none, how low its loss is."""
+    return metrics["accuracy"] if "accuracy" in metrics else -metrics["loss"] if "loss" in metrics else None
+
+
+def _count_target(run: Training, metrics: Mapping[str, float]) -> None:
     progress, stop = run.state.progress, run.settings.stop
-    reached = accuracy is not None and accuracy >= stop.target_accuracy
+    reached = metrics.get("accuracy", -math.inf) >= stop.target_accuracy
+    if stop.target_loss is not None:
+        reached = reached or metrics.get("loss", math.inf) <= stop.target_loss
     progress.target_streak = progress.target_streak + 1 if reached else 0
     if progress.target_streak >= stop.patience and progress.time_to_target_s is None:
         progress.time_to_target_s = progress.train_time_s
-    best = progress.best_validation
-    if best is None or (accuracy is not None and accuracy > best.get("accuracy", -1.0)):
+    rank, best = _rank(metrics), _rank(progress.best_validation or {})
+    if progress.best_validation is None or (rank is not None and (best is None or math.isnan(best) or rank > best)):
         progress.best_validation = progress.validation
 
 
@@ -165,7 +175,7 @@ def _step_record(run: Training, watch: Stopwatch, learning_rate: float) -> StepD
     share = progress.position / run.world.size
     with torch.no_grad():
         loss = float(run.state.loss_sum) / max(share, 1.0)
-    images_per_s, wait_fraction = watch.interval(progress.samples_seen)
+    samples_per_s, wait_fraction = watch.interval(progress.samples_seen)
     return StepDone(
         epoch=progress.epoch,
         step=progress.step,
@@ -173,7 +183,10 @@ def _step_record(run: Training, watch: Stopwatch, learning_rate: float) -> StepD
         samples_seen=progress.samples_seen,
         loss=loss,
         learning_rate=learning_rate,
-        images_per_s=images_per_s,
+        samples_per_s=samples_per_s,
+        units_per_s=samples_per_s * run.plan.facts.units_per_sample,
         input_wait_fraction=wait_fraction,
         train_time_s=progress.train_time_s + watch.running_s(),
+        unit=run.plan.facts.unit,
+        mfu=run.plan.mfu(samples_per_s),
     )

@@ -12,14 +12,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from stormo.data.loaders import move
+from stormo.data.batches import Collate, collate, move
+from stormo.data.iterables import batches_in_turn
 from stormo.data.order import derive_seed
-from stormo.data.streaming import shut_down, stream
+from stormo.data.reading import is_stream, known_length
+from stormo.data.streaming import answered, shut_down, stream
 from stormo.data.tensors import TensorData
+from stormo.errors import SettingError
+from stormo.plan import no_validation_samples
+from stormo.tasks.measured import compute, held_metrics, read_metrics
 from stormo.tasks.task import Task
 from stormo.world.world import World
+
+# A batch's slot and its data; no slot for a stand-in, from which a worker without a batch learns what is measured.
+_Turn = tuple[int | None, Any]
 
 
 class Validation:
@@ -28,29 +36,38 @@ class Validation:
     def __init__(
         self,
         task: Task,
-        data: Dataset[Any],
+        data: Any,
         batch_size: int,
         world: World,
         *,
         resident: bool = True,
         num_loader_workers: int = 0,
+        make_batch: Collate = collate,
     ) -> None:
         self._task = task
         self._world = world
-        self.num_samples = len(data)  # type: ignore[arg-type]
+        self._is_stream = is_stream(data)
+        self._objects: dict[str, Any] = {}  # metrics with a state of their own, as they were last returned
+        self.num_samples = known_length(data) or 0  # of a stream it is counted anew whenever it is read
         self.num_batches = math.ceil(self.num_samples / batch_size)
-        mine = range(world.rank, self.num_batches, world.size)
+        self._batches: Iterable[Any]
+        if self._is_stream:
+            self._batches = batches_in_turn(
+                data, batch_size, world.rank, world.size, world.device, num_loader_workers, make_batch
+            )
+            return
+        mine = range(world.rank, self.num_batches, world.size) or range(1)
         spans = [range(i * batch_size, min((i + 1) * batch_size, self.num_samples)) for i in mine]
         if resident and isinstance(data, TensorData):
             tensors = [tensor.to(world.device) for tensor in data.tensors]
-            self._batches: Iterable[Any] = [tuple(t[span.start : span.stop] for t in tensors) for span in spans]
+            self._batches = [tuple(t[span.start : span.stop] for t in tensors) for span in spans]
         else:
             keys = [[(i, derive_seed("validation", i)) for i in span] for span in spans]
-            self._batches = stream(data, keys, world.device, num_loader_workers)
+            self._batches = stream(data, keys, world.device, num_loader_workers, make_batch)
 
     @property
     def num_rounds(self) -> int:
-        """Batches of the busiest worker: all workers go through as many rounds."""
+        """Batches of the busiest worker, as far as they are known: all workers go through as many rounds."""
         return math.ceil(self.num_batches / self._world.size)
 
     def run(self, model: nn.Module, autocast: Callable[[], Any]) -> Iterator[dict[str, float] | None]:
@@ -58,39 +75,110 @@ class Validation:
 
         The caller may give up between rounds; every worker yields equally often.
         """
-        table: Tensor | None = None
-        names: list[str] = []
+        rows: dict[int, Tensor] = {}  # slot -> sums
+        names: tuple[list[str], list[str]] | None = None  # of sums, of objects
         was_training = model.training
         model.eval()
-        batches = iter(self._batches)
+        self._reset()
         try:
-            for turn in range(self.num_rounds):
-                index = turn * self._world.size + self._world.rank
-                if index < self.num_batches:
-                    batch = move(next(batches), self._world.device)
-                    with torch.no_grad(), autocast():
-                        sums = self._task.metrics(model, batch)
-                    names = sorted(sums)
-                    if table is None:
-                        table = torch.zeros(
-                            self.num_batches, len(names), dtype=torch.float64, device=self._world.device
-                        )
-                    table[index] = torch.stack([sums[name].detach().double() for name in names])
-                if turn < self.num_rounds - 1:
+            for number, turn in enumerate(self._turns()):
+                if number:
                     yield None
+                if turn is None:
+                    continue
+                slot, data = turn
+                with torch.no_grad(), autocast():
+                    returned = self._task.metrics(model, move(answered(data), self._world.device))
+                sums, objects = read_metrics(self._task, returned, self._world.device)
+                names = self._same_names(names, (sorted(sums), sorted(objects)))
+                self._same_objects(objects, is_first=not rows)
+                if slot is None:
+                    self._reset()
+                else:
+                    rows[slot] = torch.stack([sums[name] for name in names[0]]) if sums else torch.empty(0)
         finally:
             model.train(was_training)
-        yield self._total(names, table)
+        assert names is not None
+        yield self._total(names, rows)
 
     def close(self) -> None:
         """End worker processes, where there are any."""
         if isinstance(self._batches, DataLoader):
             shut_down(self._batches)
 
-    def _empty(self, names: list[str]) -> Tensor:
-        return torch.zeros(self.num_batches, len(names), dtype=torch.float64, device=self._world.device)
+    def _turns(self) -> Iterator[_Turn | None]:
+        """This worker's batch of every round, None where the round has none for it."""
+        if self._is_stream:
+            yield from self._turns_of_stream()
+            return
+        rank, size = self._world.rank, self._world.size
+        batches = iter(self._batches)
+        for index in range(rank, self.num_rounds * size, size):
+            if index < self.num_batches:
+                yield index, next(batches)
+            else:
+                yield (None, next(batches)) if rank >= self.num_batches else None
 
-    def _total(self, names: list[str], table: Tensor | None) -> dict[str, float]:
-        names = self._world.share_json(names)  # a worker may have had no batch at all
-        columns = self._world.sum(self._empty(names) if table is None else table).T.tolist()
-        return {name: math.fsum(column) / self.num_samples for name, column in zip(names, columns, strict=True)}
+    def _turns_of_stream(self) -> Iterator[_Turn | None]:
+        rank, size = self._world.rank, self._world.size
+        num_samples, first, own = 0, None, None
+        index = -1
+        for index, (length, data) in enumerate(self._batches):
+            if index and index % size == 0:  # only now is it known that the round before was not the last
+                self.num_batches = max(self.num_batches, index + 1)
+                yield own
+                own = None
+            if index == 0:
+                first = data
+            if index % size == rank:
+                own = (index, data)
+            num_samples += length
+        if not num_samples:
+            raise no_validation_samples()
+        self.num_samples, self.num_batches = num_samples, index + 1
+        yield (None, first) if rank > index else own
+
+    def _reset(self) -> None:
+        """Empty every metric that keeps a state; before the first batch they are found among the task's attributes."""
+        for metric in [*held_metrics(self._task), *self._objects.values()]:
+            metric.to(self._world.device)
+            metric.reset()
+
+    def _same_names(
+        self, before: tuple[list[str], list[str]] | None, now: tuple[list[str], list[str]]
+    ) -> tuple[list[str], list[str]]:
+        if before is not None and before != now:
+            raise SettingError(
+                f"{type(self._task).__name__}.metrics() returned {_listed(before)} for one batch",
+                f"it returned {_listed(now)} for another, and each is a mean over all samples",
+                "return the same names for every batch, with 0 where there is nothing to add",
+            )
+        return now
+
+    def _same_objects(self, objects: dict[str, Any], *, is_first: bool) -> None:
+        for name, metric in objects.items():
+            if not is_first and metric is not self._objects.get(name):
+                raise SettingError(
+                    f"{type(self._task).__name__}.metrics() returned a new {type(metric).__name__} as {name!r}",
+                    "it knows nothing of the batches before",
+                    "make it once, in __init__ of the task, and call its update() in metrics()",
+                )
+        self._objects = dict(objects)
+
+    def _total(self, names: tuple[list[str], list[str]], rows: dict[int, Tensor]) -> dict[str, float]:
+        world = self._world
+        gathered = world.gather_json(names)
+        for main, other in world.share_json([[gathered[0], theirs] for theirs in gathered] if gathered else None):
+            self._same_names((main[0], main[1]), (other[0], other[1]))
+        table = torch.zeros(self.num_batches, len(names[0]), dtype=torch.float64, device=world.device)
+        for slot, row in rows.items():
+            table[slot] = row
+        columns = world.sum(table).T.tolist() if names[0] else []
+        found = {name: math.fsum(column) / self.num_samples for name, column in zip(names[0], columns, strict=True)}
+        for name in names[1]:
+            found |= compute(name, self._objects[name], world)
+        return found
+
+
+def _listed(names: tuple[list[str], list[str]]) -> str:
+    return ", ".join([*names[0], *names[1]]) or "nothing"

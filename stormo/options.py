@@ -23,6 +23,8 @@ from stormo.errors import SettingError, StormoError, unknown_name
 
 _NEGATIVE = re.compile(r"-\.?\d")
 _KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+# Sections and options that a task's own defaults leave alone: where it runs, under which name, and what one call does.
+_NOT_FOR_TASKS = ("workers", "command", "task", "run_name", "runs_folder", "resume")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +35,7 @@ class Option:
     name: str
     kind: type[Any]
     choices: tuple[str, ...]
+    words: tuple[str, ...] = ()  # that a number's place may be taken by
     default: Any
     help: str
     metavar: str | None
@@ -55,7 +58,7 @@ class Option:
             if value in self.choices:
                 return value
             raise unknown_name(source, str(value), self.choices)
-        if self.kind is bool and isinstance(value, bool):
+        if value in self.words or (self.kind is bool and isinstance(value, bool)):
             return value
         if self.kind in (int, float) and isinstance(value, str | int | float) and not isinstance(value, bool):
             number = _number(self.kind, value)
@@ -65,8 +68,8 @@ class Option:
             return value
         raise SettingError(
             f"{source} was set to {value!r}",
-            f"it takes {_KINDS[self.kind]}",
-            f"set it to something like {_example(self)}",
+            f"it takes {' or '.join([_KINDS[self.kind], *(f'the word {word}' for word in self.words)])}",
+            f"set it to something like {' or '.join([_example(self), *self.words])}",
         )
 
 
@@ -93,15 +96,19 @@ def options_of(section: str, cls: type[Any]) -> list[Option]:
 
 
 def _option(section: str, field: dataclasses.Field[Any], hint: Any) -> Option:
+    words: tuple[str, ...] = ()
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        (hint,) = (member for member in typing.get_args(hint) if member is not type(None))
+        members = [member for member in typing.get_args(hint) if member is not type(None)]
+        if len(members) == 2 and members[0] in (int, float) and typing.get_origin(members[1]) is typing.Literal:
+            words = typing.get_args(members.pop())  # a number, or a word in its place
+        (hint,) = members
     choices: tuple[str, ...] = ()
     if typing.get_origin(hint) is typing.Literal:
         choices, hint = typing.get_args(hint), str
     if hint not in _KINDS:
         raise SettingError(
             f"option {field.name} of section {section} is declared as {hint}",
-            "an option is int, float, str, bool, one of those or None, or a Literal of strings",
+            "an option is int, float, str, bool, one of those or None, a Literal of strings, or a number or a Literal",
             "declare it as one of these",
         )
     if field.default is dataclasses.MISSING:
@@ -113,6 +120,7 @@ def _option(section: str, field: dataclasses.Field[Any], hint: Any) -> Option:
         name=field.name,
         kind=hint,
         choices=choices,
+        words=words,
         default=field.default,
         help=field.metadata.get("help", ""),
         metavar=field.metadata.get("metavar"),
@@ -124,6 +132,46 @@ def train_options(task_options: type[Any] | None = None) -> list[Option]:
     """Every option of `stormo train`, with those of a task behind them."""
     found = [option for section, cls in SECTIONS.items() for option in options_of(section, cls)]
     return found + (options_of("task", task_options) if task_options else [])
+
+
+def defaults_of_task(
+    defaults: Mapping[str, Any], options: Sequence[Option], task: str
+) -> tuple[dict[str, Any], list[Option]]:
+    """A task's own defaults, checked like settings of a file, and the options with these in place of the usual ones."""
+    open_to_tasks = {
+        option.name: option
+        for option in options
+        if option.section not in _NOT_FOR_TASKS and option.name not in _NOT_FOR_TASKS
+    }
+    checked: dict[str, Any] = {}
+    for name, value in defaults.items():
+        if name not in open_to_tasks:
+            raise unknown_name(f"setting in the defaults of task {task}", name, open_to_tasks)
+        checked[name] = open_to_tasks[name].convert(value, f"{name} in the defaults of task {task}")
+    return checked, [
+        dataclasses.replace(option, default=checked[option.key]) if option.key in checked else option
+        for option in options
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Positional:
+    """The one argument of a verb that is no option."""
+
+    name: str
+    metavar: str
+    help: str
+    description: str
+    once: str  # why a second one is refused
+
+
+_TASK = Positional(
+    name="task",
+    metavar="TASK",
+    help="what to train (default: fashion-mnist)",
+    description="Train TASK: a built-in name, a file, or package.module:Class.",
+    once="one task is trained at a time",
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -144,18 +192,18 @@ class UsageError(StormoError):
 
 
 def build_parser(
-    program: str, options: Iterable[Option], task_title: str, *, add_help: bool = True
+    program: str, options: Iterable[Option], task_title: str, positional: Positional = _TASK, *, add_help: bool = True
 ) -> argparse.ArgumentParser:
     """A parser whose help is grouped by section and shows every default; values stay text until `convert`."""
     parser = Parser(
         prog=program,
-        description="Train TASK: a built-in name, a file, or package.module:Class.",
+        description=positional.description,
         allow_abbrev=False,
         add_help=add_help,
         argument_default=argparse.SUPPRESS,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=110),
     )
-    parser.add_argument("task", nargs="?", metavar="TASK", help="what to train (default: fashion-mnist)")
+    parser.add_argument(positional.name, nargs="?", metavar=positional.metavar, help=positional.help)
     groups: dict[str, Any] = {}
     for option in options:
         if option.section not in groups:
@@ -166,7 +214,7 @@ def build_parser(
         if option.kind is bool:
             group.add_argument(option.flag, dest=option.key, action=argparse.BooleanOptionalAction, help=help_text)
             continue
-        metavar = option.metavar or {int: "N", float: "X", str: "TEXT"}[option.kind]
+        metavar = option.metavar or "|".join(({int: "N", float: "X", str: "TEXT"}[option.kind], *option.words))
         group.add_argument(
             option.flag,
             dest=option.key,
@@ -183,13 +231,15 @@ def _default_note(option: Option) -> str:
     return f" (default: {str(option.default).lower() if option.kind is bool else option.default})"
 
 
-def parse_flags(program: str, argv: Sequence[str], options: Sequence[Option], task_title: str) -> dict[str, Any]:
+def parse_flags(
+    program: str, argv: Sequence[str], options: Sequence[Option], task_title: str, positional: Positional = _TASK
+) -> dict[str, Any]:
     """The settings a command line gives, by key; `task` among them where a TASK was named."""
-    parser = build_parser(program, options, task_title)
+    parser = build_parser(program, options, task_title, positional)
     namespace, rest = parser.parse_known_args([_dashed(argument) for argument in argv])
     _check_unknown(rest, options)
     if rest:
-        raise SettingError(f"{rest[0]!r} follows the task", "one task is trained at a time", "leave it out")
+        raise SettingError(f"{rest[0]!r} follows the {positional.name}", positional.once, "leave it out")
     return _converted(namespace, options)
 
 
@@ -277,10 +327,17 @@ def settings_from_toml(document: Mapping[str, Any], options: Sequence[Option], s
     return settings
 
 
-def make_config(settings: Mapping[str, Any], task_options: type[Any] | None) -> TrainConfig:
-    """The configuration that holds the given settings and the defaults of the rest."""
+def make_config(
+    settings: Mapping[str, Any], task_options: type[Any] | None, defaults: Mapping[str, Any] | None = None
+) -> TrainConfig:
+    """The configuration that holds the given settings and the defaults of the rest, a task's own before the usual."""
+    weak = dict(defaults or {})
+    if settings.get("batch_size", "auto") != "auto":
+        weak.pop("global_batch_size", None)  # the two say the same, and what the user says wins
+    effective = {**weak, **settings}
+    number = weak.get("batch_size")
     sections = {
-        section: cls(**{f.name: settings[f.name] for f in dataclasses.fields(cls) if f.name in settings})
+        section: cls(**{f.name: effective[f.name] for f in dataclasses.fields(cls) if f.name in effective})
         for section, cls in SECTIONS.items()
     }
     own = {key.removeprefix("task."): value for key, value in settings.items() if key.startswith("task.")}
@@ -288,6 +345,7 @@ def make_config(settings: Mapping[str, Any], task_options: type[Any] | None) -> 
         task=settings.get("task", TrainConfig.task),
         task_options=task_options(**own) if task_options else None,
         given=frozenset(settings),
+        auto_batch_size=number if isinstance(number, int) else TrainConfig.auto_batch_size,
         **sections,
     )
 
@@ -306,7 +364,7 @@ def to_toml(config: TrainConfig, effective: Effective) -> str:
     """The settings and what they came to, as TOML that `--config` reads; what was left to be chosen is left out."""
     lines = [f"task = {json.dumps(config.task)}"]
     sections = {section: dataclasses.asdict(getattr(config, section)) for section in SECTIONS if section != "command"}
-    if config.batch.global_batch_size is not None:
+    if config.batch.global_batch_size is not None and config.batch.batch_size != "auto":
         del sections["batch"]["batch_size"]  # only one of the two is ever set
     del sections["run"]["resume"]  # said of one call, not of the run
     del sections["run"]["run_name"]  # the folder's own name; a run that repeats this one has another

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stormo.config import TrainConfig
 from stormo.errors import SettingError
@@ -20,17 +20,24 @@ _AUTOTUNE_COST_S = 8.0
 _AUTOTUNE_SAVES = 0.08
 _ASSUMED_UTILISATION = 0.35
 _MAX_RESIDENT_BYTES = 8 * 2**30
+_SEARCHED = ", in passes that --batch-size auto finds once the workers hold the model"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
     """What the arithmetic needs to know of a task."""
 
-    num_train: int
-    num_validation: int
+    num_train: int  # 0 for a stream that does not tell
+    num_validation: int | None  # None for a stream that does not tell: they are counted while it is read
+    is_stream: bool = False  # the training set can only be read in its own order
     flops_per_sample: float | None = None  # forward and backward
     compile_saves: float | None = None  # share of a step's time that torch.compile is known to save
     train_bytes: int | None = None  # of the whole training set, where it can be kept on a device
+    unit: str = "samples"  # what speed is counted in: images, tokens, ...
+    units_per_sample: int = 1
+    has_accuracy: bool | None = None  # whether metrics() reports an `accuracy`; None is not known beforehand
+    data: str = ""  # what the training set is, in words
+    data_sha256: str | None = None  # of all data, where it is known beforehand: it must be the same on every node
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +67,33 @@ class Plan:
         """Steps of all epochs."""
         return self.steps_per_epoch * self.epochs
 
+    def mfu(self, samples_per_s: float) -> float | None:
+        """The share of all devices' peak that training at this speed makes use of, where both are known."""
+        peak = _peak_flops(self.layout, self.precision)
+        if peak is None or self.facts.flops_per_sample is None:
+            return None
+        return samples_per_s * self.facts.flops_per_sample / peak
+
+    def mfu_reason(self) -> str | None:
+        """Why `mfu` is not known, or None where it is."""
+        if self.layout.gpu is None:
+            return "the peak of the CPUs is not known"
+        if _peak_flops(self.layout, self.precision) is None:
+            return f"no published peak of {self.layout.gpu.name} in {self.precision} is known"
+        if self.facts.flops_per_sample is None:
+            return "the task does not say how many operations a sample takes (facts().flops_per_sample)"
+        return None
+
+    @property
+    def share(self) -> int:
+        """The most samples of one worker in one step."""
+        return math.ceil(min(self.global_batch_size, self.facts.num_train) / self.layout.world_size)
+
+    @property
+    def batch_per_pass(self) -> int:
+        """The most samples of one worker in one pass."""
+        return math.ceil(self.share / self.accumulate)
+
     def lines(self) -> tuple[str, ...]:
         """The explanation as aligned lines."""
         width = max(len(label) for label, _ in self.explanation)
@@ -69,6 +103,8 @@ class Plan:
 def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
     """Batch, learning rate, precision and the rest, from the settings, the layout and the task's facts."""
     _check_numbers(config)
+    _check_data(config, facts)
+    facts = replace(facts, num_train=_num_train(config, facts))
     global_batch_size, batch_text = _batch(config, layout, facts)
     steps_per_epoch = math.ceil(facts.num_train / global_batch_size)
     learning_rate, rate_text = _learning_rate(config, layout, global_batch_size)
@@ -81,7 +117,8 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
     seconds = _estimate_s(config, layout, facts, precision)
     compiled, compile_reason = _weigh(config.speed.compile, seconds, _COMPILE_COST_S, facts.compile_saves, layout)
     autotune, autotune_reason = _weigh(config.speed.autotune, seconds, _AUTOTUNE_COST_S, _AUTOTUNE_SAVES, layout)
-    graph, graph_reason = _graph(config, layout, compiled, global_batch_size > facts.num_train)
+    is_short = global_batch_size > facts.num_train
+    graph, graph_reason = _graph(config, layout, compiled, is_short, config.batch.accumulate)
     checkpoint_steps, checkpoint_text = _checkpoints(config, steps_per_epoch)
     loader, loader_reason = _loader(config, layout, facts)
     last = facts.num_train - (steps_per_epoch - 1) * global_batch_size
@@ -118,22 +155,64 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
             ("compile", f"{on_off[compiled]}: {compile_reason}"),
             ("graph", f"{on_off[graph]}: {graph_reason}"),
             ("autotune", f"{on_off[autotune]}: {autotune_reason}"),
-            ("data", f"{loader}: {loader_reason}"),
+            ("data", f"{loader}: {loader_reason}" + _data_text(facts)),
             (
                 "batch norm",
                 f"statistics over all {layout.world_size} workers"
                 if config.speed.sync_batch_norm and layout.world_size > 1
                 else "statistics over each worker's own samples",
             ),
-            (
-                "stop",
-                f"validation accuracy of {config.stop.target_accuracy:g} held for {config.stop.patience} "
-                f"epoch{'s' * (config.stop.patience > 1)}, or {config.stop.epochs} epochs",
-            ),
+            ("stop", _stop_text(config, facts)),
             ("checkpoints", checkpoint_text),
             ("seed", f"{config.run.seed}" + (", deterministic" if config.run.deterministic else "")),
         ),
     )
+
+
+def with_passes(config: TrainConfig, plan: Plan, accumulate: int, reason: str, graph_obstacle: str | None) -> Plan:
+    """The plan with every worker's share cut into the passes that --batch-size auto has found.
+
+    `graph_obstacle` says why a step that could be replayed should not be, unless the user has set --graph.
+    """
+    is_short = plan.global_batch_size > plan.facts.num_train
+    graph, graph_reason = _graph(config, plan.layout, plan.compile, is_short, accumulate)
+    if graph and config.speed.graph is None and graph_obstacle is not None:
+        graph, graph_reason = False, graph_obstacle
+    found, workers = replace(plan, accumulate=accumulate, graph=graph), plan.layout.world_size
+    step_samples = min(plan.global_batch_size, plan.facts.num_train)
+    low, high = step_samples // (workers * accumulate), found.batch_per_pass
+    passes = f"{accumulate} pass{'es' * (accumulate > 1)} of {low}{f' to {high}' if high > low else ''}"
+    said = dict(plan.explanation)
+    text = f" = {passes} (auto: {reason}) × {workers} worker{'s' * (workers > 1)}"
+    said["global batch"] = said["global batch"].replace(_SEARCHED, text)
+    said["graph"] = f"{'on' if graph else 'off'}: {graph_reason}"
+    return replace(found, explanation=tuple(said.items()))
+
+
+def _check_data(config: TrainConfig, facts: Facts) -> None:
+    before, now = config.resumed.data_sha256 if config.resumed else None, facts.data_sha256
+    if before is not None and now is not None and before != now:
+        raise SettingError(
+            f"a run that was trained on data of SHA-256 {before} was to go on",
+            f"the data here ({facts.data}) has {now}",
+            "go on where the same data is (another release of Python has another library), or start a new run",
+        )
+
+
+def _stop_text(config: TrainConfig, facts: Facts) -> str:
+    stop = config.stop
+    targets = [] if facts.has_accuracy is False else [f"validation accuracy of {stop.target_accuracy:g}"]
+    if stop.target_loss is not None:
+        targets.append(f"validation loss of {stop.target_loss:g}")
+    if not targets:
+        return f"{stop.epochs} epochs (this task reports no accuracy; --target-loss would set a target)"
+    held = f" held for {stop.patience} epoch{'s' * (stop.patience > 1)}"
+    return f"{' or '.join(targets)}{held}, or {stop.epochs} epochs"
+
+
+def _data_text(facts: Facts) -> str:
+    digest = f", SHA-256 {facts.data_sha256}" if facts.data_sha256 else ""
+    return f"; {facts.data}{digest}" if facts.data else ""
 
 
 def _check_numbers(config: TrainConfig) -> None:
@@ -144,8 +223,15 @@ def _check_numbers(config: TrainConfig) -> None:
             f"set --target-accuracy {config.stop.target_accuracy / 100:g}",
         )
     optimizer, stop, run = config.optimizer, config.stop, config.run
-    at_least("--batch-size", config.batch.batch_size, 1)
+    at_least("--batch-size", _per_worker(config), 1)
     at_least("--accumulate", config.batch.accumulate, 1)
+    at_least("--epoch-samples", config.batch.epoch_samples, 1)
+    if config.batch.batch_size == "auto" and config.batch.accumulate > 1:
+        raise SettingError(
+            f"--accumulate {config.batch.accumulate} was set with --batch-size auto",
+            "auto finds the passes that make up the global batch",
+            "leave out --accumulate or set it to 1, or set --batch-size to a number",
+        )
     at_least("--epochs", stop.epochs, 1)
     at_least("--patience", stop.patience, 1)
     at_least("--validation-batch-size", config.speed.validation_batch_size, 1)
@@ -193,16 +279,24 @@ def _check_numbers(config: TrainConfig) -> None:
         raise SettingError(f"--seed {run.seed} was set", "it must fit in 63 bits", "set a smaller seed")
 
 
+def _per_worker(config: TrainConfig) -> int:
+    size = config.batch.batch_size
+    return config.auto_batch_size if size == "auto" else size
+
+
 def _batch(config: TrainConfig, layout: Layout, facts: Facts) -> tuple[int, str]:
     workers, accumulate = layout.world_size * layout.devices_per_worker, config.batch.accumulate
     product = f"{workers} worker{'s' * (workers > 1)} × {accumulate} accumulation"
-    per_worker = config.batch.batch_size
+    per_worker, is_auto = _per_worker(config), config.batch.batch_size == "auto"
     total = config.resumed.global_batch_size if config.resumed else config.batch.global_batch_size
     if total is None:
         total = per_worker * workers * accumulate
         text = f"{total} = {per_worker} per worker × {product}"
+        if is_auto:
+            text = f"{total} ({per_worker} for each of {workers} worker{'s' * (workers > 1)})" + _SEARCHED
     else:
-        if not config.resumed and "batch_size" in config.given and per_worker * workers * accumulate != total:
+        is_set = "batch_size" in config.given and not config.resumed and not is_auto
+        if is_set and per_worker * workers * accumulate != total:
             raise SettingError(
                 f"--global-batch-size {total} and --batch-size {per_worker} were both set",
                 f"{per_worker} per worker × {product} makes {per_worker * workers * accumulate}",
@@ -217,12 +311,10 @@ def _batch(config: TrainConfig, layout: Layout, facts: Facts) -> tuple[int, str]
         low, uneven = divmod(total, workers * accumulate)
         origin = "before" if config.resumed else "set"
         text = f"{total} as {origin} = {low}{f' to {low + 1}' if uneven else ''} per worker × {product}"
-    if facts.num_validation < 1:
-        raise SettingError(
-            "a task without validation samples was given",
-            "every epoch ends with a validation",
-            "let validation_data() return at least one sample",
-        )
+        if is_auto:
+            text = f"{total} as {origin}" + _SEARCHED
+    if facts.num_validation == 0:
+        raise no_validation_samples()
     if facts.num_train < workers:
         raise SettingError(
             f"{workers} workers were asked for",
@@ -234,13 +326,40 @@ def _batch(config: TrainConfig, layout: Layout, facts: Facts) -> tuple[int, str]
     return total, text
 
 
+def _num_train(config: TrainConfig, facts: Facts) -> int:
+    """Samples of an epoch: the training set's, or for a stream what the user says."""
+    asked = config.batch.epoch_samples
+    if asked is not None and not facts.is_stream:
+        raise SettingError(
+            f"--epoch-samples {asked} was set",
+            f"the training set has {facts.num_train} samples, which are an epoch",
+            "leave it out: it is for streams whose length is not known",
+        )
+    if asked is None and facts.is_stream and not facts.num_train:
+        raise SettingError(
+            "train_data() gave a stream that does not tell its length",
+            "the steps of an epoch, warm-up and decay are counted in it",
+            "set --epoch-samples to the samples that make an epoch, or give the stream a __len__",
+        )
+    return facts.num_train if asked is None else asked
+
+
+def no_validation_samples() -> SettingError:
+    """The answer to a validation set that is empty."""
+    return SettingError(
+        "a task without validation samples was given",
+        "every epoch ends with a validation",
+        "let validation_data() return at least one sample",
+    )
+
+
 def _learning_rate(config: TrainConfig, layout: Layout, global_batch_size: int) -> tuple[float, str]:
     base, rule = config.optimizer.base_lr, config.optimizer.lr_rule
     if config.resumed:
         return config.resumed.learning_rate, f"{config.resumed.learning_rate:g} as before"
     if config.batch.global_batch_size is not None:
         return base, f"{base:g} as set, for the global batch as set"
-    ratio = global_batch_size // config.batch.batch_size
+    ratio = global_batch_size // _per_worker(config)
     if rule == "none" or ratio == 1:
         return base, f"{base:g} as set" + (f" for any batch (the batch is {ratio} × one worker's)" * (ratio > 1))
     factor = float(ratio) if rule == "linear" else math.sqrt(ratio)
@@ -304,13 +423,19 @@ def _channels_last(config: TrainConfig, layout: Layout, precision: str) -> tuple
 
 
 def _estimate_s(config: TrainConfig, layout: Layout, facts: Facts, precision: str) -> float | None:
-    peaks = peak_tflops(layout.gpu.name) if layout.gpu else None
-    if peaks is None or facts.flops_per_sample is None:
+    peak = _peak_flops(layout, precision)
+    if peak is None or facts.flops_per_sample is None:
         return None
-    peak = {"bf16": peaks[0], "fp16": peaks[0], "tf32": peaks[1] or peaks[2]}.get(precision, peaks[2])
-    workers = layout.world_size * layout.devices_per_worker
-    flops = config.stop.epochs * facts.num_train * facts.flops_per_sample / workers
-    return flops / (peak * 1e12 * _ASSUMED_UTILISATION)
+    return config.stop.epochs * facts.num_train * facts.flops_per_sample / (peak * _ASSUMED_UTILISATION)
+
+
+def _peak_flops(layout: Layout, precision: str) -> float | None:
+    """The published peak of all devices together, operations per second; None where it is not known."""
+    peaks = peak_tflops(layout.gpu.name) if layout.gpu else None
+    if peaks is None or precision == "fp64":
+        return None
+    peak = {"bf16": peaks[0], "fp16": peaks[0], "tf32": peaks[1] or peaks[2], "fp32": peaks[2]}[precision]
+    return peak * 1e12 * layout.world_size * layout.devices_per_worker
 
 
 def _weigh(
@@ -332,7 +457,7 @@ def _weigh(
     )
 
 
-def _graph(config: TrainConfig, layout: Layout, compiled: bool, is_short: bool) -> tuple[bool, str]:
+def _graph(config: TrainConfig, layout: Layout, compiled: bool, is_short: bool, accumulate: int) -> tuple[bool, str]:
     asked = config.speed.graph
     if asked is False:
         return False, "as set"
@@ -344,9 +469,9 @@ def _graph(config: TrainConfig, layout: Layout, compiled: bool, is_short: bool) 
         if layout.world_size > 1:
             count = layout.world_size
             obstacle = f"{count} workers exchange gradients during a step", "leave it out, or set --num-gpus 1"
-    elif config.batch.accumulate > 1:
-        count = config.batch.accumulate
-        obstacle = f"a replay writes gradients and {count} passes are to be summed", "leave out --accumulate"
+    elif accumulate > 1:
+        mend = "leave it out" if config.batch.batch_size == "auto" else "leave out --accumulate"
+        obstacle = f"a replay writes gradients and {accumulate} passes are to be summed", mend
     elif compiled:
         obstacle = "a compiled step is not captured", "set --no-compile"
     elif is_short:
@@ -366,6 +491,8 @@ def _loader(config: TrainConfig, layout: Layout, facts: Facts) -> tuple[str, str
             "this task's data set is not held in tensors",
             "set --loader streamed, or let train_data() return a stormo.data.TensorData",
         )
+    if facts.is_stream:
+        return "streamed", _stream_text(config)
     if asked != "auto":
         return asked, "as set"
     if facts.train_bytes is None:
@@ -375,6 +502,19 @@ def _loader(config: TrainConfig, layout: Layout, facts: Facts) -> tuple[str, str
         size, most = facts.train_bytes / 2**30, limit / 2**30
         return "streamed", f"{size:.1f} GiB are more than the {most:.1f} GiB that are kept on a device"
     return "resident", f"{facts.train_bytes / 2**20:.0f} MiB are kept on each device, batches are made there"
+
+
+def _stream_text(config: TrainConfig) -> str:
+    processes, asked = config.speed.loader_workers, config.batch.epoch_samples
+    if (processes or 0) > 1:
+        raise SettingError(
+            f"--loader-workers {processes} was set",
+            "the training set is a stream, which one process reads in its order and several would read several times",
+            "set --loader-workers 1, or 0 to read it in the worker itself",
+        )
+    reader = "itself" if processes == 0 else "by one loading process, as its order cannot be shared out"
+    text = f"a stream in its own order; every worker reads it, {reader}"
+    return text + (f"; {asked} samples are an epoch, and the next one goes on from there" if asked else "")
 
 
 def _checkpoints(config: TrainConfig, steps_per_epoch: int) -> tuple[int | None, str]:

@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from stormo.errors import StormoError
-from stormo.telemetry.files import RunFolder, current_events, list_runs, read_events, read_summary, to_json
-from stormo.telemetry.text import encodable, format_duration, format_rate, write_text
+from stormo.telemetry.files import RunFolder, current_events, list_runs, read_events, read_summary, speed_of, to_json
+from stormo.telemetry.text import encodable, format_duration, format_figure, format_rate, unit_rate, write_text
 
 MISSING = "n/a"
 _SILENT_AFTER_S = 300.0  # validation and saving write no events; longer silence means a dead run
 _STATES = {"target": "done", "epochs": "done", "signal": "stopped", "error": "failed"}
 _STATE_STYLES = {"running": "cyan", "done": "green", "stopped": "yellow", "interrupted": "yellow"}
-_TITLES = ("name", "task", "state", "epochs", "accuracy", "images/s", "time", "workers")
-_DROPPED_FIRST = ("workers", "images/s", "time", "task", "epochs")  # in this order when the terminal is too narrow
+_TITLES = ("name", "task", "state", "epochs", "accuracy", "loss", "speed", "time", "workers")
+_DROPPED_FIRST = ("workers", "speed", "time", "loss", "task", "epochs")  # in this order when the terminal is too narrow
 _NAME_FOLDS_FROM = 24  # a longer name goes over two lines before a column is dropped
 _CELL_FRAME_WIDTH = 3  # what rich puts around a cell
 _NUM_TEXT_COLUMNS = 3  # the first ones are text, the others figures and flush right
@@ -42,7 +42,9 @@ class RunOverview:
     epochs_run: int | None = None
     epochs: int | None = None
     validation_accuracy: float | None = None
-    images_per_s: float | None = None
+    validation_loss: float | None = None
+    unit: str | None = None  # of the speed: images, tokens, ...
+    units_per_s: float | None = None
     train_time_s: float | None = None
 
 
@@ -76,6 +78,7 @@ def overview(run: RunFolder, *, now_unix_s: float) -> RunOverview:
 
 def _finished(run: RunFolder, summary: Mapping[str, Any]) -> RunOverview:
     stopped_by = str(summary.get("stopped_by"))
+    unit, units_per_s = speed_of(summary)
     return RunOverview(
         name=run.name,
         folder=str(run.path),
@@ -85,7 +88,9 @@ def _finished(run: RunFolder, summary: Mapping[str, Any]) -> RunOverview:
         epochs_run=summary.get("epochs_run"),
         epochs=summary.get("epochs"),
         validation_accuracy=summary.get("validation_accuracy"),
-        images_per_s=summary.get("images_per_s"),
+        validation_loss=summary.get("validation_loss"),
+        unit=unit,
+        units_per_s=units_per_s,
         train_time_s=summary.get("train_time_s"),
     )
 
@@ -101,6 +106,7 @@ def _unfinished(run: RunFolder, events: Sequence[Mapping[str, Any]], now_unix_s:
         silent_s = max(now_unix_s - run.path.stat().st_mtime, 0.0)
         since = f"no event yet, folder changed {_rough_duration(silent_s)} ago"
     newest = max((event for event in (epoch, step) if event), key=lambda event: event.get("step", 0), default={})
+    unit, units_per_s = speed_of(newest)
     return RunOverview(
         name=run.name,
         folder=str(run.path),
@@ -111,7 +117,9 @@ def _unfinished(run: RunFolder, events: Sequence[Mapping[str, Any]], now_unix_s:
         epochs_run=epoch.get("epoch", 0) if started else None,
         epochs=started.get("epochs"),
         validation_accuracy=(epoch.get("validation") or {}).get("accuracy"),
-        images_per_s=newest.get("images_per_s"),
+        validation_loss=(epoch.get("validation") or {}).get("loss"),
+        unit=unit if newest else None,
+        units_per_s=units_per_s,
         train_time_s=newest.get("cumulative_time_s", newest.get("train_time_s")),
     )
 
@@ -144,7 +152,8 @@ def _cells(one: RunOverview) -> tuple[str, ...]:
         one.state,
         epochs,
         MISSING if one.validation_accuracy is None else f"{one.validation_accuracy:.4f}",
-        MISSING if one.images_per_s is None else format_rate(one.images_per_s),
+        MISSING if one.validation_loss is None else format_figure(one.validation_loss),
+        MISSING if one.units_per_s is None else f"{format_rate(one.units_per_s)} {unit_rate(str(one.unit))}",
         MISSING if one.train_time_s is None else format_duration(one.train_time_s),
         MISSING if one.world_size is None else str(one.world_size),
     )

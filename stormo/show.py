@@ -22,9 +22,19 @@ from stormo.telemetry.files import (
     read_environment,
     read_events,
     read_summary,
+    speed_of,
     to_json,
 )
-from stormo.telemetry.text import encodable, format_duration, format_figure, format_rate, run_reference, write_text
+from stormo.telemetry.text import (
+    encodable,
+    format_duration,
+    format_figure,
+    format_rate,
+    format_share,
+    run_reference,
+    unit_rate,
+    write_text,
+)
 
 _CURVE_WIDTH = 40
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -198,6 +208,7 @@ def _flat_config(path: Path) -> list[str]:
 def _result(summary: Mapping[str, Any] | None) -> list[str]:
     if summary is None:
         return []
+    unit, units_per_s = speed_of(summary)
     rows = [
         ("stopped by", _show(summary.get("stopped_by"), str)),
         ("validation accuracy", _show(summary.get("validation_accuracy"), format_figure)),
@@ -205,8 +216,9 @@ def _result(summary: Mapping[str, Any] | None) -> list[str]:
         ("training time", _show(summary.get("train_time_s"), format_duration)),
         ("whole time", _show(summary.get("wall_time_s"), format_duration)),
         ("time to target", _show(summary.get("time_to_target_s"), format_duration)),
-        ("images/s", _show(summary.get("images_per_s"), format_rate)),
-        ("input wait", _show(summary.get("input_wait_fraction"), lambda value: f"{100 * value:.1f} %")),
+        (unit_rate(unit), _show(units_per_s, format_rate)),
+        *([] if summary.get("mfu") is None else [("MFU", format_share(summary["mfu"]))]),
+        ("input wait", _show(summary.get("input_wait_fraction"), format_share)),
         ("peak memory", _show(summary.get("peak_memory_bytes"), lambda value: f"{value / 2**20:,.0f} MiB")),
         ("weights SHA-256", _show(summary.get("weights_sha256"), str)),
     ]
@@ -217,7 +229,10 @@ def _epoch_table(epochs: Sequence[Mapping[str, Any]]) -> list[str]:
     if not epochs:
         return []
     metrics = list(dict.fromkeys(name for epoch in epochs for name in epoch.get("validation") or {}))
-    rows = [["epoch", "train loss", *(_metric_title(name) for name in metrics), "images/s", "time", "total", "lr"]]
+    unit, _ = speed_of(epochs[0])
+    has_mfu = any(epoch.get("mfu") is not None for epoch in epochs)
+    titles = [unit_rate(unit), *["MFU"] * has_mfu, "time", "total", "lr"]
+    rows = [["epoch", "train loss", *(_metric_title(name) for name in metrics), *titles]]
     for epoch in epochs:
         validation = epoch.get("validation") or {}
         rows.append(
@@ -225,7 +240,8 @@ def _epoch_table(epochs: Sequence[Mapping[str, Any]]) -> list[str]:
                 _show(epoch.get("epoch"), str),
                 _show(epoch.get("train_loss"), format_figure),
                 *(_show(validation.get(name), format_figure) for name in metrics),
-                _show(epoch.get("images_per_s"), format_rate),
+                _show(speed_of(epoch)[1], format_rate),
+                *[_show(epoch.get("mfu"), format_share)] * has_mfu,
                 _show(epoch.get("epoch_time_s"), format_duration),
                 _show(epoch.get("cumulative_time_s"), format_duration),
                 _show(epoch.get("learning_rate"), lambda value: f"{value:.3g}"),
@@ -247,7 +263,10 @@ def _curves(run: _Run) -> list[str]:
         "training loss": (training, format_figure),
         "validation loss": ([(epoch.get("validation") or {}).get("loss") for epoch in run.epochs], format_figure),
         "accuracy": ([(epoch.get("validation") or {}).get("accuracy") for epoch in run.epochs], format_figure),
-        "images/s": ([epoch.get("images_per_s") for epoch in run.epochs], format_rate),
+        unit_rate(speed_of(run.epochs[0])[0] if run.epochs else "samples"): (
+            [speed_of(epoch)[1] for epoch in run.epochs],
+            format_rate,
+        ),
         "learning rate": (rate, "{:.3g}".format),
     }
     levels = _BLOCKS if encodable(_BLOCKS, sys.stdout) == _BLOCKS else _ASCII_LEVELS

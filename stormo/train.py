@@ -13,26 +13,29 @@ from stormo import __version__, options
 from stormo.config import EFFECTIVE, Effective, Optimizer, TrainConfig
 from stormo.errors import EXIT_FAILURE, SettingError, StormoError
 from stormo.hardware import visible_gpus
-from stormo.launch import Node, Place, alone, open_lifeline, run_node
-from stormo.launch.detect import check_flags, detect
-from stormo.layout import DEFAULT_PORT, Launched, Layout, resolve_layout
+from stormo.launch import Place, alone, open_lifeline, run_node
+from stormo.layout import Layout, resolve_layout
+from stormo.nodes import find_place, launched_by, node_of
 from stormo.plan import resolve
 from stormo.process import STARTED, process_start_unix_s
+from stormo.tasks.check import check_made, check_options, check_task, note_method
 from stormo.tasks.find import TASKS, find_task
 from stormo.tasks.task import Task
 from stormo.telemetry.files import RunFolder, find_run, list_runs
 
 # What makes a run the run it is: a resume cannot change it.
-_FIXED = ("task", "seed", "optimizer")
+_FIXED = ("task", "seed", "optimizer", "epoch_samples")
 _BATCH_AND_RATE = ("batch_size", "global_batch_size", "base_lr", "lr_rule", "warmup_from")
 
 
 def main(arguments: list[str]) -> int:
     """Read the settings, see who this process is, and go."""
     config, task_class = read_settings(arguments)
-    place = _place(config)
-    layout = resolve_layout(config, visible_gpus(), _launched(place))
+    check_task(task_class)
+    place = find_place(config)
+    layout = resolve_layout(config, visible_gpus(), launched_by(place))
     task = task_class(config.task_options)
+    check_made(task)
     if config.command.dry_run:
         if place is None or place.is_main:
             if task.needs_data_for_facts():
@@ -61,11 +64,14 @@ def read_settings(arguments: list[str]) -> tuple[TrainConfig, type[Task]]:
         inherited["workers"] = {"num_gpus": workers["num_gpus"]}
     names = (peeked.get("task"), document.get("task"), inherited.get("task"), TrainConfig.task)
     task_class = find_task(next(name for name in names if isinstance(name, str)))
-    every = options.train_options(task_class.Options)
+    check_options(task_class)
+    plain = options.train_options(task_class.Options)
+    defaults, every = options.defaults_of_task(task_class.defaults, plain, task_class.name)
     settings = options.settings_from_toml(document, every, peeked.get("config", ""))
     settings |= options.parse_flags("stormo train", arguments, every, f"Task {task_class.name}")
     if resumed is None:
-        return options.make_config(settings, task_class.Options), task_class
+        return options.make_config(settings, task_class.Options, defaults), task_class
+    # The file holds whatever was in force, the task's defaults of that day among it; what is not there was not set.
     before = options.settings_from_toml(inherited, every, str(resumed.config))
     _check_resumed(settings, before, every, resumed)
     if settings.get("run_name", resumed.name) != resumed.name:
@@ -75,8 +81,11 @@ def read_settings(arguments: list[str]) -> tuple[TrainConfig, type[Task]]:
             "leave one of them out",
         )
     settings["run_name"], settings["runs_folder"] = resumed.name, str(resumed.path.parent)
-    config = options.make_config(before | settings, task_class.Options)
-    changed = {key for key in _BATCH_AND_RATE if settings.get(key, before.get(key)) != before.get(key)}
+    # What --batch-size auto rests on is not in the file, which says auto.
+    number = {"batch_size": defaults["batch_size"]} if "batch_size" in defaults else {}
+    config = options.make_config(before | settings, task_class.Options, number)
+    # A batch that is to be cut into other passes from now on (--batch-size auto) stays the batch it was.
+    changed = {key for key in _BATCH_AND_RATE if settings.get(key, before.get(key)) not in (before.get(key), "auto")}
     effective = _still_effective(_effective(inherited, resumed), changed, before, settings)
     return replace(config, given=frozenset(settings), resumed=effective), task_class
 
@@ -154,40 +163,11 @@ def _check_resumed(
             )
 
 
-def _place(config: TrainConfig) -> Place | None:
-    workers, given = config.workers, config.given
-    flags = {
-        name: getattr(workers, name) if name in given else None
-        for name in ("num_nodes", "node_id", "num_gpus", "master_addr", "master_port")
-    }
-    place = detect(os.environ, master_addr=flags["master_addr"], master_port=flags["master_port"])
-    if place is not None:
-        check_flags(place, **flags)
-    return place
-
-
-def _launched(place: Place | None) -> Launched | None:
-    if place is None or place.launcher == "local":
-        return None
-    return Launched(
-        launcher=place.launcher, world_size=place.world_size, local_size=place.local_size, num_nodes=place.num_nodes
-    )
-
-
 def _start_workers(arguments: list[str], config: TrainConfig, layout: Layout) -> int:
     """Become the agent of this node: the workers run this very command again, told who they are."""
     os.environ[STARTED] = str(process_start_unix_s())
-    workers = config.workers
-    node = Node(
-        num_workers=layout.workers_per_node,
-        num_nodes=workers.num_nodes,
-        node_id=workers.node_id,
-        master_addr=workers.master_addr if "master_addr" in config.given else None,
-        master_port=workers.master_port or DEFAULT_PORT,
-        store_port=workers.master_port or 0,
-    )
     command = [sys.executable, "-m", "stormo", "train", *arguments]
-    return run_node(command, node, timeout_s=workers.timeout, **_same_on_all(config, layout))
+    return run_node(command, node_of(config, layout), timeout_s=config.workers.timeout, **_same_on_all(config, layout))
 
 
 def _work(config: TrainConfig, layout: Layout, task: Task, place: Place) -> int:
@@ -211,6 +191,8 @@ def _work(config: TrainConfig, layout: Layout, task: Task, place: Place) -> int:
         code = run_worker(config, layout, task, place, store, lifeline)
     except (Exception, SystemExit) as raised:
         error = _no_exit(raised) if isinstance(raised, SystemExit) else raised
+        if not isinstance(error, StormoError):
+            note_method(error, task)
         if lifeline is None or not lifeline.shows_failures:
             raise error from None if error is not raised else raised.__cause__
         from stormo.world.store import is_secondary

@@ -10,8 +10,11 @@ from collections.abc import Callable
 import torch
 
 from stormo.config import TrainConfig
+from stormo.data.batches import Collate, collate
+from stormo.data.iterables import IterableLoader
 from stormo.data.loaders import Loader, ResidentLoader, Share, StreamedLoader
 from stormo.data.order import derive_seed, seed_generators
+from stormo.data.reading import is_stream
 from stormo.data.tensors import TensorData
 from stormo.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE
 from stormo.hardware import num_cores
@@ -24,10 +27,13 @@ from stormo.optim.schedule import Schedule
 from stormo.plan import Plan, resolve
 from stormo.process import SetUp
 from stormo.progress import Progress
+from stormo.rehearsal import rehearse
 from stormo.state import RunState
+from stormo.strategies.fit import find_passes
 from stormo.strategies.table import STRATEGIES
 from stormo.tasks.task import Task
 from stormo.telemetry.record import Notice
+from stormo.world.devices import device_of, share_cores
 from stormo.world.signals import StopFlag, stop_flag
 from stormo.world.store import Store
 from stormo.world.world import World
@@ -39,9 +45,9 @@ def run_worker(
     """Train as one worker of the job; return its exit code."""
     set_up = SetUp()
     set_up.done("imports")
-    _share_cores(place)
+    share_cores(place)
     with stop_flag(announces=place.launcher == "alone", is_last=True) as flag:
-        device, timeout_s = _device(layout, place), config.workers.timeout
+        device, timeout_s = device_of(layout.device_type, place), config.workers.timeout
         world = World(place, device, store=store, backend=layout.backend, timeout_s=timeout_s)
         set_up.done("joining")
         with world.once_per_node() as is_fetcher:
@@ -65,24 +71,12 @@ def _require_same_plan(plan: Plan, world: World) -> None:
             "device": layout.device_type,
             "strategy": layout.strategy,
             "precision": plan.precision,
+            "SHA-256 of the data": plan.facts.data_sha256,
             "global batch": plan.global_batch_size,
             "learning rate": plan.learning_rate,
             "steps an epoch": plan.steps_per_epoch,
         }
     )
-
-
-def _share_cores(place: Place) -> None:
-    """Where neither the user nor the launcher has given each worker its cores, let it take its share of them."""
-    if place.local_size > 1 and "OMP_NUM_THREADS" not in os.environ and num_cores() == os.cpu_count():
-        torch.set_num_threads(max(1, num_cores() // place.local_size))
-
-
-def _device(layout: Layout, place: Place) -> torch.device:
-    if layout.device_type == "cpu":
-        return torch.device("cpu")
-    # A launcher may show each worker one GPU of its own; workers that share GPUs on purpose take them in turn.
-    return torch.device("cuda", place.local_rank % torch.cuda.device_count())
 
 
 def set_arithmetic(config: TrainConfig, plan: Plan) -> None:
@@ -114,9 +108,6 @@ def _train(
     set_up.done("model")
     loader = make_loader(config, plan, task, world)
     set_up.done("data")
-    if world.size > 1 or world.device.type == "cuda" or plan.compile or plan.loader == "streamed":
-        strategy.warm_up(loader)
-    set_up.done("first passes")
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     state = RunState(progress=Progress(), strategy=strategy, loss_sum=loss_sum)
     validation = Validation(
@@ -126,7 +117,14 @@ def _train(
         world,
         resident=plan.loader == "resident",
         num_loader_workers=_num_loader_workers(config, world),
+        make_batch=make_batch(task),
     )
+    if config.batch.batch_size == "auto":
+        plan = find_passes(config, plan, strategy, loader)
+        set_up.done("batch size")
+    is_cold = world.size > 1 or world.device.type == "cuda" or plan.compile or plan.loader == "streamed"
+    rehearse(strategy, loader, validation, every_shape=is_cold)
+    set_up.done("first passes")
     journal = Journal(config, plan, world, state, set_up)
     journal.resume()
     set_up.done("run folder")
@@ -142,7 +140,7 @@ def _train(
                 state=state,
                 loader=loader,
                 validation=validation,
-                schedule=_schedule(config, plan),
+                schedule=_schedule(config, plan, strategy.rate_factor),
                 flag=flag,
                 record=journal.record,
                 save=journal.save,
@@ -175,7 +173,25 @@ def make_loader(config: TrainConfig, plan: Plan, task: Task, world: World) -> Lo
         assert isinstance(data, TensorData)
         return ResidentLoader(data, share, seed, num_draws, task.augment, world.device)
     num_workers = _num_loader_workers(config, world)
-    return StreamedLoader(data, share, seed, num_draws, task.augment, world.device, num_workers)
+    if is_stream(data):
+        return IterableLoader(
+            data,
+            plan.facts.num_train,
+            share,
+            seed,
+            num_draws,
+            task.augment,
+            world.device,
+            min(1, num_workers),
+            make_batch(task),
+            goes_on=config.batch.epoch_samples is not None,
+        )
+    return StreamedLoader(data, share, seed, num_draws, task.augment, world.device, num_workers, make_batch(task))
+
+
+def make_batch(task: Task) -> Collate:
+    """How samples become a batch; the task itself is sent to loading processes only where it says how."""
+    return collate if type(task).collate is Task.collate else task.collate
 
 
 def _num_loader_workers(config: TrainConfig, world: World) -> int:
@@ -184,10 +200,10 @@ def _num_loader_workers(config: TrainConfig, world: World) -> int:
     return min(8, max(1, num_cores() // world.place.local_size - 1))
 
 
-def _schedule(config: TrainConfig, plan: Plan) -> Schedule:
+def _schedule(config: TrainConfig, plan: Plan, factor: float) -> Schedule:
     return Schedule(
-        peak=plan.learning_rate,
-        start=plan.warmup_start,
+        peak=plan.learning_rate * factor,
+        start=plan.warmup_start * factor,
         warmup_steps=plan.warmup_steps,
         total_steps=plan.total_steps,
         decay=config.optimizer.decay,

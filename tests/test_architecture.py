@@ -24,6 +24,7 @@ FLOORS = {
     "options": 2,
     "telemetry": 2,
     "launch": 2,
+    "nodes": 3,
     "data": 3,
     "layers": 3,
     "optim": 3,
@@ -33,12 +34,17 @@ FLOORS = {
     "metrics": 6,
     "checkpoint": 6,
     "progress": 6,
+    "rehearsal": 7,
     "stopwatch": 7,
     "state": 7,
     "loop": 8,
     "journal": 8,
     "worker": 9,
+    "script": 8,
     "train": 9,
+    "run": 9,
+    "new": 9,
+    "templates": 9,
     "runs": 9,
     "show": 9,
     "cli": 10,
@@ -49,7 +55,7 @@ FLOORS = {
 SIDEWAYS = {("plan", "layout"), ("train", "worker"), ("show", "runs")}
 WITHOUT_TORCH = {
     *("errors", "hardware", "process", "config", "layout", "plan", "options", "telemetry", "launch"),
-    *("runs", "show", "train", "cli"),  # `train` is also what the agent of a node runs
+    *("runs", "show", "train", "new", "cli"),  # `train` is also what the agent of a node runs
 }
 
 
@@ -108,6 +114,8 @@ def test_light_rooms_import_without_torch(name: str) -> None:
 def test_init_files_hold_docstring_and_imports_only() -> None:
     for module in PACKAGE.rglob("__init__.py"):
         for node in ast.parse(module.read_text(encoding="utf-8")).body:
+            if module == PACKAGE / "__init__.py" and isinstance(node, ast.If | ast.FunctionDef):
+                continue  # `World` needs torch, which `stormo --help` must not wait for
             is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
             is_listing = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
             assert is_docstring or is_listing or isinstance(node, ast.ImportFrom | ast.Import), module

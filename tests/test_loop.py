@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -118,7 +118,7 @@ def test_all_epochs_are_trained_recorded_and_saved() -> None:
     assert (second.epoch, second.step, second.samples_seen) == (2, 6, 80)
     assert second.cumulative_time_s == pytest.approx(first.epoch_time_s + second.epoch_time_s)
     assert second.cumulative_time_s == progress.train_time_s
-    assert first.images_per_s == pytest.approx(40 / first.epoch_time_s)
+    assert first.samples_per_s == first.units_per_s == pytest.approx(40 / first.epoch_time_s)
     assert first.train_loss > 0
     assert 0 <= first.input_wait_fraction <= 1
     assert (first.peak_memory_bytes or 0) > 2**20
@@ -170,7 +170,7 @@ def test_step_records_tell_position_loss_and_rate(monkeypatch: pytest.MonkeyPatc
     ]
     assert all(record.epoch == 1 and record.learning_rate == 0.1 for record in records)
     assert records[-1].loss == pytest.approx(run.of(EpochDone)[0].train_loss)
-    assert all(record.images_per_s > 0 and 0 <= record.input_wait_fraction <= 1 for record in records)
+    assert all(record.samples_per_s > 0 and 0 <= record.input_wait_fraction <= 1 for record in records)
     times = [record.train_time_s for record in records]
     assert times == sorted(times)
 
@@ -275,6 +275,62 @@ def test_a_task_without_accuracy_trains_all_epochs_and_is_ranked_by_its_loss() -
     run = prepare(task_class=LossOnly, target_accuracy=0.0, checkpoint_every="1ep")
     assert train(run.training) == Outcome("epochs")
     assert [metric for *_, metric in run.saves] == [-record.validation["loss"] for record in run.of(EpochDone)]
+
+
+def _scripted(losses: list[float], accuracies: list[float] | None = None) -> type[Task]:
+    """A task whose validation gives one loss after the other."""
+    ahead = iter(zip(losses, accuracies or [0.0] * len(losses), strict=True))
+
+    class Scripted(Tiny):
+        def metrics(self, model: torch.nn.Module, batch: Any) -> Any:
+            loss, accuracy = next(ahead)
+            sums = {"loss": torch.tensor(loss, dtype=torch.float64) * 30}
+            return sums | ({"accuracy": torch.tensor(accuracy * 30)} if accuracies else {})
+
+    return Scripted
+
+
+def test_a_target_for_the_loss_stops_once_it_was_held_for_its_patience() -> None:
+    task = _scripted([3.0, 2.0, 2.5, 2.0, 1.5, 1.0])
+    run = prepare(task_class=task, epochs=6, target_loss=2.0, patience=2, validation_batch_size=30)
+    assert train(run.training) == Outcome("target")
+    progress = run.parts.state.progress
+    assert (progress.epochs_done, progress.target_streak) == (5, 2)
+    assert progress.time_to_target_s == progress.train_time_s
+    assert [notice.text for notice in run.of(Notice)] == ["Early stopping after epoch 5"]
+
+
+def test_either_target_may_stop_and_none_is_reached_by_no_number() -> None:
+    nan = float("nan")
+    flags: dict[str, Any] = {"epochs": 3, "patience": 1, "validation_batch_size": 30, "target_loss": 0.5}
+    by_accuracy = prepare(task_class=_scripted([9.0] * 3, [0.1, 0.9, 0.9]), target_accuracy=0.8, **flags)
+    assert train(by_accuracy.training) == Outcome("target")
+    assert by_accuracy.parts.state.progress.epochs_done == 2
+    by_loss = prepare(task_class=_scripted([9.0, 9.0, 0.5], [0.1] * 3), target_accuracy=0.8, **flags)
+    assert train(by_loss.training) == Outcome("target")
+    assert by_loss.parts.state.progress.epochs_done == 3
+    never = prepare(task_class=_scripted([nan] * 3), target_accuracy=0.0, **flags)
+    assert train(never.training) == Outcome("epochs")
+
+
+def test_without_accuracy_the_epoch_of_the_lowest_loss_is_the_best_and_saved() -> None:
+    task = _scripted([float("nan"), 3.0, 1.0, 2.0])
+    run = prepare(task_class=task, epochs=4, checkpoint_every="99ep", validation_batch_size=30)
+    train(run.training)
+    best = run.parts.state.progress.best_validation
+    assert best == {"loss": 1.0}
+    assert [step for step, *_ in run.saves] == [3, 6, 9, 12]  # three that were the best so far, and the end
+
+
+def test_speed_is_told_in_the_units_of_the_task() -> None:
+    class Words(Tiny):
+        def facts(self) -> Any:
+            return replace(super().facts(), unit="words", units_per_sample=7)
+
+    run = prepare(task_class=Words, epochs=1)
+    train(run.training)
+    (done,) = run.of(EpochDone)
+    assert (done.unit, done.units_per_s, done.mfu) == ("words", 7 * done.samples_per_s, None)
 
 
 def test_a_task_may_name_its_metrics_as_it_likes() -> None:

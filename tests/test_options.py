@@ -64,6 +64,7 @@ def test_only_what_was_typed_is_given() -> None:
     [
         (["--batch-size", "8"], {"batch_size": 8}),
         (["--batch_size", "8"], {"batch_size": 8}),
+        (["--batch-size", "auto"], {"batch_size": "auto"}),
         (["--batch_size=8"], {"batch_size": 8}),
         (["--run_name=a_b"], {"run_name": "a_b"}),  # underscores of a value stay
         (["--run-name", "a_b"], {"run_name": "a_b"}),
@@ -106,6 +107,11 @@ def test_a_flag_in_every_spelling(arguments: list[str], expected: dict[str, Any]
             ["--decay", "cosin"],
             "--decay 'cosin' was asked for, but there is none of that name; "
             "did you mean cosine? choose one of: cosine, linear, none, step.",
+        ),
+        (
+            ["--batch-size", "max"],
+            "--batch-size was set to 'max', but it takes a whole number or the word auto; "
+            "set it to something like 32 or auto.",
         ),
         (
             ["--task.width", "a"],
@@ -167,7 +173,7 @@ def test_any_text_is_taken_in_its_type_or_refused_in_one_sentence(one: options.O
     except SettingError as error:
         sentence = str(error)
     else:
-        assert type(value) is one.kind
+        assert type(value) is one.kind or value in one.words
         assert not one.choices or value in one.choices
         return
     assert ", but " in sentence
@@ -293,12 +299,12 @@ def test_sections_keys_and_spellings_of_a_toml_file() -> None:
         (
             "[batch]\nbatch_sise = 1",
             "key in section [batch] of my.toml 'batch_sise' was asked for, but there is none of that name; "
-            "did you mean batch_size? choose one of: accumulate, batch_size, global_batch_size.",
+            "did you mean batch_size? choose one of: accumulate, batch_size, epoch_samples, global_batch_size.",
         ),
         ("[task_options]\nwidht = 1", "key in section [task_options] of my.toml 'widht' was asked for"),
-        ("[batch]\nbatch_size = 1.5", "batch_size in my.toml was set to 1.5, but it takes a whole number; "),
-        ("[batch]\nbatch_size = true", "batch_size in my.toml was set to True, but it takes a whole number; "),
-        ("[batch]\nbatch_size = [1]", "batch_size in my.toml was set to [1], but it takes a whole number; "),
+        ("[batch]\nbatch_size = 1.5", "batch_size in my.toml was set to 1.5, but it takes a whole number or "),
+        ("[batch]\nbatch_size = true", "batch_size in my.toml was set to True, but it takes a whole number or "),
+        ("[batch]\nbatch_size = [1]", "batch_size in my.toml was set to [1], but it takes a whole number or "),
         ("[optimizer]\nbase_lr = nan", "base_lr in my.toml was set to nan, but it takes a number; "),
         ("[optimizer]\nnesterov = 1", "nesterov in my.toml was set to 1, but it takes true or false; set it to "),
         ("[speed]\ncompile = 'on'", "compile in my.toml was set to 'on', but it takes true or false; set it to "),
@@ -400,6 +406,7 @@ def test_a_resume_finds_the_run_by_flag_by_name_by_path_and_by_age(
         ([], True),
         (["--batch-size", "16", "--base-lr", "0.5"], True),  # the very same values
         (["--epochs", "9", "--accumulate", "2"], True),
+        (["--batch-size", "auto"], True),  # another cut of the same batch
         (["--batch-size", "8"], False),
         (["--global-batch-size", "8"], False),
         (["--base-lr", "0.25"], False),
@@ -474,7 +481,8 @@ def _values(one: options.Option) -> st.SearchStrategy[Any]:
     text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x7f"))  # see the test below
     numbers = st.floats(allow_nan=False, allow_infinity=False)
     whole = st.integers(min_value=-(2**63), max_value=2**63 - 1)
-    return {int: whole, float: numbers, bool: st.booleans(), str: text}[one.kind]
+    values = {int: whole, float: numbers, bool: st.booleans(), str: text}[one.kind]
+    return st.one_of(values, st.sampled_from(one.words)) if one.words else values
 
 
 _NOT_STORED = ("resume", "run_name", "global_batch_size")
@@ -501,6 +509,32 @@ def test_the_file_of_a_run_leaves_out_what_belongs_to_one_call() -> None:
     assert "resume" not in document["run"]
     assert "command" not in document
     assert document["batch"] == {"global_batch_size": 64, "accumulate": 1}  # only one of the two batch sizes is set
+
+
+def test_a_run_whose_passes_are_searched_goes_on_so_until_a_number_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _stored_run(tmp_path / "runs", "old", batch_size="auto", global_batch_size=64)
+    config, _ = read_settings(["--resume", "old"])
+    assert (config.batch.batch_size, config.batch.global_batch_size, config.resumed) == ("auto", 64, EFFECT)
+    config, _ = read_settings(["--resume", "old", "--batch-size", "8"])
+    assert (config.batch.batch_size, config.resumed) == (8, None)
+
+
+def test_auto_is_a_word_in_a_file_and_help_names_it() -> None:
+    assert from_toml('[batch]\nbatch_size = "auto"') == {"batch_size": "auto"}
+    with pytest.raises(SettingError, match=r"batch_size in my.toml was set to 'all', but it takes a whole number or"):
+        from_toml('[batch]\nbatch_size = "all"')
+    assert "--batch-size N|auto" in options.build_parser("stormo train", EVERY, "Task own").format_help()
+
+
+def test_auto_rests_on_the_number_that_would_hold_without_it() -> None:
+    assert options.make_config({"batch_size": "auto"}, None).auto_batch_size == 32
+    own = {"batch_size": 8, "global_batch_size": 512}
+    config = options.make_config({"batch_size": "auto"}, None, own)
+    assert (config.auto_batch_size, config.batch.batch_size, config.batch.global_batch_size) == (8, "auto", 512)
+    assert options.make_config({"batch_size": 4}, None, own).batch.global_batch_size is None
 
 
 def test_what_must_agree_on_all_nodes_leaves_out_what_may_differ() -> None:

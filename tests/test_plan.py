@@ -19,7 +19,7 @@ from stormo.data.order import part
 from stormo.errors import SettingError
 from stormo.hardware import Gpu
 from stormo.layout import Launched, Layout, resolve_layout
-from stormo.plan import Facts, Plan, resolve
+from stormo.plan import Facts, Plan, resolve, with_passes
 
 H200 = Gpu(name="NVIDIA H200", memory_bytes=141 * 2**30, capability=(9, 0))
 V100 = Gpu(name="Tesla V100-SXM2-16GB", memory_bytes=16 * 2**30, capability=(7, 0))
@@ -57,6 +57,11 @@ def said(plan: Plan | Layout, label: str) -> str:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
+        (
+            {"batch_size": "auto", "accumulate": 2},
+            "--accumulate 2 was set with --batch-size auto, but auto finds the passes that make up the global batch; "
+            "leave out --accumulate or set it to 1, or set --batch-size to a number.",
+        ),
         ({"num_gpus": 0}, "--num-gpus 0 was set, but it must be at least 1; set --num-gpus 1 or more."),
         ({"num_nodes": 0}, "--num-nodes 0 was set, but it must be at least 1; set --num-nodes 1 or more."),
         (
@@ -305,6 +310,16 @@ def test_dp_is_one_process_with_several_gpus() -> None:
             "64 as set = 32 per worker × 2 workers × 1 accumulation",
         ),
         (
+            {"num_gpus": 2, "batch_size": "auto"},
+            64,
+            "64 (32 for each of 2 workers), in passes that --batch-size auto finds once the workers hold the model",
+        ),
+        (
+            {"batch_size": "auto", "global_batch_size": 512},
+            512,
+            "512 as set, in passes that --batch-size auto finds once the workers hold the model",
+        ),
+        (
             {"batch_size": 70_000},
             70_000,
             "70000 = 70000 per worker × 1 worker × 1 accumulation; larger than the 60000 training samples, "
@@ -332,6 +347,7 @@ def test_steps_and_the_short_last_one() -> None:
     [
         ({}, 0.01, "0.01 as set"),
         ({"num_gpus": 4}, 0.04, "0.04 = 0.01 × 4 (linear)"),
+        ({"num_gpus": 4, "batch_size": "auto"}, 0.04, "0.04 = 0.01 × 4 (linear)"),
         ({"num_gpus": 4, "lr_rule": "sqrt"}, 0.02, "0.02 = 0.01 × √4 (sqrt)"),
         ({"num_gpus": 4, "lr_rule": "none"}, 0.01, "0.01 as set for any batch (the batch is 4 × one worker's)"),
         ({"num_gpus": 2, "accumulate": 2}, 0.04, "0.04 = 0.01 × 4 (linear)"),
@@ -393,6 +409,64 @@ def test_a_resumed_run_keeps_its_batch_and_rate_on_any_number_of_workers() -> No
     assert (plan.global_batch_size, plan.learning_rate, plan.warmup_start) == (64, 0.02, 0.01)
     assert said(plan, "global batch") == "64 as before = 21 to 22 per worker × 3 workers × 1 accumulation"
     assert said(plan, "learning rate").startswith("0.02 as before; warm-up from 0.01 over ")
+
+
+@pytest.mark.parametrize(
+    ("flags", "accumulate", "batch", "graph"),
+    [
+        (
+            {"global_batch_size": 512},
+            4,
+            "512 as set = 4 passes of 128 (auto: why) × 1 worker",
+            "off: a replay writes gradients and 4 passes are to be summed",
+        ),
+        (
+            {"global_batch_size": 512},
+            1,
+            "512 as set = 1 pass of 512 (auto: why) × 1 worker",
+            "off: no room",
+        ),
+        (
+            {"global_batch_size": 512, "graph": True},
+            1,
+            "512 as set = 1 pass of 512 (auto: why) × 1 worker",
+            "on: as set",
+        ),
+        (
+            {"num_gpus": 2},
+            3,
+            "64 (32 for each of 2 workers) = 3 passes of 10 to 11 (auto: why) × 2 workers",
+            "off: 2 workers exchange gradients during a step",
+        ),
+        (
+            {"global_batch_size": 70_000},
+            600,
+            "70000 as set = 600 passes of 100 (auto: why) × 1 worker; larger than the 60000 training samples, "
+            "so a step takes 60000",
+            "off: a replay writes gradients and 600 passes are to be summed",
+        ),
+    ],
+)
+def test_the_passes_that_were_found_replace_the_search_in_the_plan(
+    flags: dict[str, Any], accumulate: int, batch: str, graph: str
+) -> None:
+    flags = {"batch_size": "auto", "num_gpus": 1, **flags}
+    before = plan_of([H200] * 2, **flags)
+    plan = with_passes(configured(**flags), before, accumulate, "why", "no room")
+    assert (said(plan, "global batch"), said(plan, "graph")) == (batch, graph)
+    assert (plan.accumulate, plan.graph) == (accumulate, graph.startswith("on"))
+    assert [label for label, _ in plan.explanation] == [label for label, _ in before.explanation]
+    same = replace(plan, accumulate=before.accumulate, graph=before.graph, explanation=before.explanation)
+    assert same == before
+    assert "--batch-size auto finds" not in "".join(plan.lines())
+
+
+def test_a_graph_that_was_set_does_not_sum_the_passes_that_were_found() -> None:
+    flags: dict[str, Any] = {"batch_size": "auto", "global_batch_size": 512, "graph": True}
+    with pytest.raises(
+        SettingError, match=r"--graph was set, but a replay writes gradients and 2 passes .*; leave it out"
+    ):
+        with_passes(configured(**flags), plan_of([H200], **flags), 2, "why", None)
 
 
 @settings(max_examples=200)
@@ -556,3 +630,116 @@ def test_the_lines_are_aligned_and_hold_every_label_once() -> None:
 def test_the_plan_is_a_pure_function() -> None:
     assert plan_of([H200] * 4, epochs=3) == plan_of([H200] * 4, epochs=3)
     assert math.isfinite(plan_of([H200] * 4).learning_rate)
+
+
+# --- streams ----------------------------------------------------------------------------------------------------------
+
+
+STREAM = replace(FACTS, num_train=0, num_validation=None, is_stream=True, train_bytes=None)
+
+
+def test_the_user_says_how_many_samples_of_a_stream_make_an_epoch() -> None:
+    plan = plan_of(facts=STREAM, epoch_samples=1000, batch_size=32)
+    assert (plan.facts.num_train, plan.steps_per_epoch, plan.loader) == (1000, 32, "streamed")
+    assert said(plan, "data") == (
+        "streamed: a stream in its own order; every worker reads it, by one loading process, as its order cannot be "
+        "shared out; 1000 samples are an epoch, and the next one goes on from there"
+    )
+    itself = plan_of(facts=replace(STREAM, num_train=50), loader_workers=0)
+    assert itself.facts.num_train == 50
+    assert said(itself, "data") == "streamed: a stream in its own order; every worker reads it, itself"
+
+
+@pytest.mark.parametrize(
+    ("facts", "flags", "sentence"),
+    [
+        (
+            STREAM,
+            {},
+            "train_data() gave a stream that does not tell its length, but the steps of an epoch, warm-up and decay "
+            "are counted in it; set --epoch-samples to the samples that make an epoch, or give the stream a __len__.",
+        ),
+        (
+            FACTS,
+            {"epoch_samples": 5},
+            "--epoch-samples 5 was set, but the training set has 60000 samples, which are an epoch; leave it out: it "
+            "is for streams whose length is not known.",
+        ),
+        (
+            STREAM,
+            {"epoch_samples": 0},
+            "--epoch-samples 0 was set, but it must be at least 1; set --epoch-samples 1 or more.",
+        ),
+        (
+            STREAM,
+            {"epoch_samples": 5, "loader_workers": 2},
+            "--loader-workers 2 was set, but the training set is a stream, which one process reads in its order and "
+            "several would read several times; set --loader-workers 1, or 0 to read it in the worker itself.",
+        ),
+    ],
+)
+def test_what_cannot_be_of_a_stream_is_said(facts: Facts, flags: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(SettingError) as raised:
+        plan_of(facts=facts, **flags)
+    assert str(raised.value) == sentence
+
+
+# --- targets and utilisation ------------------------------------------------------------------------------------------
+
+
+def test_the_stop_line_says_which_targets_apply() -> None:
+    by_accuracy = "validation accuracy of 0.85 held for 2 epochs, or 40 epochs"
+    assert said(plan_of(), "stop") == by_accuracy
+    assert said(plan_of(facts=replace(FACTS, has_accuracy=True)), "stop") == by_accuracy
+    both = "validation accuracy of 0.85 or validation loss of 1.5 held for 1 epoch, or 40 epochs"
+    assert said(plan_of(target_loss=1.5, patience=1), "stop") == both
+    text = replace(FACTS, has_accuracy=False)
+    none = "40 epochs (this task reports no accuracy; --target-loss would set a target)"
+    assert said(plan_of(facts=text), "stop") == none
+    by_loss = "validation loss of 1.5 held for 2 epochs, or 40 epochs"
+    assert said(plan_of(facts=text, target_loss=1.5), "stop") == by_loss
+
+
+def test_the_data_line_says_what_is_trained_on() -> None:
+    facts = replace(FACTS, data="all there is", data_sha256="abc")
+    assert said(plan_of(facts=facts), "data") == said(plan_of(), "data") + "; all there is, SHA-256 abc"
+
+
+def test_a_run_goes_on_with_the_data_it_was_started_on_alone() -> None:
+    effective = Effective(global_batch_size=64, learning_rate=0.1, warmup_start=0.1, data_sha256="abc")
+    config = replace(configured(), resumed=effective)
+    for digest in ("abc", None):
+        resolve(config, layout_of(), replace(FACTS, data_sha256=digest))
+    resolve(replace(config, resumed=replace(effective, data_sha256=None)), layout_of(), FACTS)
+    with pytest.raises(SettingError) as caught:
+        resolve(config, layout_of(), replace(FACTS, data="all there is", data_sha256="def"))
+    assert str(caught.value) == (
+        "a run that was trained on data of SHA-256 abc was to go on, but the data here (all there is) has def; "
+        "go on where the same data is (another release of Python has another library), or start a new run."
+    )
+
+
+@pytest.mark.parametrize(
+    ("gpu", "precision", "peak_tflops"),
+    [(H200, "bf16", 989.0), (H200, "fp16", 989.0), (H200, "tf32", 494.0), (H200, "fp32", 67.0), (V100, "fp32", 15.7)],
+)
+def test_mfu_is_against_the_peak_of_the_precision_and_of_all_devices(
+    gpu: Gpu, precision: str, peak_tflops: float
+) -> None:
+    plan = plan_of([gpu, gpu], precision=precision)
+    assert plan.mfu(2000.0) == pytest.approx(2000.0 * 11.08e9 / (2 * peak_tflops * 1e12))
+    assert plan.mfu_reason() is None
+
+
+def test_where_mfu_is_not_known_there_is_a_reason() -> None:
+    reasons = {
+        "the peak of the CPUs is not known": plan_of(),
+        "no published peak of NVIDIA GeForce RTX 4090 in bf16 is known": plan_of([RTX4090]),
+        "no published peak of NVIDIA H200 in fp64 is known": plan_of([H200], precision="fp64"),
+        "the task does not say how many operations a sample takes (facts().flops_per_sample)": plan_of(
+            [H200], replace(FACTS, flops_per_sample=None)
+        ),
+    }
+    for reason, plan in reasons.items():
+        assert plan.mfu(2000.0) is None
+        assert plan.mfu_reason() == reason

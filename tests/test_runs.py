@@ -44,7 +44,9 @@ def step_done(step: int) -> StepDone:
         samples_seen=2048 * step,
         loss=1.0,
         learning_rate=0.04,
-        images_per_s=1000.0 + step,
+        samples_per_s=1000.0 + step,
+        units_per_s=1000.0 + step,
+        unit="images",
         input_wait_fraction=0.0,
         train_time_s=float(step),
     )
@@ -58,7 +60,9 @@ def epoch_done(epoch: int) -> EpochDone:
         epoch_time_s=25.0,
         cumulative_time_s=25.0 * epoch,
         validation_time_s=1.0,
-        images_per_s=2500.0,
+        samples_per_s=2500.0,
+        units_per_s=2500.0,
+        unit="images",
         train_loss=1.0,
         learning_rate=0.04,
         input_wait_fraction=0.0,
@@ -126,7 +130,7 @@ def test_a_run_under_way_shows_its_last_epoch_and_its_newest_figures(tmp_path: P
     run = make_run(tmp_path / "heron", started(), epoch_done(1), epoch_done(2), step_done(65))
     one = runs.overview(run, now_unix_s=NOW_UNIX_S)
     assert (one.epochs_run, one.epochs, one.validation_accuracy) == (2, 40, 0.2)
-    assert (one.images_per_s, one.train_time_s, one.world_size) == (1065.0, 65.0, 4)
+    assert (one.unit, one.units_per_s, one.train_time_s, one.world_size) == ("images", 1065.0, 65.0, 4)
 
 
 def test_epochs_that_a_resume_made_obsolete_do_not_count(tmp_path: Path) -> None:
@@ -160,15 +164,15 @@ def test_piped_output_is_aligned_text_newest_first(tmp_path: Path, capsys: pytes
     assert runs.main(tmp_path, json=False) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[:3] == [
-        "name       task           state    epochs  accuracy  images/s    time  workers",
-        "tern       fashion-mnist  running    1/40    0.1000     2,500  25.0 s        4",
-        "old-heron  fashion-mnist  done          7    0.8615     2,423    2:52        4",
+        "name       task           state    epochs  accuracy    loss           speed    time  workers",
+        "tern       fashion-mnist  running    1/40    0.1000  1.0000  2,500 images/s  25.0 s        4",
+        "old-heron  fashion-mnist  done          7    0.8615     n/a  2,423 images/s    2:52        4",
     ]
     assert out[3].startswith("tern: no summary: killed or still running (last event ")
     assert len(out) == 4
 
 
-@pytest.mark.parametrize("columns", [40, 60, 80, 120])
+@pytest.mark.parametrize("columns", [40, 60, 80, 140])
 def test_the_table_on_a_terminal_fits_and_keeps_name_state_and_accuracy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int
 ) -> None:
@@ -184,7 +188,7 @@ def test_the_table_on_a_terminal_fits_and_keeps_name_state_and_accuracy(
     assert max(len(line) for line in text.split("\n")) <= columns
     for expected in ("a-name-that", "heron", "done", "interrupted", "0.8615"):
         assert expected in text
-    assert ("workers" in text) == (columns == 120)
+    assert ("workers" in text) == (columns == 140)
 
 
 @pytest.mark.parametrize("name", ["empty", "missing"])
@@ -214,9 +218,29 @@ def test_json_output_is_strict_json_with_the_whole_overview(tmp_path: Path, caps
         "epochs_run": 7,
         "epochs": None,
         "validation_accuracy": 0.8615,
-        "images_per_s": 2423.38,
+        "validation_loss": None,
+        "unit": "images",
+        "units_per_s": 2423.38,
         "train_time_s": 171.5,
     }
+
+
+def test_a_run_of_tokens_and_one_from_before_there_were_units_are_listed_each_in_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path / "old", started())
+    event = {"event": "step_done", "time_unix_s": NOW_UNIX_S, "step": 9, "images_per_s": 77.0, "train_time_s": 1.0}
+    with (tmp_path / "old" / "events.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(event) + "\n")
+    of_tokens = {"unit": "tokens", "samples_per_s": 10.0, "tokens_per_s": 1280.0, "validation_loss": 2.25}
+    make_run(tmp_path / "text", started(), RunEnded(summary=summary("epochs") | of_tokens))
+    by_name = {one["name"]: one for one in listed(capsys, tmp_path)}
+    assert (by_name["old"]["unit"], by_name["old"]["units_per_s"]) == ("images", 77.0)
+    assert (by_name["text"]["unit"], by_name["text"]["units_per_s"]) == ("tokens", 1280.0)
+    assert runs.main(tmp_path, json=False) == 0
+    out = capsys.readouterr().out
+    assert "2.2500  1,280 tokens/s" in out
+    assert "77.0 images/s" in out
 
 
 def test_neither_the_verbs_nor_the_sinks_import_torch_or_rich() -> None:

@@ -38,7 +38,7 @@ SETTINGS = [
 ]
 _LAUNCHERS = ("SLURM_", "OMPI_", "PMI", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC", "STORMO_", "TINY_")
 _EPOCH_LINE = re.compile(
-    r"Epoch = (\d+): Cumulative Time = \d+\.\d{3}, Epoch Time = \d+\.\d{3}, Images/sec = \d+\.\d{2}, "
+    r"Epoch = (\d+): Cumulative Time = \d+\.\d{3}, Epoch Time = \d+\.\d{3}, Samples/sec = \d+\.\d{2}, "
     r"Validation Loss = \d+\.\d{3}, Validation Accuracy = (0|1)\.\d{3}"
 )
 
@@ -279,14 +279,15 @@ def test_sigterm_saves_and_exits_with_75_and_the_run_goes_on_to_the_same_weights
     assert summary(run)["weights_sha256"] == summary(whole[0])["weights_sha256"]
 
 
-@pytest.mark.parametrize(("fault", "code"), [("usr1-job 0 5", 75), ("interrupt-job 0 5", 130)])
+@pytest.mark.parametrize(("fault", "code"), [("usr1-job 0 6", 75), ("interrupt-job 0 6", 130)])
 def test_sigusr1_exits_with_75_and_ctrl_c_with_130_both_saved(tmp_path: Path, fault: str, code: int) -> None:
     stopped = stormo(tmp_path, "--num-gpus", "1", "--run-name", "a", fault=fault)
     assert stopped.returncode == code, stopped.stderr
     assert "Traceback" not in stopped.stderr
     run = tmp_path / "runs" / "a"
     assert summary(run)["stopped_by"] == "signal"
-    # The fifth call is in step 5; the signal is seen at the start of the next step, and that step is finished.
+    # The first call is the rehearsal's, the sixth is in step 5; the signal is seen at the start of the next step, and
+    # that step is finished.
     assert checkpoints(run)[-1] == "step-00000006"
 
 

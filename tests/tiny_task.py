@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
@@ -92,6 +93,7 @@ class Tiny(Task):
         self.num_calls += 1
         _fail_if_due(self.num_calls)
         x, y = batch
+        _fill_memory(len(x))
         return cross_entropy(model(x.to(torch.get_default_dtype())), y)
 
     def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
@@ -136,6 +138,14 @@ def _fail_if_due(num_calls: int) -> None:
     how, rank, at = os.environ.get("TINY_FAULT", "none -1 0").split()
     if int(os.environ.get("RANK", "0")) == int(rank) and num_calls == int(at):
         FAULTS[how]()
+
+
+def _fill_memory(num_samples: int) -> None:
+    """`TINY_MEMORY="1 20"`: rank 1 runs out of memory in a pass of more than 20 samples; * is every rank."""
+    rank, most = os.environ.get("TINY_MEMORY", "* 1000000").split()
+    own = dist.get_rank() if dist.is_initialized() else 0
+    if rank in ("*", str(own)) and num_samples > int(most):
+        raise torch.OutOfMemoryError(f"CUDA out of memory, on purpose, with {num_samples} samples")
 
 
 def listening_addresses() -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
+from stormo.data.batches import Collate, collate
 from stormo.data.order import Pass, derive_seed, epoch_draws, epoch_order, passes
-from stormo.data.streaming import shut_down, stream
+from stormo.data.streaming import Ahead, shut_down, stream
 from stormo.data.tensors import TensorData
 
 
@@ -74,11 +75,14 @@ class Loader(ABC):
 
     def first_and_last(self) -> Iterator[Batch]:
         """The first full batch of epoch 1 and, where it is shorter, the last: every shape that will come."""
+        return self._open(1, iter(self._first_and_last_spans()))
+
+    def _first_and_last_spans(self) -> list[Pass]:
         spans = list(itertools.islice(self._spans(0), self.share.accumulate))
         tail = self.num_samples % self.share.global_batch_size
         if 0 < tail < self.num_samples:
             spans += self._spans(self.num_samples - tail)
-        return self._open(1, iter(spans))
+        return spans
 
     def samples(self, span: Pass) -> Tensor:
         """The samples of the whole global batch that a pass belongs to, in order."""
@@ -95,6 +99,12 @@ class Loader(ABC):
             self.num_samples, share.global_batch_size, share.accumulate, share.worker, share.num_workers, position
         )
 
+    def _made(self, data: Any, span: Pass, draws: Tensor | None, device: torch.device) -> Batch:
+        if draws is not None:
+            start, stop = with_ghost(span)
+            data = self._augment(data, draws[start:stop].to(device))
+        return Batch(data, span, is_ghost=not span.num_samples)
+
     @abstractmethod
     def _batches(self, epoch: int, order: Tensor, draws: Tensor | None, spans: Iterator[Pass]) -> Iterator[Batch]:
         """Turn spans of positions into batches on the device."""
@@ -104,8 +114,8 @@ class Loader(ABC):
         return
 
 
-def _with_ghost(span: Pass) -> tuple[int, int]:
-    # An empty share borrows the first sample of its global batch; `Batch.weight` is zero then.
+def with_ghost(span: Pass) -> tuple[int, int]:
+    """The positions of a pass; an empty one borrows the first of its global batch, and `Batch.weight` is zero."""
     return (span.start, span.stop) if span.num_samples else (span.step_start, span.step_start + 1)
 
 
@@ -123,12 +133,10 @@ class ResidentLoader(Loader):
         order = order.to(self._device)
         draws = None if draws is None else draws.to(self._device)
         for span in spans:
-            start, stop = _with_ghost(span)
+            start, stop = with_ghost(span)
             rows = order[start:stop]
-            data: Any = tuple(tensor.index_select(0, rows) for tensor in self._tensors)
-            if draws is not None:
-                data = self._augment(data, draws[start:stop])
-            yield Batch(data, span, is_ghost=not span.num_samples)
+            data = tuple(tensor.index_select(0, rows) for tensor in self._tensors)
+            yield self._made(data, span, draws, self._device)
 
 
 class _Spans(Sampler[list[tuple[int, int]]]):
@@ -144,7 +152,7 @@ class _Spans(Sampler[list[tuple[int, int]]]):
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         for span in self.spans:
-            start, stop = _with_ghost(span)
+            start, stop = with_ghost(span)
             samples = self.order[start:stop].tolist()
             yield [(i, derive_seed(*self.epoch_seed, start + n)) for n, i in enumerate(samples)]
 
@@ -161,72 +169,20 @@ class StreamedLoader(Loader):
         augment: Augment,
         device: torch.device,
         num_workers: int,
+        make_batch: Collate = collate,
     ) -> None:
         super().__init__(len(data), share, seed, num_draws, augment)  # type: ignore[arg-type]
-        self._device = device
         self._sampler = _Spans()
-        self._loader = stream(data, self._sampler, device, num_workers)
-        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._ahead: Ahead[Pass] = Ahead(stream(data, self._sampler, device, num_workers, make_batch), device)
+        self._device = device
 
     def _batches(self, epoch: int, order: Tensor, draws: Tensor | None, spans: Iterator[Pass]) -> Iterator[Batch]:
         self._sampler.spans = list(spans)
         self._sampler.order = order
         self._sampler.epoch_seed = (self.seed, epoch)
-        ahead: tuple[Any, Any] | None = None
-        pending: Pass | None = None
-        source = iter(self._loader)
-        for span in self._sampler.spans:
-            # The copy of this batch starts before the one ahead of it is handed out and computed on.
-            arrived = self._to_device(next(source))
-            if ahead is not None and pending is not None:
-                yield self._finish(ahead, pending, draws)
-            ahead, pending = arrived, span
-        if ahead is not None and pending is not None:
-            yield self._finish(ahead, pending, draws)
-
-    def _to_device(self, data: Any) -> tuple[Any, Any]:
-        if self._copies is None:
-            return move(data, self._device), None
-        with torch.cuda.stream(self._copies):
-            return move(data, self._device), self._copies.record_event()
-
-    def _finish(self, arrived: tuple[Any, Any], span: Pass, draws: Tensor | None) -> Batch:
-        data, copied = arrived
-        if copied is not None:
-            stream = torch.cuda.current_stream(self._device)
-            stream.wait_event(copied)
-            for tensor in tensors_in(data):
-                tensor.record_stream(stream)  # keep its memory until this stream is done with it
-        if draws is not None:
-            start, stop = _with_ghost(span)
-            data = self._augment(data, draws[start:stop].to(self._device))
-        return Batch(data, span, is_ghost=not span.num_samples)
+        for data, span in self._ahead.batches(self._sampler.spans):
+            yield self._made(data, span, draws, self._device)
 
     def close(self) -> None:
         """End the worker processes now rather than at garbage collection."""
-        shut_down(self._loader)
-
-
-def tensors_in(data: Any) -> Iterator[Tensor]:
-    """Every tensor of nested tuples, lists and dicts."""
-    if isinstance(data, Tensor):
-        yield data
-    elif isinstance(data, Mapping):
-        for value in data.values():
-            yield from tensors_in(value)
-    elif isinstance(data, list | tuple):
-        for value in data:
-            yield from tensors_in(value)
-
-
-def move(data: Any, device: torch.device) -> Any:
-    """The same nested tuples, lists and dicts with every tensor on the device."""
-    if isinstance(data, Tensor):
-        return data.to(device, non_blocking=True)
-    if isinstance(data, Mapping):
-        return {key: move(value, device) for key, value in data.items()}
-    if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(move(value, device) for value in data))
-    if isinstance(data, list | tuple):
-        return type(data)(move(value, device) for value in data)
-    return data
+        shut_down(self._ahead.loader)

@@ -1,4 +1,4 @@
-"""Worker processes that read a map-style data set ahead, seeded sample by sample, and never outlive their trainer."""
+"""Worker processes that read a data set ahead, seeded sample by sample, and never outlive their trainer."""
 
 from __future__ import annotations
 
@@ -8,26 +8,41 @@ import os
 import random
 import select
 import threading
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import numpy
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from stormo.data.order import seed_generators
+from stormo.data.batches import Collate, collate, is_opaque, move, tensors_in
+from stormo.data.sending import Travels
+from stormo.errors import SettingError
 
+Tag = TypeVar("Tag")
 Key = tuple[int, int]  # a sample and the seed of its own randomness
 
 
-def stream(data: Dataset[Any], batches: Iterable[list[Key]], device: torch.device, num_workers: int) -> DataLoader[Any]:
+def stream(
+    data: Dataset[Any],
+    batches: Iterable[list[Key]],
+    device: torch.device,
+    num_workers: int,
+    make_batch: Collate = collate,
+) -> DataLoader[Any]:
     """A loader of the given batches; with `num_workers` 0 they are read where they are asked for."""
+    return open_loader(Seeded(data), device, num_workers, batch_sampler=batches, collate_fn=Answering(make_batch))
+
+
+def open_loader(data: Dataset[Any], device: torch.device, num_workers: int, **reading: Any) -> DataLoader[Any]:
+    """torch's loader with processes that can be relied on; `reading` says how it makes batches."""
     context = multiprocessing.get_context("forkserver") if num_workers else None
     if context is not None:
         context.set_forkserver_preload(["torch"])  # imported once, not by every process
     return DataLoader(
-        Seeded(data),
-        batch_sampler=batches,
+        data,
         num_workers=num_workers,
         pin_memory=device.type == "cuda",
         persistent_workers=num_workers > 0,
@@ -35,6 +50,7 @@ def stream(data: Dataset[Any], batches: Iterable[list[Key]], device: torch.devic
         generator=torch.Generator().manual_seed(0),  # never draw from the global generator: it would shift dropout
         multiprocessing_context=context,
         worker_init_fn=_ending_with_this_process() if num_workers else None,
+        **reading,
     )
 
 
@@ -46,7 +62,73 @@ def shut_down(loader: DataLoader[Any]) -> None:
         loader._iterator = None
 
 
-class Seeded(Dataset[Any]):
+class Ahead(Generic[Tag]):
+    """A loader's batches on the device: the next one is copied, on a stream of its own, while this one is used."""
+
+    def __init__(self, loader: DataLoader[Any], device: torch.device) -> None:
+        self.loader = loader
+        self._device = device
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def batches(self, tags: Iterable[Tag]) -> Iterator[tuple[Any, Tag]]:
+        """The next batches of the loader, one for each tag."""
+        ahead: tuple[Any, Any] | None = None
+        pending: list[Tag] = []
+        source = iter(self.loader)
+        for tag in tags:
+            # The copy of this batch starts before the one ahead of it is handed out and computed on.
+            arrived = self._to_device(answered(next(source)))
+            if ahead is not None:
+                yield self._usable(*ahead), pending.pop()
+            ahead = arrived
+            pending.append(tag)
+        if ahead is not None:
+            yield self._usable(*ahead), pending.pop()
+
+    def _to_device(self, data: Any) -> tuple[Any, Any]:
+        if self._copies is None or is_opaque(data):  # its memory could not be kept for the stream that uses it
+            return move(data, self._device), None
+        with torch.cuda.stream(self._copies):
+            return move(data, self._device), self._copies.record_event()
+
+    def _usable(self, data: Any, copied: Any) -> Any:
+        if copied is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(copied)
+            for tensor in tensors_in(data):
+                tensor.record_stream(current)  # keep its memory until this stream is done with it
+        return data
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A sentence for the user on its way out of a loading process, where torch would wrap it in a traceback."""
+
+    sentence: str
+
+
+def answered(batch: Any) -> Any:
+    """The batch, or the error that it stands for."""
+    if isinstance(batch, Refusal):
+        raise SettingError.__new__(SettingError, batch.sentence)  # it is whole already
+    return batch
+
+
+class Answering:
+    """A way to make batches whose errors for the user become a `Refusal`."""
+
+    def __init__(self, collate: Collate) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: Any) -> Any:
+        """A batch of these samples."""
+        try:
+            return samples if isinstance(samples, Refusal) else self._collate(samples)
+        except SettingError as error:
+            return Refusal(str(error))
+
+
+class Seeded(Travels, Dataset[Any]):
     """Seeds every generator before each sample, so that a data set's own randomness depends on the position alone."""
 
     def __init__(self, data: Dataset[Any]) -> None:
@@ -54,14 +136,28 @@ class Seeded(Dataset[Any]):
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
         index, seed = key
-        before = random.getstate(), numpy.random.get_state()
-        with torch.random.fork_rng(devices=[]):
-            seed_generators(seed)
-            try:
-                return self.data[index]
-            finally:
-                random.setstate(before[0])
-                numpy.random.set_state(before[1])
+        with generators_kept():
+            seed_host(seed)
+            return self.data[index]
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Put the host's generators back afterwards."""
+    before = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        random.setstate(before[1])
+        numpy.random.set_state(before[2])
+
+
+def seed_host(seed: int) -> None:
+    """Seed the generators of the host; a GPU's, which dropout draws from, is not touched."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
 
 
 def _ending_with_this_process() -> Callable[[int], None]:

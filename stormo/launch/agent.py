@@ -40,6 +40,7 @@ class Patience:
     stop_s: float = 30.0  # for workers to end after SIGTERM
     hold_s: float = 0.2  # lines on stderr, so that the cause of a failure comes before its consequences
     leftover_s: float = 1.0  # for pipes to end after their worker has
+    first_sign: bool = True  # a worker must speak within the timeout; not a script that does other things before
     settling: Settling = field(default_factory=Settling)
     timing: Timing = field(default_factory=Timing)
 
@@ -285,6 +286,8 @@ class Agent:
             silent_s = now - heard_at
             if silent_s <= min(self._timeout_s, self._patience.silent_warning_s):
                 continue
+            if worker.heard_at is None and not self._patience.first_sign:
+                continue
             what = f"has sent no sign of life for {silent_s:.0f} s: {worker.state()}"
             if silent_s > self._timeout_s:
                 who = f"rank {worker.rank} (pid {worker.pid})"
@@ -347,6 +350,8 @@ class Agent:
         if pipes_open and now - max(worker.ended_at for worker in self._workers) < self._patience.leftover_s:
             return
         exit_code = combined_exit_code(worker.exit_code or 0 for worker in self._workers)
+        if not self._patience.first_sign and all(worker.heard_at is None for worker in self._workers):
+            self._screen.say(f"no worker called stormo.World(), so that each of the {self._node.world_size} ran alone")
         if self._control is None:
             self._exit_code = exit_code
         else:

@@ -6,7 +6,9 @@ float64 vector that a `Reduce` callable sums in place; this file knows nothing o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -224,3 +226,30 @@ def set_absent(module: nn.Module, absent: bool) -> None:
             elif not absent and hasattr(layer, _TRAINING_BEFORE):
                 layer.training = getattr(layer, _TRAINING_BEFORE)  # a layer frozen by the user stays frozen
                 delattr(layer, _TRAINING_BEFORE)
+
+
+@contextmanager
+def local_statistics(module: nn.Module) -> Iterator[None]:
+    """Meanwhile every batch norm counts this rank's samples alone, by the same arithmetic but without a collective.
+
+    For passes that not every rank may take to their end. torch's own `SyncBatchNorm` is silenced too.
+    """
+    reduces = {layer: layer.reduce for layer in module.modules() if isinstance(layer, SynchronisedNorm)}
+    foreign = [layer for layer in module.modules() if isinstance(layer, nn.SyncBatchNorm)]
+    for layer, reduce in reduces.items():
+        layer.reduce = None if reduce is None else _keep
+    for norm in foreign:
+        norm.forward = functools.partial(  # type: ignore[method-assign]
+            nn.modules.batchnorm._BatchNorm.forward, norm
+        )
+    try:
+        yield
+    finally:
+        for layer, reduce in reduces.items():
+            layer.reduce = reduce
+        for norm in foreign:
+            del norm.forward
+
+
+def _keep(vector: Tensor) -> None:
+    """A sum over one rank."""

@@ -1,7 +1,7 @@
 """The optimizers by name, each with what it takes from the settings; a variant is a row.
 
 torch loads its compiler, which takes seconds, when an optimizer is made and again looks for it in every step. A run
-that does not compile has no use for it: `_light` and `_spare_compiler` take the plain functions underneath.
+that does not compile has no use for it: `_light` and `spare_compiler` take the plain functions underneath.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _light(base: type[Optimizer]) -> Callable[..., Optimizer]:
     return type(base.__name__, (base,), {"step": torch.no_grad()(inspect.unwrap(base.step))})
 
 
-def _spare_compiler() -> None:
+def spare_compiler() -> None:
     """Mark the methods that torch shields from its compiler as shielded already; elsewhere there is nothing to do."""
     for method in vars(Optimizer).values():
         if isinstance(method, FunctionType) and method.__code__.co_filename.endswith("_compile.py"):
@@ -65,6 +65,6 @@ OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], config.Optimizer, bool], O
 def make_optimizer(model: nn.Module, settings: config.Optimizer) -> Optimizer:
     """The optimizer the settings name, over all trained parameters of a model already on its device."""
     if "torch._dynamo" not in sys.modules:
-        _spare_compiler()
+        spare_compiler()
     fused = all(parameter.is_floating_point() for parameter in model.parameters())  # one kernel for all, on CPU and GPU
     return OPTIMIZERS[settings.optimizer](parameter_groups(model, settings.weight_decay), settings, fused)

@@ -30,6 +30,7 @@ class Replicate(Strategy):
             model,
             device_ids=[self.world.device] if self.world.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
+            find_unused_parameters=self.task.find_unused,
             **_KEEP_BUFFERS,
         )
         return self._replica
@@ -38,3 +39,6 @@ class Replicate(Strategy):
         if is_last or self.world.size == 1:
             return nullcontext()
         return self._replica.no_sync()
+
+    def _alone(self) -> nn.Module:
+        return self.module  # DDP's hooks act only after a pass through its own forward

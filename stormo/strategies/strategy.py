@@ -5,7 +5,7 @@ The base class is the whole of it on one device; a strategy for several changes 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -17,10 +17,12 @@ from stormo.data.loaders import Batch, Loader
 from stormo.data.order import part
 from stormo.errors import SettingError
 from stormo.layers.compile_ahead import compile_ahead
-from stormo.layers.sync_batch_norm import convert_sync_batch_norm, set_absent
+from stormo.layers.sync_batch_norm import convert_sync_batch_norm, local_statistics, set_absent
+from stormo.optim.own import group_rates, notice, own_optimizer
 from stormo.optim.table import make_optimizer
 from stormo.plan import Plan
 from stormo.strategies.graph import CaptureRefusedError, PassGraph, capture
+from stormo.tasks.returned import check_loss, check_model
 from stormo.tasks.task import Task
 from stormo.world.world import World
 
@@ -38,13 +40,18 @@ class Strategy:
         self._plan = plan
         self._settings = settings
         self._autocast_dtype = _AUTOCAST.get(plan.precision)
-        self.module = self._place(task.model())  # the user's model itself
-        self.optimizer = make_optimizer(self.module, settings.optimizer)
+        self.module = self._place(check_model(task, task.model()))  # the user's model itself
+        own = own_optimizer(task.optimizer, self.module)
+        self.optimizer = make_optimizer(self.module, settings.optimizer) if own is None else own
+        # Every group keeps its ratio to the first, whose rate is given to `step`.
+        self._rate_ratios = [rate / group_rates(self.optimizer)[0] for rate in group_rates(self.optimizer)]
+        self.rate_factor = group_rates(self.optimizer)[0] / settings.optimizer.base_lr  # of the first to the plan's
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=plan.precision == "fp16")
         self._eager = self._wrap(self.module)
         self._model: nn.Module = torch.compile(self._eager, dynamic=False) if plan.compile else self._eager  # type: ignore[assignment]
         self._graph: PassGraph | None = None
-        self.notices: list[str] = []  # what the user should know once the run has begun
+        # What the user should know once the run has begun.
+        self.notices: list[str] = [] if own is None else [notice(own, settings, plan.learning_rate)]
 
     def _place(self, model: nn.Module) -> nn.Module:
         model = model.to(self.world.device)
@@ -63,6 +70,10 @@ class Strategy:
     def _gradient_sync(self, is_last: bool) -> AbstractContextManager[Any]:
         """Hold back the exchange of gradients until the last pass of a step."""
         return nullcontext()
+
+    def _alone(self) -> nn.Module:
+        """The model as it computes without a word to other workers."""
+        return self._eager
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The number format of the heavy arithmetic."""
@@ -94,7 +105,7 @@ class Strategy:
         # A worker's gradients are averaged over the workers, hence the factor world size: together they make
         # the gradient of (sum of all samples' losses) / (number of all samples), however unequal the shares are.
         with self.autocast():
-            loss = self.task.loss(model, data)
+            loss = check_loss(self.task, self.task.loss(model, data))
         self.scaler.scale(loss * (weight * self.world.size)).backward()
         return loss.detach() * weight
 
@@ -106,9 +117,9 @@ class Strategy:
         return batch.span.step_samples == plan.global_batch_size and batch.span.num_samples == stop - start
 
     def step(self, learning_rate: float) -> None:
-        """Clip and apply the gradients, then clear them."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+        """Clip and apply the gradients at this rate of the first parameter group, then clear them."""
+        for group, ratio in zip(self.optimizer.param_groups, self._rate_ratios, strict=True):
+            group["lr"] = learning_rate * ratio
         if self.scaler.is_enabled() and not self.optimizer.state:
             _start_momentum(self.optimizer)
         if self._settings.optimizer.clip_norm is not None:
@@ -118,25 +129,64 @@ class Strategy:
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def warm_up(self, loader: Loader) -> None:
+    def warm_up(
+        self, loader: Loader, batches: Iterable[Batch] | None = None, look: Callable[[Tensor], None] | None = None
+    ) -> None:
         """Run one pass of each shape and throw its effect away: kernels, buffers and buckets are ready then.
 
         It also fixes the order in which gradients are exchanged, which DDP learns in its first pass: the first step
         after a resume must add up in the same order as every other.
+
+        Args:
+            loader: of the run.
+            batches: the passes to run; the loader's first and last where none are given.
+            look: called with the loss of each pass while its gradients are there.
         """
-        if self.world.device.type == "cuda" and not self._plan.compile:
-            compile_ahead(self.module, self._autocast_dtype or torch.get_default_dtype(), self.world.device)
+        self.make_kernels()
         self.module.train()  # as the loop will, and as the captured pass remains
         buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
         with torch.random.fork_rng(devices=[self.world.device] if self.world.device.type == "cuda" else []):
-            for batch in loader.first_and_last():
-                self.forward_backward(batch)
+            for batch in loader.first_and_last() if batches is None else batches:
+                loss = self.forward_backward(batch)
+                if look is not None:
+                    look(loss)
                 self.optimizer.zero_grad(set_to_none=True)
                 if self._plan.graph and self._graph is None and self._is_full(batch):
                     self._capture(batch)
         for name, buffer in self.module.named_buffers():
-            buffer.copy_(buffers[name])
+            if name in buffers:  # a module may make some in its first pass
+                buffer.copy_(buffers[name])
         loader.wait_s = 0.0
+
+    def make_kernels(self) -> None:
+        """Compile the fused kernels of the model's layers, all at once."""
+        if self.world.device.type == "cuda" and not self._plan.compile:
+            compile_ahead(self.module, self._autocast_dtype or torch.get_default_dtype(), self.world.device)
+
+    def devices(self) -> list[torch.device]:
+        """The devices that this worker computes on."""
+        count = self._plan.layout.devices_per_worker
+        return [self.world.device] if count == 1 else [torch.device("cuda", index) for index in range(count)]
+
+    def try_step(self, data: Any) -> None:
+        """Take up the memory of a step and of two passes that add up after it; no collective, not compiled.
+
+        Every trace of it is the caller's to undo, except of the loss scale.
+        """
+        scaler, self.scaler = self.scaler, torch.amp.GradScaler(self.world.device.type, enabled=False)
+        self.module.train()
+        try:
+            with local_statistics(self.module):
+                self._pass(self._alone(), data, 1.0)
+                self.step(0.0)  # the optimizer's state exists from here on
+                for _ in range(2):
+                    self._pass(self._alone(), data, 1.0)
+        finally:
+            self.scaler = scaler
+
+    def cut_as(self, plan: Plan) -> None:
+        """Go on by a plan with the same model and another cut of the batch into passes."""
+        self._plan = plan
 
     def _capture(self, batch: Batch) -> None:
         """Replay such batches from now on, where the task allows it."""

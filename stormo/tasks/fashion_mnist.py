@@ -57,6 +57,8 @@ class FashionMnist(Task):
             flops_per_sample=training_flops(self.options.width),
             compile_saves=0.0,  # measured: NormAct and MaxPool2x2 beat what the compiler makes of this network
             train_bytes=num_train * (28 * 28 + 8),
+            unit="images",
+            has_accuracy=True,
         )
 
     def fetch(self) -> Path:

@@ -5,13 +5,19 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import traceback
 from pathlib import Path
 from types import ModuleType
 
-from stormo.errors import SettingError, unknown_name
+from stormo.errors import SettingError, StormoError, unknown_name
+from stormo.tasks.check import looks_like_task
 from stormo.tasks.task import Task
 
-TASKS = {"fashion-mnist": "stormo.tasks.fashion_mnist:FashionMnist"}
+_PACKAGE = str(Path(__file__).parents[1])
+TASKS = {
+    "fashion-mnist": "stormo.tasks.fashion_mnist:FashionMnist",
+    "language-model": "stormo.tasks.language_model:LanguageModel",
+}
 
 
 def find_task(name: str) -> type[Task]:
@@ -29,10 +35,7 @@ def find_task(name: str) -> type[Task]:
 def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise SettingError(f"the task {path} was named", "there is no such file", "check the path")
-    if path.stem in sys.stdlib_module_names or path.stem in ("torch", "numpy", "stormo"):
-        raise SettingError(
-            f"the task {path} was named", f"{path.stem} is also the name of a module it would hide", "rename the file"
-        )
+    check_file_name(path)
     # The file's own folder first, as `python FILE` would: a task may import its neighbours.
     folder = str(path.resolve().parent)
     if folder not in sys.path:
@@ -42,8 +45,49 @@ def _import_file(path: Path) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise _import_failure(error, str(path)) from error
     return module
+
+
+def check_file_name(path: Path) -> None:
+    """Raise a sentence where a file of this name would be found instead of a module that others import."""
+    if path.stem in sys.stdlib_module_names or path.stem in ("torch", "numpy", "stormo"):
+        raise SettingError(
+            f"the task {path} was named", f"{path.stem} is also the name of a module it would hide", "rename the file"
+        )
+
+
+def _import_failure(error: Exception | SystemExit, name: str) -> StormoError:
+    """What went wrong in a user's module, with the user's own lines of the traceback behind it."""
+    if isinstance(error, StormoError):
+        return error
+    told = traceback.TracebackException.from_exception(error)
+    own = [frame for frame in told.stack if not frame.filename.startswith(("<frozen importlib", _PACKAGE))]
+    told.stack = traceback.StackSummary.from_list(own)
+    told.__cause__, told.__context__ = None, None
+    if isinstance(error, SyntaxError):
+        file, line, text = error.filename, error.lineno, error.msg
+    else:
+        file, line = (own[-1].filename, own[-1].lineno) if own else (None, None)
+        text = next(iter(str(error).splitlines()), "")
+    place = f"line {line} of {Path(file).name}" if file and line else "its import"
+    return _ImportFailedError(
+        f"the task {name} was named",
+        f"{place} raised {type(error).__name__}{f': {text}' if text else ''}",
+        "install that package, or leave it out" if isinstance(error, ModuleNotFoundError) else "mend that line",
+        "".join(told.format()),
+    )
+
+
+class _ImportFailedError(SettingError):
+    """A user's module that cannot be imported: the sentence, then the lines of its traceback."""
+
+    def __init__(self, what: str, why: str, instead: str, details: str) -> None:
+        super().__init__(what, why, instead)
+        self.args = (f"{self}\n{details.rstrip()}",)
 
 
 def _import_module(module_name: str, name: str) -> ModuleType:
@@ -52,11 +96,15 @@ def _import_module(module_name: str, name: str) -> ModuleType:
         sys.path.insert(0, here)
     try:
         return importlib.import_module(module_name)
-    except (TypeError, ValueError):  # "..", ":Class"
-        raise unknown_name("task", name, [*TASKS, "FILE.py", "package.module:Class"]) from None
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the task was found; something it imports was not
+    except (Exception, SystemExit) as error:
+        if isinstance(error, TypeError | ValueError) and module_name[:1] in ("", "."):  # "..", ":Class"
+            raise unknown_name("task", name, [*TASKS, "FILE.py", "package.module:Class"]) from None
+        if (
+            not isinstance(error, ModuleNotFoundError)
+            or error.name is None
+            or not f"{module_name}.".startswith(f"{error.name}.")
+        ):
+            raise _import_failure(error, name) from error  # the task was found; something in it fails
         raise SettingError(
             f"the task {name} was named", f"no module {error.name} can be imported", "check the name and the folder"
         ) from None
@@ -68,11 +116,26 @@ def _class_in(module: ModuleType, wanted: str, name: str) -> type[Task]:
         for key, value in vars(module).items()
         if isinstance(value, type) and issubclass(value, Task) and value.__module__ == module.__name__
     }
-    if wanted:
-        if wanted not in tasks:
-            raise unknown_name(f"task class of {module.__name__}", wanted, tasks)
-        return tasks[wanted]
-    if len(tasks) != 1:
-        found = f"it defines {len(tasks)} task classes" + (f" ({', '.join(sorted(tasks))})" if tasks else "")
+    if not tasks:
+        raise _no_task(module, name)
+    if wanted and wanted not in tasks:
+        raise unknown_name(f"task class of {module.__name__}", wanted, tasks)
+    if not wanted and len(tasks) > 1:
+        found = f"it defines {len(tasks)} task classes ({', '.join(sorted(tasks))})"
         raise SettingError(f"the task {name} was named", found, f"name one as {name}:Class, a subclass of stormo.Task")
-    return next(iter(tasks.values()))
+    return tasks[wanted or next(iter(tasks))]
+
+
+def _no_task(module: ModuleType, name: str) -> SettingError:
+    for key, value in vars(module).items():
+        if isinstance(value, type) and value.__module__ == module.__name__ and looks_like_task(value):
+            return SettingError(
+                f"the task {name} was named",
+                f"its class {key} has the methods of a task and is no subclass of stormo.Task",
+                f"write class {key}(stormo.Task)",
+            )
+    return SettingError(
+        f"the task {name} was named",
+        "it defines no subclass of stormo.Task",
+        "write class MyTask(stormo.Task) in it; stormo new FILE.py writes an example",
+    )

@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from stormo.errors import SettingError
-
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor, nn
+    from torch.optim import Optimizer
     from torch.utils.data import Dataset
 
     from stormo.plan import Facts
@@ -31,6 +30,9 @@ class Task:
     name: ClassVar[str] = "task"
     Options: ClassVar[type[Any]] = NoOptions
     num_draws: ClassVar[int] = 0  # random numbers that `augment` wants for each sample
+    find_unused: ClassVar[bool] = False  # parameters may stay without a gradient in a pass; looking for them takes time
+    # Settings by field name that suit the task, {"optimizer": "adamw"}; whatever a user sets wins over them.
+    defaults: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, options: Any) -> None:
         self.options = options
@@ -39,8 +41,15 @@ class Task:
     def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
         """The training and the validation set, loaded once."""
         if self._datasets is None:
-            self._datasets = self.train_data(), self.validation_data()
+            from stormo.tasks.returned import check_data
+
+            train = check_data(self, "train_data", self.train_data())
+            self._datasets = train, check_data(self, "validation_data", self.validation_data())
         return self._datasets
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the data sets: a loading process that makes batches by `collate` has the one it reads."""
+        return {**self.__dict__, "_datasets": None}
 
     @classmethod
     def needs_data_for_facts(cls) -> bool:
@@ -49,13 +58,16 @@ class Task:
 
     def facts(self) -> Facts:
         """Sizes that the plan needs; override it where they are known without loading the data."""
+        from stormo.data.reading import is_stream, known_length
         from stormo.plan import Facts
 
         train, validation = self.datasets()
         return Facts(
-            num_train=len(train),  # type: ignore[arg-type]
-            num_validation=len(validation),  # type: ignore[arg-type]
-            train_bytes=getattr(train, "num_bytes", None),
+            num_train=known_length(train) or 0,
+            num_validation=known_length(validation),
+            is_stream=is_stream(train),
+            # Batches that the task makes itself are made of samples, not on the device.
+            train_bytes=getattr(train, "num_bytes", None) if type(self).collate is Task.collate else None,
         )
 
     def fetch(self) -> Path | None:
@@ -67,7 +79,7 @@ class Task:
         raise NotImplementedError(f"{type(self).__name__}.model() is missing: return the nn.Module to train")
 
     def train_data(self) -> Dataset[Any]:
-        """The training set: `stormo.data.TensorData`, or any map-style data set."""
+        """The training set: `stormo.data.TensorData`, any map-style data set, or a stream (see docs/data.md)."""
         raise NotImplementedError(f"{type(self).__name__}.train_data() is missing: return the training data set")
 
     def validation_data(self) -> Dataset[Any]:
@@ -78,8 +90,27 @@ class Task:
         """The mean loss over the samples of a batch, a scalar."""
         raise NotImplementedError(f"{type(self).__name__}.loss() is missing: return the mean loss of a batch")
 
-    def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
-        """Sums over the samples of a batch, by name; their share of all samples is what is reported."""
+    def collate(self, samples: list[Any]) -> Any:
+        """A batch of samples as the data set gives them; by default as torch's default_collate makes it."""
+        from stormo.data.batches import collate
+
+        return collate(samples)
+
+    def optimizer(self, model: nn.Module) -> Optimizer | None:
+        """An optimizer of the task's own, over parameters of the model; None for that of --optimizer.
+
+        Its learning rates are those for one worker's batch, as --base-lr is: the growth rule, warm-up and decay
+        multiply the rate of every group by one and the same factor.
+        """
+        return None
+
+    def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+        """What is measured in a batch, by name; runs without gradients.
+
+        A scalar tensor or a number is a sum over the samples of the batch, and the sum over all batches divided by
+        the number of all samples is reported. A metric that keeps a state (torchmetrics) is made once, in
+        `__init__`; call its `update` here and return the object itself.
+        """
         num_samples = batch_length(batch)
         return {"loss": self.loss(model, batch) * num_samples}
 
@@ -96,19 +127,6 @@ class Task:
 
 def batch_length(batch: Any) -> int:
     """How many samples a batch of nested tuples, lists and dicts of tensors holds."""
-    first = _first_tensor(batch)
-    if first is None:
-        raise SettingError(
-            f"a batch of type {type(batch).__name__} was given", "it holds no tensor to count", "override metrics()"
-        )
-    return int(first.shape[0])
+    from stormo.data import batches
 
-
-def _first_tensor(batch: Any) -> Any:
-    if hasattr(batch, "shape"):
-        return batch
-    if isinstance(batch, Mapping):
-        batch = batch.values()
-    elif not isinstance(batch, list | tuple):
-        return None
-    return next((found for part in batch if (found := _first_tensor(part)) is not None), None)
+    return batches.batch_length(batch)

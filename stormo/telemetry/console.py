@@ -60,8 +60,10 @@ def epoch_line(record: EpochDone) -> str:
     figures = [
         f"Cumulative Time = {record.cumulative_time_s:.3f}",
         f"Epoch Time = {record.epoch_time_s:.3f}",
-        f"Images/sec = {record.images_per_s:.2f}",
+        f"{record.unit.capitalize()}/sec = {record.units_per_s:.2f}",
     ]
+    if record.mfu is not None and record.unit != "images":  # the line of images is older than this figure
+        figures.append(f"MFU = {100 * record.mfu:.1f}%")
     for name in metric_order(record.validation):
         figures.append(f"Validation {name.replace('_', ' ').title()} = {record.validation[name]:.3f}")
     return f"Epoch = {record.epoch}: {', '.join(figures)}"

@@ -191,6 +191,12 @@ def current_events(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any
     return kept
 
 
+def speed_of(figures: Mapping[str, Any]) -> tuple[str, float | None]:
+    """The unit of an event or a summary and how many of it a second; older runs counted images alone."""
+    unit = str(figures.get("unit", "images"))
+    return unit, figures.get("units_per_s", figures.get(f"{unit}_per_s"))
+
+
 def read_summary(folder: RunFolder) -> dict[str, Any] | None:
     """The content of `summary.json`, or None while there is none."""
     return _read_object(folder.summary)

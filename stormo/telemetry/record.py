@@ -35,9 +35,12 @@ class StepDone:
     samples_seen: int  # over all workers, since the start of the run
     loss: float
     learning_rate: float
-    images_per_s: float
+    samples_per_s: float
+    units_per_s: float
     input_wait_fraction: float
     train_time_s: float
+    unit: str = "samples"  # what the task counts its speed in: images, tokens, ...
+    mfu: float | None = None  # share of the devices' published peak, where that is known
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,12 +62,15 @@ class EpochDone:
     epoch_time_s: float  # training only
     cumulative_time_s: float
     validation_time_s: float
-    images_per_s: float
+    samples_per_s: float
+    units_per_s: float
     train_loss: float
     learning_rate: float
     input_wait_fraction: float
     peak_memory_bytes: int | None
     validation: Mapping[str, float] = field(default_factory=dict)  # "loss", "accuracy", ...
+    unit: str = "samples"  # what the task counts its speed in: images, tokens, ...
+    mfu: float | None = None  # share of the devices' published peak, where that is known
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -135,8 +135,9 @@ def _step_scalars(record: StepDone) -> dict[str, float]:
     return {
         "train/loss": record.loss,
         "train/learning_rate": record.learning_rate,
-        "train/images_per_second": record.images_per_s,
+        f"train/{record.unit}_per_second": record.units_per_s,
         "train/input_wait_fraction": record.input_wait_fraction,
+        **({} if record.mfu is None else {"train/mfu": record.mfu}),
     }
 
 
@@ -145,11 +146,13 @@ def _epoch_scalars(record: EpochDone) -> dict[str, float]:
     scalars |= {
         "epoch/number": record.epoch,
         "epoch/train_loss": record.train_loss,
-        "epoch/images_per_second": record.images_per_s,
+        f"epoch/{record.unit}_per_second": record.units_per_s,
         "epoch/input_wait_fraction": record.input_wait_fraction,
         "epoch/training_time_s": record.epoch_time_s,
         "epoch/validation_time_s": record.validation_time_s,
     }
+    if record.mfu is not None:
+        scalars["epoch/mfu"] = record.mfu
     if record.peak_memory_bytes is not None:
         scalars["epoch/peak_memory_bytes"] = record.peak_memory_bytes
     return scalars

@@ -37,15 +37,18 @@ from stormo.telemetry.text import (
     format_duration,
     format_figure,
     format_rate,
+    format_share,
     metric_order,
     nobody_reads,
     run_reference,
+    unit_rate,
 )
 
 _REDRAW_INTERVAL_S = 0.1
 _RATE_SMOOTHING = 0.3  # weight of the newest rate: the time left neither jumps nor lags
 _INPUT_WAIT_SHOWN_ABOVE = 0.05
 _MIN_BAR_WIDTH = 5  # leaves room for every figure at 80 columns
+_SHORT_RATES = {"images": "img/s", "tokens": "tok/s"}
 _ENDINGS = {
     "target": "target reached",
     "epochs": "all epochs done",
@@ -65,7 +68,7 @@ class TerminalConsole:
         self._live: Live | None = None
         self._run: RunStarted | None = None
         self._columns: list[_Column] = []
-        self._images_per_s = 0.0  # smoothed
+        self._samples_per_s = 0.0  # smoothed
         self._drawn_at_s = -math.inf
         self._checkpoint_path: str | None = None
         self._is_off = False
@@ -144,9 +147,9 @@ class TerminalConsole:
 
     def _show_step(self, record: StepDone) -> None:
         assert self._run is not None, "a step came before RunStarted"
-        if record.images_per_s > 0 and math.isfinite(record.images_per_s):
-            change = record.images_per_s - self._images_per_s
-            self._images_per_s += change * (_RATE_SMOOTHING if self._images_per_s else 1.0)
+        if record.samples_per_s > 0 and math.isfinite(record.samples_per_s):
+            change = record.samples_per_s - self._samples_per_s
+            self._samples_per_s += change * (_RATE_SMOOTHING if self._samples_per_s else 1.0)
         if not self._may_redraw():
             return
         num_steps = max(self._run.steps_per_epoch, 1)
@@ -154,11 +157,13 @@ class TerminalConsole:
         parts = [
             _Part(text=f"{math.floor(100 * fraction):3d} %", drop_order=1),
             _Part(text=f"{record.step_in_epoch:{len(str(num_steps))}d}/{num_steps}", drop_order=2),
-            _Part(text=f"{format_rate(record.images_per_s)} img/s", drop_order=4),
+            _Part(text=f"{format_rate(record.units_per_s)} {_SHORT_RATES.get(record.unit, 'samples/s')}", drop_order=4),
             _Part(text=f"loss {format_figure(record.loss)}", drop_order=3),
         ]
-        if self._images_per_s:
-            left_s = (num_steps - record.step_in_epoch) * self._run.global_batch_size / self._images_per_s
+        if record.mfu is not None and record.unit != "images":
+            parts.append(_Part(text=f"MFU {100 * record.mfu:.0f} %", drop_order=2))
+        if self._samples_per_s:
+            left_s = (num_steps - record.step_in_epoch) * self._run.global_batch_size / self._samples_per_s
             parts.append(_Part(text=f"ETA {format_clock(left_s)}", drop_order=6))
         if record.input_wait_fraction > _INPUT_WAIT_SHOWN_ABOVE:
             wait = f"wait {100 * record.input_wait_fraction:.0f} %"
@@ -211,11 +216,14 @@ class TerminalConsole:
     def _summary_rows(self, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         stopped_by = str(summary.get("stopped_by") or "unknown")
         rows = [("end", _ENDINGS.get(stopped_by, stopped_by))]
+        unit = str(summary.get("unit", "images"))
         figures: list[tuple[str, str, Callable[[float], str]]] = [
             ("accuracy", "validation_accuracy", lambda value: f"{value:.4f}"),
+            ("loss", "validation_loss", format_figure),
             ("training time", "train_time_s", format_duration),
             ("whole time", "wall_time_s", format_duration),
-            ("images/s", "images_per_s", format_rate),
+            (unit_rate(unit), f"{unit}_per_s", format_rate),
+            ("MFU", "mfu", format_share),
             ("time to target", "time_to_target_s", format_duration),
         ]
         rows += [(label, show(summary[key])) for label, key, show in figures if summary.get(key) is not None]
@@ -289,16 +297,24 @@ def _choose_columns(first: EpochDone, num_epochs: int, terminal_width: int) -> l
         title, drop_order = {"loss": ("val loss", 7), "accuracy": ("accuracy", 8)}.get(name, (name, 1))
         columns.append(_Column(title=title, width=max(8, len(title)), drop_order=drop_order, value=_metric_value(name)))
     columns += [
-        _Column(title="images/s", width=9, drop_order=6, value=lambda record: format_rate(record.images_per_s)),
+        _Column(
+            title=unit_rate(first.unit), width=9, drop_order=6, value=lambda record: format_rate(record.units_per_s)
+        ),
         _Column(title="epoch time", width=10, drop_order=5, value=lambda record: format_duration(record.epoch_time_s)),
         _Column(
             title="total time", width=10, drop_order=3, value=lambda record: format_duration(record.cumulative_time_s)
         ),
         _Column(title="lr", width=9, drop_order=2, value=lambda record: f"{record.learning_rate:.3g}"),
     ]
+    if first.mfu is not None and first.unit != "images":
+        columns.insert(-3, _Column(title="MFU", width=7, drop_order=4, value=_mfu_value))
     while len(columns) > 1 and sum(column.width + 1 for column in columns) - 1 > terminal_width:
         columns.remove(min(columns, key=lambda column: column.drop_order))
     return columns
+
+
+def _mfu_value(record: EpochDone) -> str:
+    return "n/a" if record.mfu is None else format_share(record.mfu)
 
 
 def _metric_value(name: str) -> Callable[[EpochDone], str]:

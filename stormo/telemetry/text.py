@@ -69,6 +69,16 @@ def write_text(text: str, stream: TextIO) -> bool:
     return True
 
 
+def unit_rate(unit: str) -> str:
+    """`images/s`, `tokens/s`."""
+    return f"{unit}/s"
+
+
+def format_share(share: float) -> str:
+    """`41.3 %`."""
+    return f"{100 * share:.1f} %"
+
+
 def metric_order(validation: Mapping[str, float]) -> list[str]:
     """Loss and accuracy first, then the task's own metrics in its order."""
     known = [name for name in ("loss", "accuracy") if name in validation]

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from stormo.data import loaders
-from stormo.data.loaders import Batch, Loader, ResidentLoader, Share, StreamedLoader, move, tensors_in
+from stormo.data.batches import move, tensors_in
+from stormo.data.loaders import Batch, Loader, ResidentLoader, Share, StreamedLoader
 from stormo.data.order import epoch_draws, epoch_order
 from stormo.data.tensors import TensorData
 

@@ -14,7 +14,14 @@ from torch import Tensor, nn
 
 from stormo.errors import SettingError
 from stormo.layers.norm_act import NormAct
-from stormo.layers.sync_batch_norm import Reduce, SyncBatchNorm, SyncNorm, convert_sync_batch_norm, set_absent
+from stormo.layers.sync_batch_norm import (
+    Reduce,
+    SyncBatchNorm,
+    SyncNorm,
+    convert_sync_batch_norm,
+    local_statistics,
+    set_absent,
+)
 
 
 class _Ranks:
@@ -230,3 +237,26 @@ def test_absence_without_synchronisation_is_evaluation_and_ends_where_it_began()
     assert (trained.training, frozen.training) == (True, False)
     model(x)
     assert model.get_buffer("0.num_batches_tracked").item() == 1
+
+
+def test_local_statistics_are_a_single_ranks_and_no_rank_is_asked_for_them() -> None:
+    def refuse(vector: Tensor) -> None:
+        raise AssertionError("a collective")
+
+    plain = nn.Sequential(nn.BatchNorm1d(3), NormAct(3), nn.BatchNorm1d(3))
+    model = convert_sync_batch_norm(deepcopy(plain), refuse)
+    foreign = nn.SyncBatchNorm(3)  # torch's, which a user may have put there
+    model.add_module("3", foreign)
+    (x,) = _batches([5], 3)
+    with local_statistics(model.double()):
+        y = model(x)
+        y.square().sum().backward()
+    expected = nn.BatchNorm1d(3).double()(plain.double()(x))
+    torch.testing.assert_close(y, expected)
+    assert "forward" not in vars(foreign)
+    with pytest.raises(AssertionError, match="a collective"):
+        model(x)
+    with pytest.raises(RuntimeError, match="one of them"), local_statistics(model):
+        raise RuntimeError("one of them has run out of memory")
+    assert [layer.reduce for layer in model.modules() if isinstance(layer, SyncBatchNorm | NormAct)] == [refuse] * 3
+    assert "forward" not in vars(foreign)

@@ -64,8 +64,10 @@ def test_one_class_of_several_is_chosen_by_name(tmp_path: Path) -> None:
 
 def test_a_file_without_a_task_is_refused(tmp_path: Path) -> None:
     path = _file(tmp_path / "found_none.py", "class Plain:\n    pass\n")
-    with pytest.raises(SettingError, match="it defines 0 task classes; name one as"):
+    with pytest.raises(SettingError, match=r"it defines no subclass of stormo\.Task; write class MyTask"):
         find_task(str(path))
+    with pytest.raises(SettingError, match=r"it defines no subclass of stormo\.Task; write class MyTask"):
+        find_task(f"{path}:Plain")
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -92,7 +94,7 @@ def test_a_module_missing_inside_the_task_is_not_blamed_on_its_name(
 ) -> None:
     _file(tmp_path / "found_broken.py", "import some_package_that_is_absent\n")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match="some_package_that_is_absent"):
+    with pytest.raises(SettingError, match=r"line 1 of found_broken\.py raised .* 'some_package_that_is_absent'; inst"):
         find_task("found_broken:Task")
 
 
@@ -101,7 +103,7 @@ def test_a_missing_module_whose_name_begins_the_task_is_not_blamed_on_the_task(
 ) -> None:
     _file(tmp_path / "foundlib_task.py", "import foundlib\n")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match="foundlib"):
+    with pytest.raises(SettingError, match=r"line 1 of foundlib_task\.py raised ModuleNotFoundError: .* 'foundlib'; "):
         find_task("foundlib_task:Task")
 
 
@@ -110,7 +112,7 @@ def test_a_plain_word_is_refused_with_the_choices() -> None:
         find_task("fashion-mnst")
     assert str(caught.value) == (
         "task 'fashion-mnst' was asked for, but there is none of that name; did you mean fashion-mnist? "
-        "choose one of: FILE.py, fashion-mnist, package.module:Class."
+        "choose one of: FILE.py, fashion-mnist, language-model, package.module:Class."
     )
 
 
@@ -118,3 +120,44 @@ def test_a_plain_word_is_refused_with_the_choices() -> None:
 def test_what_cannot_be_a_module_is_answered_with_the_choices(name: str) -> None:
     with pytest.raises(SettingError, match=r"there is none of that name; choose one of: FILE\.py, fashion-mnist"):
         find_task(name)
+
+
+def _told(path: Path) -> list[str]:
+    with pytest.raises(SettingError) as caught:
+        find_task(str(path))
+    return str(caught.value).splitlines()
+
+
+def test_an_error_in_the_file_is_shown_with_the_lines_of_the_user_alone(tmp_path: Path) -> None:
+    neighbour = _file(tmp_path / "found_divider.py", "def divide(x):\n    return 1 / x\n")
+    path = _file(tmp_path / "found_dividing.py", "from found_divider import divide\n\ndivide(0)\n")
+    lines = _told(path)
+    assert lines[0] == (
+        f"the task {path} was named, but line 2 of found_divider.py raised ZeroDivisionError: division by zero; "
+        "mend that line."
+    )
+    places = [line.strip() for line in lines if line.startswith("  File")]
+    assert places == [f'File "{path}", line 3, in <module>', f'File "{neighbour}", line 2, in divide']
+    assert lines[-1] == "ZeroDivisionError: division by zero"
+
+
+def test_a_script_that_ends_the_process_when_imported_is_named(tmp_path: Path) -> None:
+    path = _file(tmp_path / "found_exit.py", "import sys\n\nsys.exit(3)\n")
+    assert _told(path)[0] == (
+        f"the task {path} was named, but line 3 of found_exit.py raised SystemExit: 3; mend that line."
+    )
+
+
+def test_an_error_made_for_users_stays_as_it_is(tmp_path: Path) -> None:
+    text = (
+        "from stormo.errors import SettingError\n\nraise SettingError('it was set', 'it cannot be', 'leave it out')\n"
+    )
+    assert _told(_file(tmp_path / "found_setting.py", text)) == ["it was set, but it cannot be; leave it out."]
+
+
+def test_a_class_with_the_methods_of_a_task_is_told_to_be_one(tmp_path: Path) -> None:
+    path = _file(tmp_path / "found_plain.py", "class Net:\n    def model(self): ...\n    def loss(self): ...\n")
+    assert _told(path) == [
+        f"the task {path} was named, but its class Net has the methods of a task and is no subclass of stormo.Task; "
+        "write class Net(stormo.Task)."
+    ]

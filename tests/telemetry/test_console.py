@@ -65,7 +65,7 @@ def started(*, epochs: int = 40, steps_per_epoch: int = 30) -> RunStarted:
     )
 
 
-def step_done(step_in_epoch: int = 15, *, images_per_s: float = 2048.0, input_wait_fraction: float = 0.0) -> StepDone:
+def step_done(step_in_epoch: int = 15, *, samples_per_s: float = 2048.0, input_wait_fraction: float = 0.0) -> StepDone:
     return StepDone(
         epoch=1,
         step=step_in_epoch,
@@ -73,7 +73,9 @@ def step_done(step_in_epoch: int = 15, *, images_per_s: float = 2048.0, input_wa
         samples_seen=2048 * step_in_epoch,
         loss=1.2345,
         learning_rate=0.04,
-        images_per_s=images_per_s,
+        samples_per_s=samples_per_s,
+        units_per_s=samples_per_s,
+        unit="images",
         input_wait_fraction=input_wait_fraction,
         train_time_s=1.0,
     )
@@ -87,7 +89,9 @@ def epoch_done(epoch: int = 1, *, validation: Mapping[str, float] | None = None)
         epoch_time_s=24.508,
         cumulative_time_s=24.508 * epoch,
         validation_time_s=1.2,
-        images_per_s=2423.378,
+        samples_per_s=2423.378,
+        units_per_s=2423.378,
+        unit="images",
         train_loss=2.1234,
         learning_rate=1.25e-05,
         input_wait_fraction=0.01,
@@ -261,7 +265,7 @@ def test_every_figure_of_the_live_line_fits_at_80_columns() -> None:
     stream = FakeTerminal()
     console = terminal(stream)
     console.write(started(epochs=90, steps_per_epoch=235))
-    console.write(step_done(134, images_per_s=2048.0 / 10, input_wait_fraction=0.5))
+    console.write(step_done(134, samples_per_s=2048.0 / 10, input_wait_fraction=0.5))
     console.close()
     live = next(line for line in screen_lines(stream.getvalue()) if line.startswith("epoch 1/90"))
     assert live.split("  ")[1:] == [" 57 %", "134/235", "205 img/s", "loss 1.2345", "ETA 16:50", "wait 50 %"]

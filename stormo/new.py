@@ -1,0 +1,40 @@
+"""The verb `new`: writes a task that trains as it is, with a comment on every part a user will change."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from stormo.errors import SettingError, unknown_name
+from stormo.tasks.find import check_file_name
+
+KINDS = {
+    "classification": "classification.py",
+    "regression": "regression.py",
+    "language-model": "language_model.py",
+}
+
+
+def main(path: Path, kind: str) -> int:
+    """Write the file, say what to type next, return the exit code."""
+    if kind not in KINDS:
+        raise unknown_name("--kind", kind, KINDS)
+    if path.suffix != ".py":
+        raise SettingError(f"the file {path} was named", "a task is a Python file", f"name it {path}.py")
+    check_file_name(path)
+    text = Path(__file__).with_name("templates").joinpath(KINDS[kind]).read_text(encoding="utf-8")
+    try:
+        with path.open("x", encoding="utf-8") as file:  # never over a file that is there
+            file.write(text)
+    except FileExistsError:
+        raise SettingError(f"the file {path} was named", "it is there already", "name another one") from None
+    except OSError as error:
+        raise SettingError(
+            f"the file {path} was named", f"it cannot be written ({error.strerror})", "make its folder, or name another"
+        ) from None
+    name = shlex.quote(str(path))
+    print(f"{path} is written: a task of kind {kind} that trains as it is.")  # noqa: T201
+    print(f"  stormo train {name}                 train it")  # noqa: T201
+    print(f"  stormo train {name} --num-gpus 2    on two GPUs, or two processes of a machine without")  # noqa: T201
+    print(f"  stormo train {name} --help          its options and all others")  # noqa: T201
+    return 0

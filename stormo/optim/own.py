@@ -1,0 +1,75 @@
+"""An optimizer that a task brings itself: held against what training needs of it, and what becomes of its rates."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from stormo import config
+from stormo.errors import SettingError
+from stormo.optim.table import spare_compiler
+
+_ITS_OWN = ("optimizer", "momentum", "nesterov", "weight_decay")  # settings that say nothing of such an optimizer
+
+
+def own_optimizer(make: Callable[[nn.Module], Any], model: nn.Module) -> Optimizer | None:
+    """What the task makes for a model already on its device; None where it leaves that to the settings."""
+    if "torch._dynamo" not in sys.modules:
+        spare_compiler()
+    optimizer = make(model)
+    if optimizer is None:
+        return None
+    said = f"optimizer() returned a {type(optimizer).__name__}"
+    if not isinstance(optimizer, Optimizer):
+        raise SettingError(said, "a torch.optim.Optimizer is stepped", "return one, or None for that of --optimizer")
+    known = {id(parameter) for parameter in model.parameters()}
+    if foreign := sum(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
+        raise SettingError(
+            said,
+            f"{foreign} of its parameters are not the model's",
+            "make it from the parameters of the model that optimizer() is called with",
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise SettingError(
+            said, "its step() computes the loss again by a closure, and it is called without", "return another one"
+        )
+    if group_rates(optimizer)[0] <= 0 or min(group_rates(optimizer)) < 0:
+        raise SettingError(
+            f"{said} with the learning rates {_listed(optimizer)}",
+            "the schedule multiplies them, and the first is the one that is reported",
+            "set lr above 0 in the first group, and not below 0 in the others",
+        )
+    return optimizer
+
+
+def group_rates(optimizer: Optimizer) -> list[float]:
+    """The learning rate of each parameter group as it is now."""
+    return [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
+
+
+def notice(optimizer: Optimizer, settings: config.TrainConfig, learning_rate: float) -> str:
+    """What the user should know of the rates of a task's own optimizer.
+
+    Args:
+        optimizer: as the task has made it.
+        settings: of the run.
+        learning_rate: what the plan has made of --base-lr.
+    """
+    name, several = type(optimizer).__name__, len(optimizer.param_groups) > 1
+    text = (
+        f"The task's own {name} is used, not --optimizer: its learning rate{'s' * several} {_listed(optimizer)} "
+        f"{'are' if several else 'is'} for one worker's batch, × {learning_rate / settings.optimizer.base_lr:g} for "
+        "the global batch; warm-up and decay are those of the plan."
+    )
+    ignored = [f"--{name.replace('_', '-')}" for name in _ITS_OWN if name in settings.given]
+    return text + (f" {', '.join(ignored)} {'have' if len(ignored) > 1 else 'has'} no effect." if ignored else "")
+
+
+def _listed(optimizer: Optimizer) -> str:
+    return ", ".join(f"{rate:g}" for rate in group_rates(optimizer))

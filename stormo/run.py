@@ -1,0 +1,79 @@
+"""The verb `run`: starts a user's own script once for each worker, or becomes it where there is only one."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from stormo import __version__, options
+from stormo.config import TrainConfig, Workers
+from stormo.errors import SettingError
+from stormo.hardware import visible_gpus
+from stormo.launch import Patience, run_node
+from stormo.layout import Layout, resolve_layout
+from stormo.nodes import BACKEND, DEVICE, TIMEOUT, find_place, launched_by, node_of
+
+_OPTIONS = [option for option in options.options_of("workers", Workers) if option.name != "strategy"]
+_SCRIPT = options.Positional(
+    name="script",
+    metavar="SCRIPT",
+    help="file.py, or package.module; its own flags follow after --",
+    description="Run a script that uses stormo.World on all workers: stormo run train.py --num-gpus 4 -- --its-own 1.",
+    once="one script is run at a time",
+)
+
+
+def main(arguments: list[str]) -> int:
+    """Read the flags, see who this process is, and go."""
+    own, theirs = _split(arguments)
+    settings = options.parse_flags("stormo run", own, _OPTIONS, "", _SCRIPT)
+    command = _command(settings.pop("script", None), theirs)
+    config = options.make_config(settings, None)
+    place = find_place(config)
+    layout = resolve_layout(config, visible_gpus(), launched_by(place))
+    os.environ |= _told(config)
+    if place is not None or layout.world_size == 1:
+        sys.stdout.flush()
+        os.execv(command[0], command)
+    same = _same(command, layout)
+    patience = Patience(first_sign=False)  # a script may prepare its data for an hour before it asks for the world
+    return run_node(command, node_of(config, layout), timeout_s=config.workers.timeout, patience=patience, **same)
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    if "--" not in arguments:
+        return arguments, []
+    at = arguments.index("--")
+    return arguments[:at], arguments[at + 1 :]
+
+
+def _command(script: str | None, flags: list[str]) -> list[str]:
+    if script is None:
+        raise SettingError("stormo run was given no script", "there is nothing to run", "name one: stormo run train.py")
+    if script.endswith(".py") or "/" in script:
+        if not Path(script).is_file():
+            raise SettingError(f"stormo run {script} was typed", "there is no such file", "check the path")
+        return [sys.executable, script, *flags]
+    return [sys.executable, "-m", script, *flags]
+
+
+def _told(config: TrainConfig) -> dict[str, str]:
+    """What the workers must know of the flags."""
+    workers = config.workers
+    told = {DEVICE: workers.device, BACKEND: workers.backend, TIMEOUT: str(workers.timeout)}
+    # torch's sockets warn of every name they cannot look up; a script imports torch before it asks for the world.
+    return told | {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
+
+
+def _same(command: list[str], layout: Layout) -> dict[str, Any]:
+    """What must agree on all nodes, as a digest and in words."""
+    words = {
+        "the script and its flags": " ".join(command[1:]),
+        "the release of stormo": __version__,
+        "the device": layout.device_type,
+        "the communication library": layout.backend,
+    }
+    return {"digest": hashlib.sha256(repr(sorted(words.items())).encode()).hexdigest(), "options": words}

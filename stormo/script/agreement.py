@@ -1,0 +1,137 @@
+"""Sees to it that all workers go the same way through a script, before any of them waits for another in vain.
+
+Everything that workers do together (the next batch, a backward, a sum, a save) is announced first in one small
+exchange. Where two workers announce different things, all of them raise the same sentence, with the lines of the
+script they are at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stormo.errors import SettingError, StormoError
+from stormo.world.store import PeerFailedError, is_secondary
+from stormo.world.world import World
+
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_STANDARD_LIBRARY = str(Path(contextlib.__file__).parent)
+_KIND, _NUMBER, _FLAG = range(3)  # columns of an announcement
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """What all workers have said: a number each, and the highest of their flags."""
+
+    numbers: Sequence[int]
+    flag: int
+
+
+class Agreement:
+    """Announcements of one worker, compared with those of all others. With one worker it only keeps the flag."""
+
+    def __init__(self, world: World, flag: Callable[[], int]) -> None:
+        self._world = world
+        self._flag = flag  # what this worker wants known, with its next announcement
+        self._table = torch.zeros(world.size, 3, dtype=torch.int64)
+        self._work: dist.Work | None = None
+        self._said = ""
+        self._number = 0
+        self._broken: StormoError | None = None
+        self.agreed_flag = 0  # the highest flag that all workers know of
+        self.num_casts = 0
+
+    def cast(self, what: str, where: str = "", number: int = 0) -> None:
+        """Announce something without waiting for the others; `settle` hears them. `where` may differ, `what` not."""
+        self.settle()
+        self._said, self._number = f"{what} in {where}" if where else what, number
+        self.num_casts += 1
+        if self._world.size == 1:
+            self.agreed_flag = max(self.agreed_flag, self._flag())
+            return
+        self._table = torch.zeros(self._world.size, 3, dtype=torch.int64)
+        self._table[self._world.rank] = torch.tensor([zlib.crc32(what.encode()), number, self._flag()])
+        self._work = self._guard(lambda: dist.all_reduce(self._table, async_op=True))
+
+    def settle(self) -> Agreed:
+        """Wait for the others' announcements, or raise what all of them raise."""
+        if self._broken is not None:
+            raise self._broken
+        if self._world.size == 1:
+            return Agreed([self._number], self.agreed_flag)
+        work, self._work = self._work, None
+        if work is not None:
+            self._guard(work.wait)
+            kinds: Tensor = self._table[:, _KIND]
+            if bool((kinds != kinds[0]).any()):
+                self._raise_difference(kinds.tolist())
+            self.agreed_flag = max(self.agreed_flag, int(self._table[:, _FLAG].max()))
+        return Agreed(self._table[:, _NUMBER].tolist(), self.agreed_flag)
+
+    def exchange(self, what: str, where: str = "", number: int = 0) -> Agreed:
+        """Announce something and hear the others."""
+        self.cast(what, where, number)
+        return self.settle()
+
+    def break_off(self, error: StormoError) -> None:
+        """Nothing can be done together any more: from now on everything raises this."""
+        if self._world.size > 1 and self._broken is None:
+            self._broken = error
+
+    def _raise_difference(self, kinds: list[int]) -> None:
+        words = self._guard(lambda: self._world.share_json(self._world.gather_json(self._said)))
+        rank = next(rank for rank, kind in enumerate(kinds) if kind != kinds[0])
+        self._broken = SettingError(
+            f"rank 0 is at: {_brief(words[0])}",
+            f"rank {rank} is at: {_brief(words[rank])}, and they would wait for each other in vain",
+            "let every worker take the same way: decide with world.any(...) or world.stop_requested, "
+            "and call what they do together outside of what only some of them run",
+        )
+        raise self._broken
+
+    def _guard(self, call: Callable[[], Any]) -> Any:
+        """Say where this worker was when another one turned out to be gone."""
+        try:
+            return call()
+        except RuntimeError as error:
+            if not is_secondary(error):
+                raise
+            self._broken = PeerFailedError(
+                f"rank {self._world.rank} is at: {_brief(self._said)}; another rank has failed, or has ended before it."
+            )
+            raise self._broken from error
+
+
+def call_site() -> str:
+    """The line of the script that called into stormo, as `train.py line 40`."""
+    found: FrameType | None = None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(_PACKAGE):
+            found = found or frame
+            if not _is_installed(file):  # between it and stormo may be a progress bar, or another package
+                found = frame
+                break
+        frame = frame.f_back
+    assert found is not None
+    return f"{Path(found.f_code.co_filename).name} line {found.f_lineno}"
+
+
+def _is_installed(file: str) -> bool:
+    return file.startswith((_STANDARD_LIBRARY, "<")) or "site-packages" in file or "dist-packages" in file
+
+
+def _brief(words: str) -> str:
+    return words if len(words) <= 300 else f"{words[:150]} … {words[-120:]}"

@@ -1,0 +1,144 @@
+"""Backward of a user's loop: every worker's loss weighs what its samples are of all, and gradients leave on the way."""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Any
+
+from torch import Tensor
+
+from stormo.errors import SettingError, StormoError
+from stormo.script.agreement import call_site
+from stormo.script.choosing import Loaded
+from stormo.script.loop import Given, Loop
+from stormo.script.refusals import check_loss
+
+
+class Backward:
+    """`world.backward`."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._is_counted: bool | None = None  # how the passes of this step so far were weighed
+        self._reference = 0.0  # where a step's count is known after its last pass: that of all workers in its first,
+        self._total = 0.0  # and of all passes so far
+
+    def __call__(
+        self, loss: Tensor, *, count: float | None, loader: Loaded | None, more: bool, options: dict[str, Any]
+    ) -> None:
+        """Add this pass's part of the step's gradient; after the last pass it is the same on all workers."""
+        check_loss(loss)
+        given = self._given(loader, count)
+        self._check_order(given, more=more)
+        groups = self._loop.groups
+        for group in groups:
+            group.begin_backward()
+        is_last = not more and (given is None or given.is_last)
+        self._loop.weight = weight = self._weight(given, count, is_last=is_last)
+        if is_last:
+            for group in groups:
+                group.exchange.arm()
+        try:
+            (loss * weight if weight != 1.0 else loss).backward(**options)
+        except BaseException as error:
+            for group in groups:
+                group.exchange.cancel()
+            self._loop.agreement.break_off(
+                StormoError(f"a backward failed on rank {self._loop.world.rank} ({error}), which the others wait for.")
+            )
+            raise
+        self._loop.is_partial = not is_last
+        if is_last:
+            self._finish()
+
+    def _check_order(self, given: Given | None, *, more: bool) -> None:
+        for giver in self._loop.iterating:
+            if giver.given is None or giver.given is not given or giver.trains:
+                continue
+            parts = self._loop.world.size * giver.accumulate
+            if given.step_samples is not None and given.step_samples < parts:
+                raise SettingError(
+                    f"a training loop began with a batch of {given.step_samples}",
+                    f"{self._loop.world.size} workers × {giver.accumulate} passes need at least {parts} in the first",
+                    "give larger batches, or start fewer workers",
+                )
+            giver.trains = True
+        if given is None:
+            return
+        if given.is_trained and not given.is_last:
+            raise SettingError(
+                "world.backward() was called twice for one batch with accumulate above 1",
+                "gradients of several losses would be mixed up between the passes of a step",
+                "call it with more=True for all but the last loss of a batch, or leave accumulate out",
+            )
+        given.is_trained = not more
+
+    def _given(self, loader: Loaded | None, count: float | None) -> Given | None:
+        loaders = [loader] if loader is not None else self._loop.iterating
+        found = [each.given for each in loaders if each.given is not None]
+        if not found and count is None:
+            raise SettingError(
+                "world.backward() was called outside of a loop over a loader of world.loader()",
+                "what this worker's loss weighs among all is not known",
+                "take the batch from such a loader, or set count= to what the loss is a mean over",
+            )
+        if len({(each.num_samples, each.step_samples, each.is_last) for each in found}) > 1:
+            raise SettingError(
+                "world.backward() was called with several loaders under way",
+                "their batches weigh differently and the loss belongs to one of them",
+                "say which: world.backward(loss, loader=...)",
+            )
+        return found[-1] if found else None
+
+    def _weight(self, given: Given | None, count: float | None, *, is_last: bool) -> float:
+        """What this loss weighs among all; announces the backward on the way."""
+        is_counted = count is not None or (given is not None and given.step_samples is None)
+        if self._is_counted not in (None, is_counted):
+            raise SettingError(
+                "world.backward() was called with count= for some passes of a step only",
+                "their losses would be weighed by different things",
+                "set count= for all of them or for none",
+            )
+        self._is_counted = is_counted
+        what = f"world.backward in {call_site()}" + ("" if is_last else ", not the last of a step")
+        if not is_counted:
+            assert given is not None
+            assert given.step_samples is not None
+            self._loop.agreement.cast(what)
+            return given.num_samples / given.step_samples
+        own, total = self._counts(given, count, what)
+        self._total += total
+        self._reference = self._reference or total
+        return own / self._reference if self._reference else 0.0
+
+    def _counts(self, given: Given | None, count: float | None, what: str) -> tuple[float, float]:
+        """This worker's count, and that of all."""
+        if count is None:
+            assert given is not None
+            self._loop.agreement.cast(what)
+            return given.num_samples, given.pass_samples
+        own = 0.0 if given is not None and given.is_ghost else float(count)
+        if not (math.isfinite(own) and own >= 0):
+            raise SettingError(
+                f"world.backward(count={own:g}) was called", "it is no count", "set what the loss is a mean over"
+            )
+        agreed = self._loop.agreement.exchange(what, number=struct.unpack("<q", struct.pack("<d", own))[0])
+        return own, math.fsum(struct.unpack("<d", struct.pack("<q", number))[0] for number in agreed.numbers)
+
+    def _finish(self) -> None:
+        self._loop.agreement.settle()
+        for group in self._loop.groups:
+            group.exchange.finish()
+        is_counted, total, reference = self._is_counted, self._total, self._reference
+        self._is_counted, self._total, self._reference = None, 0.0, 0.0
+        if is_counted and total <= 0:
+            raise SettingError(
+                "world.backward() was called with counts that add up to 0",
+                "the loss is a mean over nothing then",
+                "leave such batches out on all workers",
+            )
+        for group in self._loop.groups:
+            if is_counted and total != reference:
+                group.divide(total / reference)
+            group.end_backward()

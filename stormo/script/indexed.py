@@ -1,0 +1,200 @@
+"""Loaders over map-style data: every global batch is the same whatever the number of workers, who share it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
+
+from stormo.data.batches import move
+from stormo.data.order import derive_seed, epoch_order, part
+from stormo.data.streaming import Key, Seeded
+from stormo.errors import SettingError
+from stormo.script.agreement import call_site
+from stormo.script.loop import Given, Giver, Loop
+
+# Settings of a user's own loader that ours takes over.
+_TAKEN = ("num_workers", "collate_fn", "timeout", "worker_init_fn", "multiprocessing_context", "persistent_workers")
+
+
+class PlainOrder:
+    """Equal batches over a permutation that is a pure function of (seed, epoch), or over the data as it lies."""
+
+    def __init__(self, num_samples: int, global_batch_size: int, *, shuffle: bool, seed: int) -> None:
+        self.num_samples = num_samples
+        self.seed = seed
+        self._size = global_batch_size
+        self._shuffle = shuffle
+
+    def __call__(self, epoch: int) -> tuple[Tensor, Tensor]:
+        """The samples of an epoch one after the other, and the length of each batch."""
+        count = self.num_samples
+        order = epoch_order(count, self.seed, epoch) if self._shuffle else torch.arange(count)
+        full, rest = divmod(count, self._size)
+        return order, torch.tensor([self._size] * full + [rest] * (rest > 0), dtype=torch.int64)
+
+    def generators(self) -> list[torch.Generator]:
+        """None of its own."""
+        return []
+
+    def __len__(self) -> int:
+        return math.ceil(self.num_samples / self._size)
+
+
+class SamplerOrder:
+    """The batches of a user's own loader, drawn on the main worker exactly as that loader would, and shared."""
+
+    def __init__(self, loader: DataLoader[Any], loop: Loop) -> None:
+        self._loader = loader
+        self._loop = loop
+
+    def __call__(self, epoch: int) -> tuple[Tensor, Tensor]:
+        """The samples of an epoch one after the other, and the length of each batch."""
+        drawn = self._draw() if self._loop.world.is_main else None
+        shared = self._loop.world.share_tensors(drawn)
+        return shared["order"], shared["sizes"]
+
+    def _draw(self) -> dict[str, Tensor]:
+        assert self._loader.batch_sampler is not None
+        # A torch loader draws this seed before its sampler draws anything: the numbers after it must be the same.
+        torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
+        batches = [list(batch) for batch in self._loader.batch_sampler]
+        flat = [index for batch in batches for index in batch]
+        wrong = next((index for index in flat if not isinstance(index, int)), None)
+        if wrong is not None:
+            raise SettingError(
+                f"a loader whose sampler gives {type(wrong).__name__} was passed to world.loader()",
+                "the workers agree on samples by their number",
+                "let the sampler give whole numbers",
+            )
+        sizes = torch.tensor([len(batch) for batch in batches], dtype=torch.int64)
+        return {"order": torch.tensor(flat, dtype=torch.int64), "sizes": sizes}
+
+    def generators(self) -> list[torch.Generator]:
+        """Those the user has given to the loader and its sampler."""
+        batch_sampler = self._loader.batch_sampler
+        owners = (self._loader, batch_sampler, getattr(batch_sampler, "sampler", None))
+        found = [getattr(owner, "generator", None) for owner in owners]
+        return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+
+    def __len__(self) -> int:
+        return len(self._loader.batch_sampler)  # type: ignore[arg-type]
+
+
+class _Shares(Sampler[list[Key]]):
+    """This worker's samples of each pass of an epoch, where there are any."""
+
+    def __init__(self) -> None:
+        self.passes: list[list[Key]] = []
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        return iter(self.passes)
+
+
+class IndexedLoader(Giver):
+    """Cuts every global batch into the workers' shares and those into passes; nothing is dropped or repeated."""
+
+    def __init__(
+        self, loop: Loop, data: Any, order: PlainOrder | SamplerOrder, *, accumulate: int, seed: int, **settings: Any
+    ) -> None:
+        super().__init__(loop, data, accumulate)
+        self._draw_order = order
+        self._seed = seed
+        self._samples = Seeded(data)
+        self._shares = _Shares()
+        settings = {name: value for name, value in settings.items() if value is not None}
+        self._reader: DataLoader[Any] = DataLoader(
+            self._samples,
+            batch_sampler=self._shares,
+            pin_memory=loop.world.device.type == "cuda",
+            generator=torch.Generator().manual_seed(0),  # reading draws nothing from the script's own generators
+            **settings,
+        )
+        self._drawn: tuple[Tensor, Tensor] | None = None  # of the epoch under way
+        self._position = 0
+        self._step_stop = 0
+
+    def __len__(self) -> int:
+        """Batches that a worker gets in an epoch, `accumulate` of them for each step."""
+        return len(self._draw_order) * self.accumulate
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches of the next epoch, or of the rest of the one that was saved, on the worker's device."""
+        with self._under_way(call_site()) as turn:
+            if self._drawn is None:
+                self._drawn = self._draw_order(self.epoch)
+            order, sizes = self._drawn
+            stops = sizes.cumsum(0).tolist()
+            steps = [(start, stop) for start, stop in zip([0, *stops], stops, strict=False) if start >= self._position]
+            parts = [self._parts(start, stop) for start, stop in steps]
+            self._shares.passes = [self._keys(order, a, b) for step in parts for a, b in step if b > a]
+            reader = iter(self._reader)
+            for (start, stop), step in zip(steps, parts, strict=True):
+                self._step_stop = stop
+                self._cast_batch(f"the batch at sample {start}")
+                for index, (a, b) in enumerate(step):
+                    if a == b and not self.trains:
+                        continue  # a validation counts what there is
+                    batch = next(reader) if b > a else self._stand_in(order, start)
+                    given = Given(b - a, stop - start, is_last=index == self.accumulate - 1)
+                    yield from self._give(move(batch, self.loop.world.device), given, turn)
+                self._position = stop
+
+    def _parts(self, start: int, stop: int) -> list[tuple[int, int]]:
+        world = self.loop.world
+        share = part(start, stop, world.rank, world.size)
+        return [part(*share, index, self.accumulate) for index in range(self.accumulate)]
+
+    def _keys(self, order: Tensor, start: int, stop: int) -> list[Key]:
+        samples = order[start:stop].tolist()
+        return [(sample, derive_seed(self._seed, self.epoch, start + n)) for n, sample in enumerate(samples)]
+
+    def _stand_in(self, order: Tensor, start: int) -> Any:
+        collate: Callable[[list[Any]], Any] = self._reader.collate_fn
+        return collate([self._samples[self._keys(order, start, start + 1)[0]]])
+
+    def _step_done(self) -> None:
+        self._position = self._step_stop
+
+    def _position_state(self, *, goes_on: bool) -> dict[str, Any]:
+        """Where it is, and the order where it cannot be computed again."""
+        state: dict[str, Any] = {
+            "position": self._position if goes_on else 0,
+            "seed": self._seed,
+            "num_samples": len(self.dataset),
+        }
+        if isinstance(self._draw_order, SamplerOrder):
+            state["generators"] = [generator.get_state() for generator in self._draw_order.generators()]
+            if self._drawn is not None:
+                state["order"], state["sizes"] = self._drawn
+        return state
+
+    def _load_position(self, state: dict[str, Any]) -> None:
+        if state.get("num_samples") != len(self.dataset):
+            raise SettingError(
+                f"a checkpoint was loaded whose loader {self.number + 1} had {state.get('num_samples')} samples",
+                f"here it has {len(self.dataset)}, so that its place in the epoch means nothing",
+                "load it with the same data, and make the loaders in the same order",
+            )
+        self._position, self._seed = state["position"], state["seed"]
+        self._drawn = (state["order"], state["sizes"]) if "order" in state else None
+        if isinstance(self._draw_order, PlainOrder):
+            self._draw_order.seed = self._seed
+            return
+        for generator, saved in zip(self._draw_order.generators(), state.get("generators", []), strict=False):
+            generator.set_state(saved)
+
+    def _rewind(self) -> None:
+        self._drawn, self._position = None, 0
+
+
+def taken_settings(loader: DataLoader[Any]) -> dict[str, Any]:
+    """How a user's own loader reads, for ours to read in the same way."""
+    settings = {name: getattr(loader, name) for name in _TAKEN}
+    if loader.num_workers:
+        settings["prefetch_factor"] = loader.prefetch_factor
+    return settings

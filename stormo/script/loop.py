@@ -1,0 +1,223 @@
+"""What the parts of a user's loop know of one another: the loaders under way, the models, who waits for whom."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from stormo.errors import SettingError
+from stormo.layers.sync_batch_norm import set_absent
+from stormo.script.agreement import Agreement
+from stormo.world.world import World
+
+if TYPE_CHECKING:
+    from stormo.script.stepping import Group
+
+
+@dataclass(slots=True, eq=False)
+class Given:
+    """A batch that a loader has given to the loop, and what its gradient weighs."""
+
+    num_samples: int  # of this worker; 0 for a stand-in
+    step_samples: int | None  # of all workers and passes of the step; None where it is only known after the last pass
+    is_last: bool  # the optimizer steps after it
+    pass_samples: int = 0  # of all workers in this pass, where the step's are not known
+    is_trained: bool = False  # backward has been called for it, the last time without more=True
+
+    @property
+    def is_ghost(self) -> bool:
+        """Whether it is a stand-in: no sample was left for this worker, and the others must not wait for it."""
+        return self.num_samples == 0
+
+
+@dataclass(kw_only=True)
+class Loop:
+    """Shared by the world of a script and everything it has handed out."""
+
+    world: World
+    agreement: Agreement
+    begin: Callable[[], None]  # called when the first loader starts
+    groups: list[Group] = field(default_factory=list)
+    iterating: list[Giver] = field(default_factory=list)  # in the middle of an epoch, the innermost last
+    is_partial: bool = False  # between the passes of a step that is not complete
+    weight: float = 1.0  # of this worker's last loss among all
+    told_to_stop: bool = False  # the script has seen that it should
+    num_loaders: int = 0
+    folders: set[Path] = field(default_factory=set)  # of checkpoints that this script has loaded from or saved to
+    _loaders: dict[int, weakref.ref[Giver]] = field(default_factory=dict)
+
+    def add_loader(self, loader: Giver) -> int:
+        """Its number. A script may make loaders again and again, so they are not kept."""
+        self.num_loaders += 1
+        self._loaders[self.num_loaders - 1] = weakref.ref(loader)
+        return self.num_loaders - 1
+
+    @property
+    def loaders(self) -> dict[int, Giver]:
+        """Those that are still in use, by number."""
+        found = {number: reference() for number, reference in self._loaders.items()}
+        self._loaders = {number: self._loaders[number] for number, loader in found.items() if loader is not None}
+        return {number: loader for number, loader in found.items() if loader is not None}
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that the optimizers have taken."""
+        return max((group.num_steps for group in self.groups), default=0)
+
+    @contextmanager
+    def absent(self, is_ghost: bool) -> Iterator[None]:
+        """While a stand-in is under way, keep it out of the models' statistics."""
+        models: list[nn.Module] = [group.model for group in self.groups] if is_ghost else []
+        for model in models:
+            set_absent(model, True)
+        try:
+            yield
+        finally:
+            for model in models:
+                set_absent(model, False)
+
+
+class SumInModel:
+    """Sums a vector inside a model; what was announced comes first, so that no worker is in another collective."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+
+    def __call__(self, vector: Tensor) -> object:
+        """Sum in place over all workers."""
+        self._loop.agreement.settle()
+        return self._loop.world.sum(vector)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SumInModel:
+        return self  # a copy of the model has the same workers
+
+    def __reduce__(self) -> Any:
+        return _sum_of_one, ()  # a model that is read from a file is one process's
+
+
+def _sum_of_one() -> Callable[[Tensor], object]:
+    return _keep
+
+
+def _keep(vector: Tensor) -> object:
+    return vector
+
+
+class Giver:
+    """A loader as `backward`, `step` and `save` see it."""
+
+    def __init__(self, loop: Loop, dataset: Any, accumulate: int) -> None:
+        self.loop = loop
+        self.dataset = dataset
+        self.accumulate = accumulate
+        self.number = loop.add_loader(self)
+        self.epoch = 0
+        self.given: Given | None = None
+        self.stepped: Given | None = None  # the batch that the last step was taken with
+        self.is_held = False  # more than one step was taken with it
+        self.trains = False  # backward was called in this iteration: no worker may be left without a batch
+        self._turn: object | None = None  # the iteration under way
+        self._is_left = False  # that iteration was left in the middle, to be gone on with after a load
+        self._where = ""
+
+    @property
+    def num_samples(self) -> int:
+        """This worker's samples in the batch under way; 0 for a stand-in, which is there so that nobody waits."""
+        if self.given is None:
+            raise SettingError(
+                "loader.num_samples was asked for outside of a loop over the loader",
+                "no batch is under way",
+                "ask inside the loop",
+            )
+        return self.given.num_samples
+
+    @contextmanager
+    def _under_way(self, where: str) -> Iterator[object]:
+        if self._turn is not None:  # a newer iteration takes over
+            self._end_turn(is_whole=False)
+        if self._is_left:
+            self._next_epoch()
+        self._where = where
+        self.loop.agreement.exchange(f"the start of {self._name()}", where)
+        self.loop.begin()
+        turn = self._turn = object()
+        self.loop.iterating.append(self)
+        is_whole = False
+        try:
+            yield turn
+            is_whole = True
+        finally:
+            if self._turn is turn:
+                self._end_turn(is_whole=is_whole)
+
+    def _end_turn(self, *, is_whole: bool) -> None:
+        self._turn = self.given = self.stepped = None
+        self.is_held = False
+        self.loop.iterating.remove(self)
+        # After a break the next loop is a new epoch, as with any loader; unless the script breaks off to stop.
+        self._is_left = not is_whole and self.loop.told_to_stop and self._goes_on
+        if not self._is_left:
+            self._next_epoch()
+
+    def _next_epoch(self) -> None:
+        self.epoch += 1
+        self.trains = self._is_left = False
+        self._rewind()
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether a resume goes on in the middle of the epoch; where there is training, a validation starts anew."""
+        return self.trains or not any(group.optimizers for group in self.loop.groups)
+
+    def _give(self, batch: Any, given: Given, turn: object) -> Iterator[Any]:
+        self.given = given
+        with self.loop.absent(given.is_ghost):
+            yield batch
+        if self._turn is not turn:
+            raise SettingError(
+                f"loader {self.number + 1} was iterated in {self._where} and asked for more by an earlier iteration",
+                "a loader has one position",
+                "finish one loop before the next one starts, or make a second loader",
+            )
+
+    def take(self) -> None:
+        """A step was taken with the batch under way: a save from here on goes on behind it."""
+        if self.given is not None and self.given.is_last:
+            self.is_held = self.given is self.stepped
+            self.stepped = self.given
+            self._step_done()
+
+    def state(self) -> dict[str, Any]:
+        """Where it is, as plain values and tensors."""
+        goes_on = self._turn is None or self._goes_on
+        return {"epoch": self.epoch, "trains": self.trains, **self._position_state(goes_on=goes_on)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from there with the next iteration."""
+        self.epoch, self.trains, self._is_left = state["epoch"], state["trains"], False
+        self._load_position(state)
+
+    def _name(self) -> str:
+        return f"epoch {self.epoch + 1} of loader {self.number + 1}"
+
+    def _cast_batch(self, what: str, number: int = 0) -> None:
+        # Not compared by the line: a progress bar on one worker only is another caller there.
+        self.loop.agreement.cast(f"{what} of {self._name()}", self._where, number)
+
+    def _step_done(self) -> None:
+        raise NotImplementedError
+
+    def _position_state(self, *, goes_on: bool) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _load_position(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _rewind(self) -> None:
+        raise NotImplementedError

@@ -1,0 +1,278 @@
+"""Saves and loads all that a script needs to go on: models, optimizers, schedulers, loaders, random generators.
+
+One checkpoint for all workers, in the same form as those of `stormo train`: atomic, verified, loaded without running
+code. Any number of workers can load what any other has saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import safetensors.torch
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from stormo import checkpoint
+from stormo.checkpoint import CorruptCheckpointError, Snapshot
+from stormo.data.order import derive_seed, seed_generators
+from stormo.errors import SettingError, StormoError
+from stormo.script.loop import Loop
+from stormo.script.plain import decode, encode
+from stormo.script.stepping import Group, Stage
+
+_IDENTITY = "script"
+_PLAIN = "plain/"
+_Result = TypeVar("_Result")
+
+
+def save(loop: Loop, folder: Path, extra: dict[str, Any], *, keep: int) -> None:
+    """Publish a checkpoint; all workers call it, the main one writes, and all raise what goes wrong there."""
+    _require_whole(loop)
+    world = loop.world
+    world.require_same({"learning rate": [[g["lr"] for g in o.param_groups] for o in _all_optimizers(loop)]})
+    random_tensors, random_json = checkpoint.collect_random_state()
+    gathered = world.gather_bytes(safetensors.torch.save({n: t.contiguous() for n, t in random_tensors.items()}))
+    random_states = world.gather_json(random_json)
+    if gathered is not None:
+        own = {f"{r}/{n}": t for r, payload in enumerate(gathered) for n, t in safetensors.torch.load(payload).items()}
+
+    def write() -> None:
+        _require_front(loop, folder)
+        plain: dict[str, Tensor] = {}
+        state = {
+            "world_size": world.size,
+            "random": random_states,
+            "groups": encode([_group_state(group) for group in loop.groups], plain, "groups"),
+            "loaders": encode({n: loader.state() for n, loader in loop.loaders.items()}, plain, "loaders"),
+            "extra": encode(extra, plain, "extra"),
+        }
+        snapshot = Snapshot(
+            model={name: tensor.detach() for group in loop.groups for name, tensor in _model(loop, group).items()},
+            optimizer={n: t for group in loop.groups for n, t in _optimizers(loop, group).items()},
+            ranks=own | {_PLAIN + name: tensor.cpu() for name, tensor in plain.items()},
+            state=state,
+        )
+        step = loop.num_steps
+        checkpoint.save(folder, snapshot, step=step, identity=_IDENTITY, keep_last=keep, keep_best=0, metric=None)
+        loop.folders.add(folder.resolve())
+
+    _on_main(loop, write)
+
+
+def load(loop: Loop, folder: Path) -> dict[str, Any] | None:
+    """Take over the newest checkpoint of a folder, on all workers; its extra values, or None where there is none."""
+    world = loop.world
+    path, snapshot = _on_main(loop, lambda: _read(folder)) or (None, None)
+    path = world.share_json(path)
+    loop.folders.add(folder.resolve())
+    if path is None:
+        return None
+    state = world.share_json(snapshot.state if snapshot else None)
+    tensors = world.share_tensors(snapshot.ranks if snapshot else None)
+    model = world.share_tensors(snapshot.model if snapshot else None)
+    optimizer = world.share_tensors(snapshot.optimizer if snapshot else None)
+    plain = {name.removeprefix(_PLAIN): tensor for name, tensor in tensors.items() if name.startswith(_PLAIN)}
+    groups, loaders = decode(state["groups"], plain), decode(state["loaders"], plain)
+    _require_counts(path, groups, loaders, loop)
+    for group, saved in zip(loop.groups, groups, strict=True):
+        _load_group(loop, group, saved, model, optimizer, path)
+    loop.is_partial = False
+    for number, loader in loop.loaders.items():
+        if number in loaders:
+            loader.load_state(loaders[number])
+    if world.rank < state["world_size"]:
+        own = {n.partition("/")[2]: t for n, t in tensors.items() if n.startswith(f"{world.rank}/")}
+        checkpoint.restore_random_state(own, state["random"][world.rank])
+    else:
+        seed_generators(derive_seed("resume", loop.num_steps, world.rank))
+    extra = decode(state["extra"], plain)
+    assert isinstance(extra, dict)
+    return extra
+
+
+def _on_main(loop: Loop, call: Callable[[], _Result]) -> _Result | None:
+    """Call on the main worker; an error of ours is raised by all of them."""
+    result, failure = None, None
+    if loop.world.is_main:
+        try:
+            result = call()
+        except StormoError as error:
+            failure = error
+    words = loop.world.share_json(None if failure is None else [str(failure), failure.exit_code])
+    if failure is not None:
+        raise failure
+    if words is not None:
+        there = StormoError(words[0])
+        there.exit_code = words[1]
+        raise there
+    return result
+
+
+def _read(folder: Path) -> tuple[str, Snapshot] | None:
+    found = checkpoint.find(folder)
+    if not found:
+        return None
+    try:
+        snapshot = checkpoint.load(found[0].path)
+    except CorruptCheckpointError as error:
+        good, _ = checkpoint.newest_good(folder)
+        older = f"go on from step {good.step}" if good else "start anew"
+        raise SettingError(
+            f"world.load({str(folder)!r}) was called",
+            f"the newest checkpoint there is damaged ({error.path.name}: {error.problem})",
+            f"remove the folder {found[0].path} to {older}",
+        ) from None
+    if not {"groups", "loaders", "extra"} <= snapshot.state.keys():
+        raise SettingError(
+            f"world.load({str(folder)!r}) was called",
+            f"{found[0].path.name} there was not written by world.save()",
+            "give the folder of a script's own checkpoints",
+        )
+    return str(found[0].path), snapshot
+
+
+def _all_optimizers(loop: Loop) -> list[Optimizer]:
+    return [optimizer for group in loop.groups for optimizer in group.optimizers]
+
+
+def _require_whole(loop: Loop) -> None:
+    """Refuse a moment that a resume could not go on from."""
+    if loop.is_partial:
+        raise SettingError(
+            "world.save() was called between the passes of a step",
+            "a step of several passes has no state that a resume could go on from",
+            "call it after the optimizer.step() that follows the last pass",
+        )
+    if any(stepper.stage is Stage.READY for group in loop.groups for stepper in group.steppers):
+        raise SettingError(
+            "world.save() was called between world.backward() and optimizer.step()",
+            "a checkpoint holds no gradients, and that batch would be lost",
+            "call it after optimizer.step(), or after optimizer.zero_grad() where no step follows",
+        )
+    stepped = [loader for loader in loop.iterating if loader.stepped is not None and loader.stepped is loader.given]
+    if len({loader.is_held for loader in stepped}) > 1:
+        raise SettingError(
+            "world.save() was called in a training loop inside the loop over another loader",
+            "a resume would go on in the middle of the inner loop with the next batch of the outer one",
+            "call it after the inner loop",
+        )
+    for group in loop.groups:
+        group.require_schedulers("world.save() was called")
+
+
+def _require_front(loop: Loop, folder: Path) -> None:
+    """Refuse to write behind the checkpoints of another run, which the next load would take for the newest."""
+    found = checkpoint.find(folder)
+    if found and found[0].step > loop.num_steps and folder.resolve() not in loop.folders:
+        raise SettingError(
+            f"world.save({str(folder)!r}) was called at step {loop.num_steps}",
+            f"a checkpoint of step {found[0].step} is there that was not loaded, and the next load would take that one",
+            "call world.load() of that folder first, or give another folder",
+        )
+
+
+def _prefix(loop: Loop, group: Group) -> str:
+    # One model keeps its own names, so that other programs can read the file.
+    return "" if len(loop.groups) == 1 else f"{loop.groups.index(group)}/"
+
+
+def _model(loop: Loop, group: Group) -> dict[str, Tensor]:
+    prefix = _prefix(loop, group)
+    return {prefix + name: value for name, value in group.model.state_dict().items() if isinstance(value, Tensor)}
+
+
+def _rest(group: Group) -> dict[str, Any]:
+    """What a model keeps besides tensors."""
+    return {name: value for name, value in group.model.state_dict().items() if not isinstance(value, Tensor)}
+
+
+def _names(group: Group) -> dict[Tensor, str]:
+    return {parameter: name for name, parameter in group.model.named_parameters()}
+
+
+def _optimizers(loop: Loop, group: Group) -> dict[str, Tensor]:
+    return {
+        f"{_prefix(loop, group)}{index}/{name}": tensor
+        for index, optimizer in enumerate(group.optimizers)
+        for name, tensor in checkpoint.flatten_optimizer(optimizer, _names(group)).items()
+    }
+
+
+def _group_state(group: Group) -> dict[str, Any]:
+    return {
+        "num_steps": group.num_steps,
+        "model": _rest(group),
+        "settings": [
+            [{key: value for key, value in settings.items() if key != "params"} for settings in optimizer.param_groups]
+            for optimizer in group.optimizers
+        ],
+        "others": [other.state_dict() for other in group.others],
+    }
+
+
+def _load_group(
+    loop: Loop, group: Group, saved: dict[str, Any], model: dict[str, Tensor], optimizer: dict[str, Tensor], path: str
+) -> None:
+    prefix = _prefix(loop, group)
+    try:
+        tensors = {n.removeprefix(prefix): t for n, t in model.items() if n.startswith(prefix)}
+        group.model.load_state_dict(tensors | saved["model"])
+    except RuntimeError as error:
+        raise SettingError(
+            f"{path} was to be loaded", f"it does not fit the model ({_brief(error)})", "load it into the same model"
+        ) from None
+    for what, here, there in (
+        ("optimizers", len(group.optimizers), len(saved["settings"])),
+        ("schedulers and loss scalers", len(group.others), len(saved["others"])),
+    ):
+        if here != there:
+            raise _other_count(path, here, what, there)
+    for index, each in enumerate(group.optimizers):
+        start = f"{prefix}{index}/"
+        state = {name.removeprefix(start): t for name, t in optimizer.items() if name.startswith(start)}
+        checkpoint.restore_optimizer(each, _names(group), state)
+        for settings, values in zip(each.param_groups, saved["settings"][index], strict=True):
+            settings.update(values)
+    for other, values in zip(group.others, saved["others"], strict=True):
+        other.load_state_dict(values)
+    group.num_steps = saved["num_steps"]
+    for stepper in group.steppers:
+        stepper.stage = Stage.CLEAN
+    for parameter in group.model.parameters():
+        parameter.grad = None
+
+
+def _require_counts(path: str, groups: list[Any], loaders: dict[int, Any], loop: Loop) -> None:
+    if len(groups) != len(loop.groups):
+        raise _other_count(path, len(loop.groups), "calls of world.wrap()", len(groups))
+    # Only a place in a training is worth refusing for; a script may make loaders for validation as it goes.
+    missing = [number for number, state in loaders.items() if state["trains"] and number not in loop.loaders]
+    if missing:
+        raise _other_count(path, loop.num_loaders, "calls of world.loader()", max(missing) + 1)
+
+
+def _other_count(path: str, here: int, what: str, there: int) -> SettingError:
+    return SettingError(
+        f"world.load() was called when the script had {here} {what}",
+        f"{path} holds {there}",
+        "call it after every world.wrap() and world.loader(), in a script that makes the same ones",
+    )
+
+
+def _brief(error: RuntimeError) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[1] if len(lines) > 1 else lines[0]).rstrip(".")
+
+
+def synchronise_generators(loop: Loop) -> None:
+    """Give every worker the main one's random state: splits and weights that a script draws are the same then."""
+    tensors, values = checkpoint.collect_random_state()
+    shared = loop.world.share_tensors(tensors)
+    values = loop.world.share_json(values)
+    shared.pop("cuda_rng", None)
+    checkpoint.restore_random_state(shared, values)
+    if torch.cuda.is_initialized() and "cuda_rng" in tensors:
+        torch.cuda.manual_seed(torch.initial_seed())

@@ -1,0 +1,234 @@
+"""Keeps backward, step and zero_grad of a user's loop in their order, and lets a step wait for all of its passes.
+
+The user's objects stay what they are: their `step` and `zero_grad` are replaced on the object itself, so schedulers
+and loss scalers made before or after find them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from enum import Enum
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from stormo.errors import SettingError
+from stormo.script.agreement import call_site
+from stormo.script.loop import Loop
+from stormo.strategies.buckets import is_summed
+from stormo.strategies.exchange import GradientExchange
+
+
+class Stage(Enum):
+    """Where the gradients of an optimizer are."""
+
+    CLEAN = "no gradient"
+    READY = "the gradient of a step, the same on every worker"
+    DONE = "the gradient of a step that has been taken"
+    STALE = "the gradient of a step that has been taken, and another one on top of it"
+
+
+class Stepper:
+    """One optimizer."""
+
+    def __init__(self, group: Group, optimizer: Optimizer) -> None:
+        self._group = group
+        self._loop = group.loop
+        self.optimizer = optimizer
+        self.stage = Stage.CLEAN
+        self._taken: tuple[Tensor, int] | None = None  # a gradient as the last step left it, and its version
+        _replace(optimizer, "step", self._step)
+        _replace(optimizer, "zero_grad", self._zero_grad)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """All that it moves."""
+        return [parameter for settings in self.optimizer.param_groups for parameter in settings["params"]]
+
+    def begin_backward(self) -> None:
+        """Note whether the gradients of a step taken before are still there."""
+        if self.stage is Stage.DONE:
+            before, now = self._taken, self._gradient()
+            is_there = before is not None and now is not None and before[0] is now[0] and before[1] == now[1]
+            self.stage = Stage.STALE if is_there else Stage.CLEAN
+
+    def end_backward(self) -> None:
+        """The gradients are complete."""
+        self.stage = Stage.STALE if self.stage is Stage.STALE else Stage.READY
+
+    def step_done(self) -> None:
+        """A step was taken, or left out by a loss scaler."""
+        self.stage, self._taken = Stage.DONE, self._gradient()
+        self._group.num_steps += 1
+        for loader in self._loop.iterating:
+            loader.take()
+
+    def _gradient(self) -> tuple[Tensor, int] | None:
+        gradient = next((p.grad for p in self.parameters if p.grad is not None), None)
+        return None if gradient is None else (gradient, gradient._version)
+
+    def _zero_grad(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._loop.is_partial:
+            return None  # it belongs to the step, which is not complete
+        self.stage = Stage.CLEAN
+        return inner(*args, **kwargs)
+
+    def _step(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        closure = args[0] if args else kwargs.get("closure")
+        if closure is not None:
+            result = inner(self._closure(closure), *args[1:], **{k: v for k, v in kwargs.items() if k != "closure"})
+            self.step_done()
+            return result
+        if self._loop.is_partial:
+            self._group.require_schedulers("optimizer.step() was called between the passes of a step")
+            return None
+        self._require_ready()
+        result = inner(*args, **kwargs)
+        self.step_done()
+        return result
+
+    def _require_ready(self) -> None:
+        if self.stage is Stage.CLEAN:
+            raise SettingError(
+                "optimizer.step() was called without world.backward() before it",
+                "loss.backward() leaves every worker a gradient of its own",
+                "call world.backward(loss) instead of loss.backward()",
+            )
+        if self.stage is Stage.STALE:
+            raise SettingError(
+                "optimizer.step() was called with the gradients of two steps",
+                "those of the step before were still there when world.backward() added to them",
+                "call optimizer.zero_grad() between a step and the next backward",
+            )
+
+    def _closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """What an optimizer may call several times in a step; all workers get the same loss from it."""
+
+        def evaluate() -> Any:
+            if self.stage is not Stage.CLEAN:
+                self.stage, self._taken = Stage.DONE, self._gradient()
+            loss = closure()
+            if self._loop.is_partial:
+                raise SettingError(
+                    "optimizer.step(closure) was called with accumulate above 1, or more=True",
+                    "the optimizer needs a whole gradient from each call of the closure",
+                    "leave them out, or use an optimizer without a closure",
+                )
+            self._require_ready()
+            return self._mean(loss)
+
+        return evaluate
+
+    def _mean(self, loss: Any) -> Any:
+        if self._loop.world.size == 1 or not isinstance(loss, Tensor | float):
+            return loss
+        wide = torch.as_tensor(loss).detach().to(torch.float64, copy=True).reshape(1) * self._loop.weight
+        mean = self._loop.world.sum(wide)
+        return mean.to(loss.dtype).reshape(loss.shape) if isinstance(loss, Tensor) else float(mean)
+
+
+class Group:
+    """Models that were wrapped together, with the optimizers that move them and what goes along."""
+
+    def __init__(self, loop: Loop, model: nn.Module, parts: tuple[Any, ...], *, average_buffers: bool) -> None:
+        self.loop = loop
+        self.model = model
+        self.num_steps = 0
+        self.exchange = GradientExchange(model, loop.world, average_buffers=average_buffers)
+        self.steppers = [Stepper(self, part) for part in parts if isinstance(part, Optimizer)]
+        # Schedulers and loss scalers: anything else that steps and has a state.
+        self.others = [part for part in parts if not isinstance(part, Optimizer | nn.Module)]
+        for module in (part for part in parts if isinstance(part, nn.Module)):
+            _replace(module, "zero_grad", functools.partial(self._zero_grad, module))
+        for other in self.others:
+            for name in ("step", "update", "unscale_"):
+                if hasattr(other, name):
+                    _replace(other, name, functools.partial(self._gated, other))
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers, in the order in which they were wrapped."""
+        return [stepper.optimizer for stepper in self.steppers]
+
+    def begin_backward(self) -> None:
+        """Look at what is there before a backward adds to it."""
+        if self.loop.is_partial:
+            return
+        for stepper in self.steppers:
+            stepper.begin_backward()
+        parameters = (p for p in self.model.parameters() if p.grad is not None and p.requires_grad)
+        gradient = next((p.grad for p in parameters), None)
+        if gradient is not None and self.loop.world.size > 1 and not is_summed(gradient):
+            raise SettingError(
+                "world.backward() was called on top of gradients that did not come from it",
+                "loss.backward() leaves every worker a gradient of its own, and the sum would count it once a worker",
+                "call world.backward() for every loss, or optimizer.zero_grad() before it",
+            )
+
+    def end_backward(self) -> None:
+        """The gradients are complete."""
+        for stepper in self.steppers:
+            stepper.end_backward()
+
+    @torch.no_grad()
+    def divide(self, total: float) -> None:
+        """Turn sums over counted things into means."""
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        if gradients:
+            torch._foreach_div_(gradients, total)
+
+    def require_schedulers(self, what: str) -> None:
+        """Refuse what would go wrong with a scheduler that nobody has told us of."""
+        known = [other.optimizer for other in self.others if hasattr(other, "optimizer")]
+        for optimizer in self.optimizers:
+            # Every scheduler of torch's notes this in its optimizer.
+            if "initial_lr" in optimizer.param_groups[0] and not any(each is optimizer for each in known):
+                raise SettingError(
+                    what,
+                    "a scheduler of the optimizer was not passed to world.wrap(), so that it can be neither saved nor "
+                    "kept in step",
+                    "make it before and pass it along: world.wrap(model, optimizer, scheduler)",
+                )
+
+    def _gated(self, owner: Any, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.loop.is_partial:
+            return None  # it belongs to the step, which is not complete
+        if isinstance(owner, ReduceLROnPlateau):
+            self._require_same_metric(args, kwargs)
+        result = inner(*args, **kwargs)
+        for stepper in self.steppers:
+            if args and args[0] is stepper.optimizer and inner.__name__ == "step" and stepper.stage is Stage.READY:
+                stepper.step_done()  # a loss scaler has left it out
+        return result
+
+    def _require_same_metric(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.loop.agreement.exchange(what := f"scheduler.step in {call_site()}")
+        metric = float(args[0] if args else kwargs["metrics"])
+        self.loop.world.require_same({f"metric passed to {what}": metric})
+
+    def _zero_grad(self, module: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.loop.is_partial:
+            return None
+        cleared = set(module.parameters())
+        for stepper in self.steppers:
+            if cleared.issuperset(stepper.parameters):
+                stepper.stage = Stage.CLEAN
+        return inner(*args, **kwargs)
+
+
+def _replace(owner: Any, name: str, gate: Callable[..., Any]) -> None:
+    inner = getattr(owner, name)
+
+    def gated(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self is not owner:  # a copy of it, such as one that averages the weights
+            return getattr(type(self), name)(self, *args, **kwargs)
+        return gate(inner, *args, **kwargs)
+
+    # What torch's schedulers note on a method (that they have replaced it already) must be found on ours.
+    functools.update_wrapper(gated, inner)
+    setattr(owner, name, MethodType(gated, owner))

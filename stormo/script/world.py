@@ -1,0 +1,380 @@
+"""`stormo.World`: what a script with a training loop of its own needs to run on one device or on thousands.
+
+world = stormo.World()
+model, optimizer = world.wrap(model, optimizer)
+loader = world.loader(loader)
+world.backward(loss)                      # instead of loss.backward()
+accuracy = world.sum(num_right) / world.sum(num_seen)
+"""
+
+from __future__ import annotations
+
+import builtins
+import hashlib
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+
+from stormo.data.order import derive_seed, seed_generators
+from stormo.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE, SettingError
+from stormo.launch import Lifeline
+from stormo.layers.sync_batch_norm import convert_sync_batch_norm
+from stormo.script import joining, saving
+from stormo.script.agreement import Agreement, call_site
+from stormo.script.backward import Backward
+from stormo.script.choosing import Loaded, make_loader
+from stormo.script.loop import Loop, SumInModel
+from stormo.script.plain import pack, unpack
+from stormo.script.reductions import described, reduced
+from stormo.script.refusals import check_optimizers, check_parts
+from stormo.script.stepping import Group
+from stormo.world.signals import STOP_SIGNALS, StopFlag
+from stormo.world.world import World as Workers
+
+_A = TypeVar("_A")
+_B = TypeVar("_B")
+_C = TypeVar("_C")
+_ASKED_BY_SCRIPT = 1  # below every signal's number
+
+_the_world: World | None = None
+
+
+class World:
+    """The workers of a script, seen from one of them; with one worker everything is as if stormo were not there.
+
+    Args:
+        device: cpu or cuda; by default what `stormo run` was told, else a GPU where there is one.
+        backend: nccl or gloo; by default what fits the device.
+        timeout_s: how long a worker waits for the others before it gives up; default 600.
+    """
+
+    def __init__(
+        self, device: str | None = None, *, backend: str | None = None, timeout_s: float | None = None
+    ) -> None:
+        global _the_world  # noqa: PLW0603
+        if _the_world is not None:
+            raise SettingError(
+                "stormo.World() was called a second time", "a process is one worker of one world", "use the first one"
+            )
+        joined = joining.join(device, backend, timeout_s)
+        _the_world = self
+        self._set_up(joined.world, joined.lifeline)
+        joining.at_exit(self.close)
+
+    @classmethod
+    def _of(cls, workers: Workers, lifeline: Lifeline) -> World:
+        """On workers that have met already, besides the one of this process."""
+        self = cls.__new__(cls)
+        self._set_up(workers, lifeline)
+        return self
+
+    def _set_up(self, workers: Workers, lifeline: Lifeline) -> None:
+        self._workers = workers
+        self._lifeline = lifeline
+        self._flag = StopFlag(announces=self._workers.place.launcher == "alone")
+        self._listens = False
+        self._seen_casts = 0
+        self._asked = 0
+        self._is_apart = False
+        agreement = Agreement(self._workers, lambda: self._flag.signal_number or self._asked)
+        self._loop = Loop(world=self._workers, agreement=agreement, begin=self._part_ways)
+        self._backward = Backward(self._loop)
+        if self.size > 1:
+            saving.synchronise_generators(self._loop)
+
+    # Who am I
+
+    @property
+    def rank(self) -> int:
+        """This worker's number, from 0."""
+        return self._workers.rank
+
+    @property
+    def size(self) -> int:
+        """How many workers there are."""
+        return self._workers.size
+
+    @property
+    def local_rank(self) -> int:
+        """This worker's number on its node."""
+        return self._workers.place.local_rank
+
+    @property
+    def node_id(self) -> int:
+        """Which node this worker is on."""
+        return self._workers.place.node_id
+
+    @property
+    def device(self) -> torch.device:
+        """Where this worker computes."""
+        return self._workers.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the worker that prints and writes."""
+        return self._workers.is_main
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """Print on the main worker."""
+        if self.is_main:
+            builtins.print(*values, **{"flush": True} | options)  # noqa: T201
+
+    # What is trained
+
+    @overload
+    def wrap(self, first: _A, /, *, sync_batch_norm: bool = True) -> _A: ...
+    @overload
+    def wrap(self, first: _A, second: _B, /, *, sync_batch_norm: bool = True) -> tuple[_A, _B]: ...
+    @overload
+    def wrap(self, first: _A, second: _B, third: _C, /, *, sync_batch_norm: bool = True) -> tuple[_A, _B, _C]: ...
+    @overload
+    def wrap(self, *parts: Any, sync_batch_norm: bool = True) -> Any: ...
+    def wrap(self, *parts: Any, sync_batch_norm: bool = True) -> Any:
+        """Take in models, their optimizers, schedulers and loss scalers; returns these very objects.
+
+        The models move to the device and start with the main worker's weights.
+
+        Args:
+            parts: at least one model, in any order with the rest.
+            sync_batch_norm: batch-norm statistics over all workers' samples, so that the result does not depend on
+                their number; without it each has its own, and their running averages are averaged after every step.
+        """
+        models = [part for part in parts if isinstance(part, nn.Module)]
+        check_parts(parts, models)
+        self._agree("world.wrap")
+        for model in models:
+            model.to(self.device)
+            if sync_batch_norm and self.size > 1:
+                convert_sync_batch_norm(model, SumInModel(self._loop))
+        together = models[0] if len(models) == 1 else nn.ModuleList(models)
+        check_optimizers(parts, together)
+        self._share_weights(together)
+        group = Group(self._loop, together, parts, average_buffers=not sync_batch_norm)
+        self._loop.groups.append(group)
+        return parts[0] if len(parts) == 1 else parts
+
+    def loader(
+        self,
+        data: Any,
+        batch_size: int | None = None,
+        *,
+        global_batch_size: int | None = None,
+        shuffle: bool = False,
+        accumulate: int = 1,
+        sharded: bool = False,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        seed: int | None = None,
+    ) -> Loaded:
+        """This worker's share of every batch, on its device; nothing is dropped or repeated.
+
+        Args:
+            data: a torch DataLoader, whose batches are shared between the workers so that a step stays what it was;
+                or a data set, map-style or iterable.
+            batch_size: samples of one worker in one pass, for a data set.
+            global_batch_size: samples of all workers in one step, instead.
+            shuffle: another order in every epoch, the same whatever the number of workers.
+            accumulate: passes that make one step; `optimizer.step()` waits for the last of them.
+            sharded: every worker brings a part of its own, of any length, instead of all seeing the same data.
+            num_workers: processes that read the data set, for each worker.
+            collate_fn: makes a batch of a list of samples.
+            seed: of the order and of what a data set draws; default: from the script's own random state.
+        """
+        self._agree("world.loader")
+        seed = self._workers.share_json(_seed_here() if seed is None else seed)
+        return make_loader(
+            self._loop,
+            data,
+            batch_size=batch_size,
+            global_batch_size=global_batch_size,
+            shuffle=shuffle,
+            accumulate=accumulate,
+            sharded=sharded,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            seed=seed,
+        )
+
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        count: float | None = None,
+        loader: Loaded | None = None,
+        more: bool = False,
+        **options: Any,
+    ) -> None:
+        """`loss.backward()` for the mean over all workers' samples, however unequal their shares.
+
+        Args:
+            loss: the mean over this worker's samples, a scalar.
+            count: what the loss is a mean over, where that is not the batch's samples (tokens, pixels that count).
+            loader: which loader the batch is from, where several are under way.
+            more: another backward follows before the step; saves an exchange between the workers.
+            options: handed to torch, such as retain_graph.
+        """
+        self._backward(loss, count=count, loader=loader, more=more, options=options)
+        self._lifeline.alive(self._loop.num_steps)
+
+    def clip(self, parameters: Any, max_norm: float) -> Tensor | None:
+        """Clip the gradient of a complete step to a norm, and return what it was; None between its passes."""
+        parameters = list(parameters)
+        if self._loop.is_partial:
+            return None
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    # What the workers do together
+
+    def sum(self, value: _A) -> _A:
+        """The sum over all workers: of a number, a tensor, or a dict, list or tuple of them."""
+        return self._reduce("world.sum", value)
+
+    def max(self, value: _A) -> _A:
+        """The largest over all workers: of a number, a tensor, or a dict, list or tuple of them."""
+        return self._reduce("world.max", value)
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is true on any worker."""
+        return bool(self._agree("world.any", int(bool(flag))).numbers.count(1))
+
+    def share(self, value: Any) -> Any:
+        """The main worker's value, on all workers: numbers, text, tensors, lists, tuples, sets and dicts."""
+        self._agree("world.share")
+        return unpack(self._share_bytes([pack(value)] if self.is_main else None)[0])
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every worker's value, by rank, on all workers: numbers, text, tensors, lists, tuples, sets and dicts."""
+        self._agree("world.gather")
+        return [unpack(payload) for payload in self._share_bytes(self._workers.gather_bytes(pack(value)))]
+
+    def barrier(self) -> None:
+        """Wait until all workers are here."""
+        self._agree("world.barrier")
+
+    def once_per_node(self) -> AbstractContextManager[bool]:
+        """`with world.once_per_node() as mine:` mine is True in one process of each node; the others wait for it."""
+        self._agree("world.once_per_node")
+        return self._workers.once_per_node()
+
+    # Saving, loading, stopping
+
+    def save(self, folder: str | Path, *, keep: int = 2, **extra: Any) -> None:
+        """Save all that was wrapped, the loaders' positions, the random state and any values of your own.
+
+        Args:
+            folder: each save makes a checkpoint of its own in it, whole or not at all.
+            keep: how many of the newest stay.
+            extra: numbers, text, tensors, lists and dicts, which `load` gives back.
+        """
+        self._agree("world.save")
+        saving.save(self._loop, Path(folder), extra, keep=keep)
+
+    def load(self, folder: str | Path) -> dict[str, Any]:
+        """Go on from the newest checkpoint of a folder; the saved values of your own, or {} where there is none.
+
+        The next iteration of a loader that was saved in the middle of an epoch gives the rest of that epoch.
+        """
+        self._agree("world.load")
+        if self._loop.iterating:
+            raise SettingError(
+                "world.load() was called inside a loop over a loader",
+                "that loop would go on where it is",
+                "call it before the loops",
+            )
+        extra = saving.load(self._loop, Path(folder))
+        self._is_apart = self._is_apart or extra is not None
+        return extra or {}
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether any worker was asked to stop (SIGTERM, SIGUSR1, Ctrl-C, request_stop()), agreed by all of them.
+
+        From its first use on, these signals no longer end the script by themselves; a second Ctrl-C does.
+        """
+        self._listen()
+        agreement = self._loop.agreement
+        if agreement.num_casts == self._seen_casts:  # no batch since the last look that could have carried the news
+            self._agree("world.stop_requested")
+        agreement.settle()
+        self._seen_casts = agreement.num_casts
+        self._loop.told_to_stop = agreement.agreed_flag > 0
+        return self._loop.told_to_stop
+
+    def request_stop(self) -> None:
+        """Ask all workers to stop; any worker may, and all see it in `stop_requested` at the same batch."""
+        self._asked = _ASKED_BY_SCRIPT
+
+    @property
+    def exit_code(self) -> int:
+        """What to end with: 0, or after a signal 75 (to be resumed) or 130 (Ctrl-C)."""
+        number = self._loop.agreement.agreed_flag
+        if number <= _ASKED_BY_SCRIPT:
+            return 0
+        return EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_RESUMABLE
+
+    def close(self) -> None:
+        """Leave; happens by itself when the script ends."""
+        for group in self._loop.groups:
+            group.exchange.close()
+        self._workers.close()
+        self._lifeline.close()
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+
+    # Within
+
+    def _agree(self, what: str, number: int = 0) -> Any:
+        return self._loop.agreement.exchange(f"{what} in {call_site()}", number=number)
+
+    def _part_ways(self) -> None:
+        """Once training starts, every worker draws its own dropout; the main one goes on as a single one would."""
+        if self.size > 1 and not self._is_apart and not self.is_main:
+            seed_generators(derive_seed(_seed_here(), "worker", self.rank))
+        self._is_apart = True
+
+    def _listen(self) -> None:
+        if not self._listens and threading.current_thread() is threading.main_thread():
+            for number in STOP_SIGNALS:
+                signal.signal(number, self._flag.handle)
+            self._listens = True
+
+    @torch.no_grad()
+    def _share_weights(self, model: nn.Module) -> None:
+        shapes = [f"{name} {tuple(tensor.shape)}" for name, tensor in model.state_dict().items()]
+        self._workers.require_same({"wrapped model": hashlib.sha256("\n".join(shapes).encode()).hexdigest()[:12]})
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if tensor.numel() and self.size > 1:
+                whole = tensor.detach().contiguous()
+                self._workers.broadcast(whole.view(-1).view(torch.uint8))
+                tensor.copy_(whole)
+
+    def _reduce(self, what: str, value: _A) -> _A:
+        self._agree(f"{what} of {described(value)}")
+        workers, is_sum = self._workers, what == "world.sum"
+        found: _A = reduced(value, workers.sum, workers.max, self.device, is_sum=is_sum)
+        return found
+
+    def _share_bytes(self, payloads: list[bytes] | None) -> list[bytes]:
+        tensors = None
+        if payloads is not None:
+            tensors = {str(n): torch.frombuffer(bytearray(each), dtype=torch.uint8) for n, each in enumerate(payloads)}
+        return [tensor.numpy().tobytes() for tensor in self._workers.share_tensors(tensors).values()]
+
+
+def _seed_here() -> int:
+    """A number that stands for the random state as it is, without drawing from it."""
+    return int.from_bytes(hashlib.sha256(torch.get_rng_state().numpy().tobytes()).digest()[:6], "little")

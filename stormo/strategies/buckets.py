@@ -1,0 +1,203 @@
+"""Buckets: gradients that travel between workers together, as one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from stormo.errors import SettingError, StormoError
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
+_ALIGNMENT_BYTES = 64  # of every gradient in a bucket, for the vector loads of optimizers
+_MOVED_BYTES = 2**20  # about what a core's cache holds
+# On a gradient that is the sum over all workers: its version at that time. On the tensor itself, because whatever
+# takes its place in `.grad` is not that sum, and because nothing of ours may keep its memory.
+_SUMMED = "_stormo_summed_at_version"
+
+
+class Bucket:
+    """Gradients of one dtype and device; behind their values travels a flag for each, 1 where a worker has one."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.device = device
+        self.parameters: list[nn.Parameter] = []
+        self.num_awaited = 0  # gradients that have not come yet in this backward
+        self.work: dist.Work | None = None  # once it has left
+        self._dtype = dtype
+        self._names: list[str] = []
+        self._places: list[tuple[torch.Size, tuple[int, ...], int]] = []  # shape, strides, offset
+        self._sizes_bytes: list[int] = []
+        self._num_values = 0
+        self.rest()
+
+    @property
+    def num_bytes(self) -> int:
+        """What travels, without the flags."""
+        return self._num_values * self._dtype.itemsize
+
+    def add(self, name: str, parameter: nn.Parameter) -> None:
+        """Take in a parameter."""
+        # The strides that autograd gives a gradient: the parameter's own where that has no gaps.
+        strides = torch.empty_like(parameter, device="meta").stride()
+        self._names.append(name)
+        self.parameters.append(parameter)
+        self._places.append((parameter.shape, strides, self._num_values))
+        self._sizes_bytes.append(parameter.numel() * self._dtype.itemsize)
+        unit = _ALIGNMENT_BYTES // self._dtype.itemsize
+        self._num_values += -(-parameter.numel() // unit) * unit
+
+    def rest(self) -> None:
+        """Let go of everything that belongs to one backward."""
+        self.work = None
+        self._flat: Tensor | None = None
+        self._parts: list[Tensor] = []
+        self._came = [False] * len(self.parameters)
+        self._to_move: list[int] = []
+        self._to_move_bytes = 0
+        self._missing: list[int] = []
+        self._versions: list[int] = []
+
+    def arm(self) -> None:
+        """A backward begins in which every parameter may get its gradient."""
+        self.rest()
+        self.num_awaited = len(self.parameters)
+
+    def arrived(self, index: int) -> None:
+        """A parameter has its gradient, perhaps not for the first time."""
+        if self._came[index]:
+            return
+        self._came[index] = True
+        self.num_awaited -= 1
+        self._to_move.append(index)
+        self._to_move_bytes += self._sizes_bytes[index]
+        # Soon, while it is in the cache and so that its memory is free again, but not one small one at a time.
+        if self._to_move_bytes >= _MOVED_BYTES:
+            self._move()
+
+    def _move(self) -> None:
+        """Make the gradients that have come parts of one tensor."""
+        if self._flat is None:
+            # New in every step: gradients that the user has kept from the last one stay as they are, and while the
+            # forward pass fills the memory with activations there is none. The gaps are summed too and never read.
+            length = self._num_values + len(self.parameters)
+            self._flat = torch.empty(length, dtype=self._dtype, device=self.device)
+            # .data: each has a version of its own
+            self._parts = [self._flat.as_strided(*place).data for place in self._places]
+        gradients = [_checked(self._names[index], self.parameters[index].grad) for index in self._to_move]
+        if gradients:
+            torch._foreach_copy_([self._parts[index] for index in self._to_move], gradients)
+        for index in self._to_move:
+            self.parameters[index].grad = self._parts[index]
+        self._to_move, self._to_move_bytes = [], 0
+
+    def pack(self) -> Tensor:
+        """What is to be summed over the workers; from now on until `receive` no gradient of it may change."""
+        for index, (parameter, came) in enumerate(zip(self.parameters, self._came, strict=True)):
+            if not came:  # but perhaps in an earlier pass
+                (self._missing if parameter.grad is None else self._to_move).append(index)
+        self._move()
+        assert self._flat is not None
+        flags = self._flat[self._num_values :].fill_(1)
+        for index in self._missing:
+            self._parts[index].zero_()
+            flags[index].zero_()
+        self._versions = [part._version for part in self._parts]
+        return self._flat
+
+    def receive(self) -> None:
+        """Wait for the sums; a parameter without a gradient gets one if some worker had one."""
+        assert self.work is not None
+        assert self._flat is not None
+        self.work.wait()  # on a GPU the stream waits, not the host
+        if self._flat.is_cuda:
+            self._flat.record_stream(torch.cuda.current_stream(self.device))
+        left_out: set[int] = set()
+        if self._missing:  # in this case alone the host has to see flags
+            flags = self._flat[self._num_values :].tolist()
+            left_out = {index for index in self._missing if flags[index] == 0}
+            for index in set(self._missing) - left_out:
+                self.parameters[index].grad = self._parts[index]
+        for index, (parameter, part, version) in enumerate(
+            zip(self.parameters, self._parts, self._versions, strict=True)
+        ):
+            if index in left_out:
+                continue
+            if parameter.grad is not part or part._version != version:
+                raise _taken(self._names[index])
+            setattr(part, _SUMMED, version)
+        self.rest()
+
+    def drop(self) -> None:
+        """Forget gradients that have left."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+def is_summed(gradient: Tensor) -> bool:
+    """Whether this is a sum over all workers, or was when it was last complete."""
+    return hasattr(gradient, _SUMMED)
+
+
+def take_mark(gradient: Tensor | None) -> int | None:
+    """If this is a sum over all workers, the version it had as such; from now on it is a gradient like any other."""
+    version: int | None = getattr(gradient, _SUMMED, None)
+    if version is not None:
+        delattr(gradient, _SUMMED)
+    return version
+
+
+def make_buckets(named: Sequence[tuple[str, nn.Parameter]], first_bytes: int, other_bytes: int) -> list[Bucket]:
+    """Buckets of one dtype and device each, in the order in which they will be full; the first of a kind is small."""
+    full: list[Bucket] = []
+    filling: dict[tuple[torch.dtype, torch.device], Bucket] = {}
+    limits_bytes: dict[tuple[torch.dtype, torch.device], int] = {}
+    for name, parameter in named:
+        _check_parameter(name, parameter)
+        kind = parameter.dtype, parameter.device
+        bucket = filling.pop(kind, None) or Bucket(*kind)
+        bucket.add(name, parameter)
+        if bucket.num_bytes >= limits_bytes.get(kind, first_bytes):
+            full.append(bucket)
+            limits_bytes[kind] = other_bytes
+        else:
+            filling[kind] = bucket  # behind the others: the one added to last is full last
+    return full + list(filling.values())
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    if is_lazy(parameter):
+        raise SettingError(
+            f"the parameter {name} has no shape yet",
+            "the workers must agree on it",
+            "call the model on a batch once before stormo gets it",
+        )
+    if parameter.dtype not in _DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+        raise SettingError(
+            f"the parameter {name} has the dtype {str(parameter.dtype).removeprefix('torch.')}",
+            f"gradients are summed over workers in {names}",
+            "convert it to one of these, or set its requires_grad to False",
+        )
+
+
+def _checked(name: str, gradient: Tensor | None) -> Tensor:
+    if gradient is None:
+        raise _taken(name)
+    if gradient.layout != torch.strided:
+        raise SettingError(
+            f"the gradient of {name} is sparse",
+            "only dense gradients are summed over workers",
+            "leave out sparse=True where its layer is made",
+        )
+    return gradient.detach() if gradient.requires_grad else gradient
+
+
+def _taken(name: str) -> StormoError:
+    return StormoError(
+        f"the gradient of {name} was changed or taken away while it was being summed over the workers, which comes of "
+        "a hook on the parameter that steps the optimizer or replaces the gradient; do that after world.backward(loss)."
+    )

@@ -1,0 +1,213 @@
+"""Sums gradients over all workers while backward still runs, for a model that stays the very object it was.
+
+In buckets, as DDP does (Li et al., arXiv 2006.15704), without its wrapper. The order is the reverse of the parameters'
+and is never learnt from a first step: a resumed run must add up in the same order as one that never stopped.
+Gradients of gradients (`create_graph=True`) do not travel.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from stormo.errors import StormoError
+from stormo.strategies.buckets import Bucket, make_buckets, take_mark
+from stormo.world.world import World
+
+_PARTS_OF_A_STEP = "world.backward(loss, more=True) for all but the last backward of a step"
+_groups: WeakKeyDictionary[World, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+class GradientExchange:
+    """Sums the gradients of one model over all workers while backward still runs."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        world: World,
+        *,
+        bucket_bytes: int = 25 * 2**20,
+        first_bucket_bytes: int = 2**20,
+        average_buffers: bool = False,
+    ) -> None:
+        self._model = model
+        self._world = world
+        self._limits_bytes = (first_bucket_bytes, bucket_bytes)
+        self._averages_buffers = average_buffers
+        self._buckets: list[Bucket] = []
+        # By the id of a parameter: to hash a tensor is slow. The hooks hold the parameters, so an id stays one's own.
+        self._places: dict[int, tuple[Bucket, int]] = {}
+        self._addresses: dict[int, int] = {}
+        self._names: dict[int, str] = {}
+        self._hooks: dict[int, tuple[nn.Parameter, torch.utils.hooks.RemovableHandle]] = {}
+        self._is_armed = self._is_closed = self._is_out_of_step = False
+        self._num_sent = 0
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}  # on which gradients came last
+        self._lock = threading.Lock()  # autograd has a thread for each device
+        if world.size > 1:
+            self._group = _own_group(world)
+            self._follow_model()
+
+    def arm(self) -> None:
+        """The next backward is the last of a step: buckets leave as they fill."""
+        if self._world.size == 1:
+            return
+        assert not self._is_armed
+        assert not self._is_closed
+        if self._is_out_of_step:
+            raise StormoError(
+                "a backward failed after some of its gradients had been sent to the other workers, so the workers are "
+                "no longer in the same step; end all of them and resume from a checkpoint."
+            )
+        self._follow_model()
+        for bucket in self._buckets:
+            bucket.arm()
+            for parameter in bucket.parameters:
+                gradient = parameter.grad
+                if gradient is not None and take_mark(gradient) is not None and not self._world.is_main:
+                    gradient.detach().zero_()  # all have the same: the main worker alone takes it into the new sum
+        self._is_armed = True
+
+    def finish(self) -> None:
+        """After that backward: send what is left, wait, put the sums into `.grad`."""
+        if self._world.size == 1:
+            return
+        assert self._is_armed
+        while self._num_sent < len(self._buckets):
+            self._send_next()
+        means = list(self._send_buffers()) if self._averages_buffers else []
+        for bucket in self._buckets:
+            bucket.receive()
+        for buffers, flat, work in means:
+            work.wait()
+            parts = flat.div_(self._world.size).split([buffer.numel() for buffer in buffers])
+            for buffer, part in zip(buffers, parts, strict=True):
+                buffer.detach().copy_(part.view_as(buffer))
+        self._rest()
+
+    def cancel(self) -> None:
+        """A backward raised: back to rest, without a word to the other workers; gradients already sent are dropped."""
+        for bucket in self._buckets[: self._num_sent]:
+            bucket.drop()
+            self._is_out_of_step = True
+        for bucket in self._buckets:
+            bucket.rest()
+        self._rest()
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for _, hook in self._hooks.values():
+            hook.remove()
+        self._hooks = {}
+        self._is_closed = True
+
+    def _rest(self) -> None:
+        self._is_armed, self._num_sent = False, 0
+        self._streams.clear()
+
+    def _follow_model(self) -> None:
+        """Make the buckets anew where parameters were frozen, unfrozen, replaced or converted, on all workers alike."""
+        addresses = _addresses(self._model)
+        if addresses == self._addresses:
+            return
+        named = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
+        self._buckets = make_buckets(named[::-1], *self._limits_bytes)
+        self._places = {id(p): (bucket, index) for bucket in self._buckets for index, p in enumerate(bucket.parameters)}
+        self._addresses = addresses
+        for name, parameter in named:
+            self._names[id(parameter)] = name
+            if id(parameter) not in self._hooks:
+                self._hooks[id(parameter)] = parameter, parameter.register_post_accumulate_grad_hook(self._arrived)
+
+    def _arrived(self, parameter: Tensor) -> None:
+        """Autograd has added to the gradient of a parameter."""
+        if not self._is_armed:
+            self._check_base(parameter)
+            return
+        place = self._places.get(id(parameter))
+        if place is None:  # no longer in the model
+            return
+        bucket, index = place
+        with self._lock:
+            if bucket.work is not None:
+                raise StormoError(
+                    f"the gradient of {self._names[id(parameter)]} grew after it had been sent to the other workers, "
+                    "which comes of a second backward in a step or of re-entrant checkpointing; call "
+                    f"{_PARTS_OF_A_STEP}, and torch.utils.checkpoint with use_reentrant=False."
+                )
+            if parameter.is_cuda:
+                self._chain_streams(parameter.device)
+            bucket.arrived(index)
+            while self._num_sent < len(self._buckets) and not self._buckets[self._num_sent].num_awaited:
+                self._send_next()
+
+    def _check_base(self, parameter: Tensor) -> None:
+        """Refuse a first pass of a step that adds to the sum of the step before, which would count once a worker."""
+        gradient = parameter.grad
+        version = take_mark(gradient)
+        if version is None or gradient is None:
+            return
+        if gradient._version == version + 1:  # nothing but this pass has changed it: not even zero_grad
+            raise StormoError(
+                f"a backward added to the gradient of {self._names[id(parameter)]}, which held the last step's sum "
+                f"over all {self._world.size} workers; call optimizer.zero_grad() between steps, or {_PARTS_OF_A_STEP}."
+            )
+
+    def _send_next(self) -> None:
+        bucket = self._buckets[self._num_sent]
+        if bucket.device.type == "cuda":
+            self._chain_streams(bucket.device)
+        bucket.work = dist.all_reduce(bucket.pack(), group=self._group, async_op=True)
+        self._num_sent += 1
+
+    def _chain_streams(self, device: torch.device) -> None:
+        """Parts of a model may run on streams of their own, but their gradients go into one tensor."""
+        here = torch.cuda.current_stream(device)
+        last = self._streams.get(device, here)
+        if last != here:
+            here.wait_stream(last)
+        self._streams[device] = here
+
+    def _send_buffers(self) -> Iterator[tuple[list[Tensor], Tensor, dist.Work]]:
+        floats = [buffer for buffer in self._model.buffers() if buffer.is_floating_point()]
+        for device in dict.fromkeys(buffer.device for buffer in floats):
+            buffers = [buffer for buffer in floats if buffer.device == device]
+            flat = torch.cat([buffer.detach().flatten().double() for buffer in buffers])
+            yield buffers, flat, dist.all_reduce(flat, group=self._group, async_op=True)
+
+
+def _addresses(model: nn.Module) -> dict[int, int]:
+    """The ids of parameters that require a gradient, and where their values are, which a conversion changes."""
+    # By hand, because named_parameters() takes several times as long and this is done in every step.
+    found: dict[int, int] = {}
+    modules: list[nn.Module | None] = [model]
+    while modules:
+        module = modules.pop()
+        if module is None:
+            continue
+        modules.extend(module._modules.values())
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.requires_grad:
+                found[id(parameter)] = 0 if is_lazy(parameter) else parameter.data_ptr()
+    return found
+
+
+def _own_group(world: World) -> dist.ProcessGroup:
+    """A process group for this alone, one for all models.
+
+    Whatever else communicates during backward (synchronised batch norm, features gathered for a loss) cannot be taken
+    for a bucket then, although a worker that lacks a gradient sends its buckets later than the others.
+    """
+    group = _groups.get(world)
+    if group is None:
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        timeout = everyone._get_backend(world.device).options._timeout
+        group = _groups[world] = dist.new_group(timeout=timeout, group_desc="gradients")
+    return group

@@ -1,0 +1,191 @@
+"""What `Task.metrics` returns: sums over samples, and objects that keep a state of their own, such as torchmetrics'.
+
+Sums are added by `stormo.metrics`. An object's state is gathered here, whole: torchmetrics' own exchange waits for
+ever for a worker that has had fewer batches than another.
+"""
+
+from __future__ import annotations
+
+import itertools
+import numbers
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from stormo.errors import SettingError
+from stormo.world.world import World
+
+_METHODS = ("update", "compute", "reset", "to")
+_MOST_PARTS = 1000  # of a list that is looked through: longer ones are data
+
+
+def is_metric(value: Any) -> bool:
+    """Whether a value is a metric that keeps a state: it has update, compute, reset and to."""
+    return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in _METHODS)
+
+
+def held_metrics(task: Any) -> list[Any]:
+    """The metrics among a task's attributes, also in lists, dicts and modules."""
+    attributes = {name: value for name, value in vars(task).items() if name != "_datasets"}
+    return list(_metrics_in(attributes))
+
+
+def _metrics_in(value: Any) -> Iterator[Any]:
+    if is_metric(value):
+        yield value
+        return
+    parts: Any = ()
+    if isinstance(value, nn.Module):
+        parts = value.children()
+    elif isinstance(value, Mapping) and len(value) <= _MOST_PARTS:
+        parts = value.values()
+    elif isinstance(value, list | tuple) and len(value) <= _MOST_PARTS:
+        parts = value
+    for part in parts:
+        yield from _metrics_in(part)
+
+
+def read_metrics(task: Any, returned: Any, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The sums of a batch as float64 scalars and the metric objects, by name; a mistake gets a sentence."""
+    said = f"{type(task).__name__}.metrics()"
+    if not isinstance(returned, Mapping):
+        raise SettingError(
+            f"{said} returned a value of type {type(returned).__name__}",
+            "each value is reported under its name",
+            'return a dict, such as {"loss": loss_sum}',
+        )
+    sums: dict[str, Tensor] = {}
+    objects: dict[str, Any] = {}
+    for name, value in returned.items():
+        if not isinstance(name, str):
+            raise SettingError(
+                f"{said} returned a value under the name {name!r}", "a name is a text", f'write "{name}" as its key'
+            )
+        if is_metric(value):
+            objects[name] = value
+        else:
+            sums[name] = _sum(f"{said} returned {name!r} as", value, device)
+    return sums, objects
+
+
+def _sum(said: str, value: Any, device: torch.device) -> Tensor:
+    if isinstance(value, Tensor):
+        if value.ndim:
+            raise SettingError(
+                f"{said} a tensor of shape {list(value.shape)}",
+                "the sum over the samples of a batch is one number",
+                "return its .sum()",
+            )
+        if not value.is_complex():
+            return value.detach().to(device=device, dtype=torch.float64)
+    elif isinstance(value, numbers.Real):
+        return torch.tensor(float(value), dtype=torch.float64, device=device)
+    kind = f"of type {str(value.dtype) if isinstance(value, Tensor) else type(value).__name__}"
+    raise SettingError(
+        f"{said} a value {kind}",
+        "the sum over the samples of a batch is a real number",
+        "return a scalar tensor, a number, or a metric with update(), compute(), reset() and to(), as torchmetrics has",
+    )
+
+
+def compute(name: str, metric: Any, world: World) -> dict[str, float]:
+    """What a metric has found over the batches of all workers, as numbers by name. All workers must call it."""
+    with _all_states(name, metric, world), warnings.catch_warnings():
+        # A worker that has had no batch computes from the states of the others.
+        warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
+        found = metric.compute()
+    return dict(_numbers(name, found, type(metric).__name__))
+
+
+def _numbers(name: str, value: Any, origin: str) -> Iterator[tuple[str, float]]:
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _numbers(f"{name}/{key}", part, origin)
+    elif isinstance(value, numbers.Real) or (
+        isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
+    ):
+        yield name, float(value)
+    else:
+        kind = f"tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise SettingError(
+            f"metrics() returned the metric {origin} as {name!r}",
+            f"its compute() gives a {kind}, and a number is reported",
+            "let it average (such as average='macro'), or return the sums that are of interest instead",
+        )
+
+
+@contextmanager
+def _all_states(name: str, metric: Any, world: World) -> Iterator[None]:
+    """While it is open, parts of a metric that ask the other workers for their states get all of them."""
+    if world.size == 1:
+        yield
+        return
+    base: Any = getattr(sys.modules.get("torchmetrics"), "Metric", ())
+    parts = [part for part in metric.modules() if isinstance(part, base)] if hasattr(metric, "modules") else []
+    if not parts:
+        raise SettingError(
+            f"metrics() returned an object of type {type(metric).__name__} as {name!r}",
+            f"it cannot gather what {world.size} workers have put into it",
+            "return sums over the samples, or a metric of torchmetrics",
+        )
+    asking = {part: part._to_sync for part in parts}
+    plain = [part for part in parts if type(part)._sync_dist is base._sync_dist]  # others gather in a way of their own
+    try:
+        for part in parts:
+            part._to_sync = True
+        for part in plain:
+            part._sync_dist = partial(_gather, part, world)
+        yield
+    finally:
+        for part, asked in asking.items():
+            part._to_sync = asked
+        for part in plain:
+            del part._sync_dist
+
+
+def _gather(part: Any, world: World, *_: Any, **__: Any) -> None:
+    """Set each state to what its reduction makes of all workers' states."""
+    names = list(part._reductions)
+    own: dict[str, Tensor] = {}
+    for index, name in enumerate(names):
+        state = getattr(part, name)
+        if isinstance(part._defaults[name], list):
+            entries = [state] if isinstance(state, Tensor) else state
+            own |= {f"{index}/{number}": entry for number, entry in enumerate(entries)}
+        else:
+            own[str(index)] = state
+    payload = safetensors.torch.save({key: tensor.detach().cpu().contiguous().clone() for key, tensor in own.items()})
+    gathered = world.gather_bytes(payload)
+    every = None
+    if gathered is not None:
+        every = {
+            f"{rank}/{key}": tensor
+            for rank, theirs in enumerate(gathered)
+            for key, tensor in safetensors.torch.load(theirs).items()
+        }
+    shared = {key: tensor.to(world.device) for key, tensor in world.share_tensors(every).items()}
+    for index, name in enumerate(names):
+        value: Any
+        if isinstance(part._defaults[name], list):
+            value = [tensor for rank in range(world.size) for tensor in _entries(shared, f"{rank}/{index}")]
+        else:
+            # A state may take its shape with the first batch; one that has had none is spread over it.
+            states = [shared[f"{rank}/{index}"] for rank in range(world.size)]
+            value = torch.stack(torch.broadcast_tensors(*states))
+        reduction = part._reductions[name]
+        setattr(part, name, value if reduction is None else reduction(value))
+
+
+def _entries(tensors: Mapping[str, Tensor], prefix: str) -> Iterator[Tensor]:
+    for number in itertools.count():
+        tensor = tensors.get(f"{prefix}/{number}")
+        if tensor is None:
+            return
+        yield tensor

@@ -1,0 +1,144 @@
+"""What a task's methods have returned, held against the contract: the model, the data sets and the loss.
+
+A mistake gets a sentence that names the method and the mend. `check_loss` runs in every pass and costs no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader, Dataset
+
+from stormo.data.reading import is_stream
+from stormo.errors import SettingError
+
+
+def check_model(owner: object, model: Any) -> nn.Module:
+    """The model, or a sentence that says why it cannot be trained."""
+    said = f"{type(owner).__name__}.model() returned"
+    if isinstance(model, type):
+        raise SettingError(
+            f"{said} the class {model.__name__}",
+            "a class holds no weights",
+            f"return {model.__name__}(…), one of its objects",
+        )
+    if not isinstance(model, nn.Module):
+        raise SettingError(f"{said} {_kind(model)}", "an nn.Module is trained", "end it with return and the module")
+    lazy = next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None)
+    if lazy is not None:
+        raise SettingError(
+            f"{said} a model with the lazy parameter {lazy}",
+            "the optimizer and the other workers must know its size before the first batch",
+            "give that layer its number of inputs",
+        )
+    parameters = list(model.parameters())
+    if not parameters:
+        raise SettingError(
+            f"{said} {_kind(model)} without parameters",
+            "there is nothing to train",
+            "assign its layers to self, or keep several in an nn.ModuleList, not in a plain list",
+        )
+    if not any(parameter.requires_grad for parameter in parameters):
+        raise SettingError(
+            f"{said} a model of {len(parameters)} parameters",
+            "none of them requires a gradient, so there is nothing to train",
+            "call requires_grad_(True) on those that are to be trained",
+        )
+    return model
+
+
+def check_data(owner: object, method: str, data: Any) -> Any:
+    """The data set, or a sentence that says why no batches can be made of it."""
+    said = f"{type(owner).__name__}.{method}() returned"
+    if data is None:
+        raise SettingError(f"{said} None", "batches are made of a data set", "end it with return and the data set")
+    if isinstance(data, DataLoader):
+        raise SettingError(
+            f"{said} a DataLoader",
+            "batches are cut here, the same for any number of workers",
+            "return the data set itself",
+        )
+    if isinstance(data, Iterator):
+        raise SettingError(
+            f"{said} {_kind(data)}, which can be read once",
+            "every epoch reads it anew",
+            "return an object whose __iter__ starts from the beginning, or a list",
+        )
+    if isinstance(data, Mapping) or _is_columns(data):
+        raise SettingError(
+            f"{said} {_kind(data)} of {len(data)} parts",
+            "a data set gives one sample for each index",
+            "return stormo.data.TensorData(x, y) of tensors whose rows are the samples",
+        )
+    if is_stream(data):
+        return data
+    lacking = [name for name in ("__len__", "__getitem__") if not hasattr(data, name)]
+    if isinstance(data, Dataset) and type(data).__getitem__ is Dataset.__getitem__:
+        lacking.append("__getitem__")
+    if isinstance(data, type) or lacking:
+        raise SettingError(
+            f"{said} {_kind(data)}",
+            "a data set has __len__ and __getitem__" + (f", and it lacks {' and '.join(lacking)}" if lacking else ""),
+            "return a list of samples, a stormo.data.TensorData, or a torch Dataset",
+        )
+    if len(data) == 0:
+        raise SettingError(
+            f"{said} a data set without samples", "an epoch takes at least one", "check how they are read"
+        )
+    return data
+
+
+def _is_columns(data: Any) -> bool:
+    """Whether these are the parts of all samples, as in `return x, y`, instead of samples."""
+    if not isinstance(data, tuple) or not all(isinstance(part, Tensor) and part.ndim for part in data):
+        return False
+    return len({part.shape for part in data}) > 1 and len({len(part) for part in data}) == 1
+
+
+def check_loss(owner: object, loss: Any) -> Tensor:
+    """The loss, or a sentence that says why no gradient can be had from it."""
+    if isinstance(loss, Tensor) and not loss.ndim and loss.requires_grad and loss.is_floating_point():
+        return loss
+    said = f"{type(owner).__name__}.loss() returned"
+    if not isinstance(loss, Tensor):
+        is_number = isinstance(loss, int | float)
+        raise SettingError(
+            f"{said} {_kind(loss)}",
+            "the gradient is taken of a tensor",
+            "return the loss itself, without .item() or float()"
+            if is_number
+            else "return the mean loss of the batch alone",
+        )
+    if loss.ndim:
+        raise SettingError(
+            f"{said} a tensor of shape {list(loss.shape)}", "the gradient is taken of one number", "return its .mean()"
+        )
+    if not loss.is_floating_point():
+        dtype = str(loss.dtype).removeprefix("torch.")
+        raise SettingError(
+            f"{said} a tensor of type {dtype}",
+            "only floating-point numbers have a gradient",
+            "return the mean loss, not a count",
+        )
+    raise SettingError(
+        f"{said} a tensor without a gradient",
+        "it must lead back to the parameters of the model",
+        "compute it from what model(…) returns, without torch.no_grad(), .detach() or .item()",
+    )
+
+
+def without_gradient(module: nn.Module) -> list[str]:
+    """The trainable parameters that the last backward pass has not reached."""
+    return [name for name, parameter in module.named_parameters() if parameter.requires_grad and parameter.grad is None]
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "None"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    name = type(value).__name__
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"

@@ -1,0 +1,55 @@
+"""Every block of docs/your-own-model.md is run: files are written, commands typed, and their output compared."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "your-own-model.md").read_text(encoding="utf-8")
+FILES = dict(re.findall(r"<!-- (\S+\.py) -->\n```python\n(.*?)```", PAGE, re.DOTALL))
+COMMANDS = [
+    (command, [line for line in rest.split("\n") if line])
+    for block in re.findall(r"```console\n(.*?)```", PAGE, re.DOTALL)
+    for command, _, rest in (part.partition("\n") for part in block.split("$ ")[1:])
+]
+
+
+def test_no_block_is_left_out() -> None:
+    assert PAGE.count("```") == 2 * (len(FILES) + len(re.findall(r"```console", PAGE)))
+    assert len(COMMANDS) == 7
+
+
+@pytest.mark.parametrize(("command", "expected"), COMMANDS, ids=[command for command, _ in COMMANDS])
+def test_command_prints_what_the_page_says(command: str, expected: list[str], tmp_path: Path) -> None:
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    program, *arguments = command.split()
+    start = [sys.executable] if program == "python" else [sys.executable, "-m", "stormo"]
+    done = subprocess.run([*start, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert matches(done.stdout.splitlines(), expected), done.stdout
+
+
+def matches(lines: list[str], expected: list[str]) -> bool:
+    """Whether lines are as expected; `…` stands for any text within a line, and alone for any lines."""
+    parts = [r"(?:.*\n)*?" if line == "…" else ".*?".join(map(re.escape, line.split("…"))) + "\n" for line in expected]
+    return re.fullmatch("".join(parts), "".join(line + "\n" for line in lines)) is not None
+
+
+def test_five_lines_and_the_import() -> None:
+    """Of each pair in examples/, and of the page."""
+    pairs = [(FILES["train.py"], FILES["train_world.py"], 6)]
+    for name in ("resnet", "regression"):
+        plain, world = (
+            (ROOT / "examples" / f"{name}_{kind}.py").read_text(encoding="utf-8") for kind in ("plain", "world")
+        )
+        pairs.append((plain.partition("\n")[2], world.partition("\n")[2], 5))
+    for plain, world, most in pairs:
+        before = set(plain.splitlines())
+        changed = [line for line in world.splitlines() if line not in before and line != "import stormo"]
+        assert len(changed) <= most, changed

@@ -1,0 +1,36 @@
+"""docs/mistakes.md, made of the table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests.mistakes.mistake import Mistake
+from tests.mistakes.table import KINDS
+
+PAGE = Path(__file__).parents[2] / "docs" / "mistakes.md"
+_HEAD = """\
+# Mistakes and their answers
+
+What stormo says of mistakes in your own code. Each row is a file that a test trains; this page is written by
+`python -m tests.mistakes` and never by hand. All of them end with exit code 2 and leave no run behind.
+
+An error that your code raises itself is shown with its whole traceback, which ends with the method of the task that
+it came from; the exit code is 1.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    return _HEAD + "".join(f"\n## {title}\n\n{_table(mistakes)}" for title, mistakes in KINDS.items())
+
+
+def _table(mistakes: Iterable[Mistake]) -> str:
+    rows = [f"| {mistake.name} | {_cell(mistake.says)} |" for mistake in mistakes]
+    return "\n".join(["| mistake | what stormo says |", "|---|---|", *rows, ""])
+
+
+def _cell(text: str) -> str:
+    sentence = text.splitlines()[0]  # in the terminal a traceback may follow
+    assert "`" not in sentence
+    return f"`{sentence}`".replace("|", "\\|")

@@ -1,0 +1,41 @@
+"""An optimizer that a task brings: what is asked of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from stormo.errors import SettingError
+from stormo.optim.own import group_rates, own_optimizer
+
+
+def test_none_leaves_it_to_the_settings_and_a_good_one_is_taken_as_it_is() -> None:
+    model = nn.Linear(2, 2)
+    assert own_optimizer(lambda model: None, model) is None
+    made = torch.optim.RMSprop(model.parameters(), lr=torch.tensor(0.5))
+    assert own_optimizer(lambda model: made, model) is made
+    assert group_rates(made) == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda model: model, r"returned a Linear, but a torch\.optim\.Optimizer is stepped; return one, or None"),
+        (
+            lambda model: torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(1))], lr=0.1),
+            r"returned a SGD, but 1 of its parameters are not the model's; make it from the parameters of the model",
+        ),
+        (lambda model: torch.optim.LBFGS(model.parameters()), r"returned a LBFGS, but its step\(\) computes the loss"),
+        (
+            lambda model: torch.optim.SGD([{"params": [model.bias], "lr": 0.0}, {"params": [model.weight], "lr": 0.1}]),
+            r"with the learning rates 0, 0\.1, but the schedule multiplies them.*; set lr above 0 in the first group",
+        ),
+    ],
+)
+def test_what_cannot_be_stepped_by_the_schedule_is_refused(make: Callable[[Any], Any], sentence: str) -> None:
+    with pytest.raises(SettingError, match=sentence):
+        own_optimizer(make, nn.Linear(2, 2))

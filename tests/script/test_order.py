@@ -1,0 +1,526 @@
+"""Whatever a loop does in another order than usual is right, or answered by a sentence, on one worker and on several."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+from stormo.errors import SettingError, StormoError
+from stormo.launch import alone
+from stormo.script.world import World
+from stormo.world.world import World as Workers
+from tests.script.loops import Ranks, Weights, data, make, plain_loop, weights, world_loop, world_of
+
+
+@pytest.fixture
+def world() -> World:
+    """A world of one worker."""
+    torch.manual_seed(0)
+    return world_of(Workers(alone(), torch.device("cpu")))
+
+
+def _loader(world: World, batch_size: int = 8, **settings: Any) -> Any:
+    return world.loader(DataLoader(data(), batch_size=batch_size, shuffle=True), **settings)
+
+
+def _loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+# Each takes a world with a wrapped model and its optimizer, and makes a mistake.
+
+
+def loss_backward(world: World, model: nn.Module, optimizer: Any) -> None:
+    for batch in _loader(world):
+        _loss(model, batch).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+
+def no_zero_grad(world: World, model: nn.Module, optimizer: Any) -> None:
+    for batch in _loader(world):
+        world.backward(_loss(model, batch))
+        optimizer.step()
+
+
+def a_loss_for_each_sample(world: World, model: nn.Module, optimizer: Any) -> None:
+    for batch in _loader(world):
+        world.backward(_loss(model, batch).repeat(3))
+
+
+def a_number(world: World, model: nn.Module, optimizer: Any) -> None:
+    for batch in _loader(world):
+        world.backward(_loss(model, batch).item())  # type: ignore[arg-type]
+
+
+def no_gradient(world: World, model: nn.Module, optimizer: Any) -> None:
+    for batch in _loader(world):
+        world.backward(_loss(model, batch).detach())
+
+
+def outside(world: World, model: nn.Module, optimizer: Any) -> None:
+    world.backward(_loss(model, next(iter(_loader(world)))))
+
+
+def two_loaders(world: World, model: nn.Module, optimizer: Any) -> None:
+    for first, _ in zip(_loader(world), _loader(world, 4), strict=False):
+        world.backward(_loss(model, first))
+
+
+def iterated_twice_at_once(world: World, model: nn.Module, optimizer: Any) -> None:
+    loader = _loader(world)
+    list(zip(loader, loader, strict=True))
+
+
+def save_between(world: World, model: nn.Module, optimizer: Any) -> None:
+    for batch in _loader(world):
+        world.backward(_loss(model, batch))
+        world.save("never")
+
+
+def save_between_passes(world: World, model: nn.Module, optimizer: Any) -> None:
+    for batch in _loader(world, accumulate=2):
+        world.backward(_loss(model, batch))
+        optimizer.step()
+        world.save("never")
+
+
+def twice_between_passes(world: World, model: nn.Module, optimizer: Any) -> None:
+    for batch in _loader(world, accumulate=2):
+        world.backward(_loss(model, batch))
+        world.backward(_loss(model, batch))
+
+
+def closure_of_passes(world: World, model: nn.Module, optimizer: Any) -> None:
+    for batch in _loader(world, accumulate=2):
+
+        def closure() -> Any:
+            world.backward(_loss(model, batch))  # noqa: B023
+            return 0.0
+
+        optimizer.step(closure)
+
+
+def scheduler_left_out(world: World, model: nn.Module, optimizer: Any) -> None:
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    world.save("never")
+
+
+def scheduler_left_out_of_passes(world: World, model: nn.Module, optimizer: Any) -> None:
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for batch in _loader(world, accumulate=2):
+        world.backward(_loss(model, batch))
+        optimizer.step()
+        scheduler.step()
+
+
+def load_in_a_loop(world: World, model: nn.Module, optimizer: Any) -> None:
+    for _ in _loader(world):
+        world.load("never")
+
+
+def distributed_sampler(world: World, model: nn.Module, optimizer: Any) -> None:
+    world.loader(DataLoader(data(), sampler=DistributedSampler(data(), 2, 0)))
+
+
+def other_optimizer(world: World, model: nn.Module, optimizer: Any) -> None:
+    world.wrap(nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0))
+
+
+def no_model(world: World, model: nn.Module, optimizer: Any) -> None:
+    world.wrap(optimizer)
+
+
+def data_in_wrap(world: World, model: nn.Module, optimizer: Any) -> None:
+    world.wrap(nn.Linear(2, 2), DataLoader(data()))
+
+
+def no_batch_size(world: World, model: nn.Module, optimizer: Any) -> None:
+    world.loader(data())
+
+
+def a_loader_with_settings(world: World, model: nn.Module, optimizer: Any) -> None:
+    world.loader(DataLoader(data()), 3)
+
+
+def small_batches(world: World, model: nn.Module, optimizer: Any) -> None:
+    _loader(world, 2, accumulate=3)
+
+
+def sum_of_text(world: World, model: nn.Module, optimizer: Any) -> None:
+    world.sum("3")
+
+
+def save_a_model(world: World, model: nn.Module, optimizer: Any) -> None:
+    world.save("never", model=model)
+
+
+def counts_of_nothing(world: World, model: nn.Module, optimizer: Any) -> None:
+    for batch in _loader(world):
+        world.backward(_loss(model, batch), count=0)
+
+
+def a_count_below_zero(world: World, model: nn.Module, optimizer: Any) -> None:
+    for batch in _loader(world):
+        world.backward(_loss(model, batch), count=-1)
+
+
+def save_in_an_inner_loop(world: World, model: nn.Module, optimizer: Any) -> None:
+    inner = _loader(world)
+    for _ in _loader(world):
+        for number, batch in enumerate(inner):
+            optimizer.zero_grad()
+            world.backward(_loss(model, batch), loader=inner)
+            optimizer.step()
+            if number == 2:
+                world.save("never")
+
+
+REFUSED: dict[Callable[[World, nn.Module, Any], None], str] = {
+    loss_backward: "optimizer.step() was called without world.backward() before it, but loss.backward() leaves every "
+    "worker a gradient of its own; call world.backward(loss) instead of loss.backward().",
+    no_zero_grad: "optimizer.step() was called with the gradients of two steps, but those of the step before were still "
+    "there when world.backward() added to them; call optimizer.zero_grad() between a step and the next backward.",
+    a_loss_for_each_sample: "world.backward() was given a loss of shape [3], but it must be one number",
+    a_number: "world.backward() was given a float, but it needs the loss itself; pass the loss tensor.",
+    no_gradient: "world.backward() was given a loss without a gradient",
+    outside: "world.backward() was called outside of a loop over a loader of world.loader()",
+    two_loaders: "world.backward() was called with several loaders under way",
+    iterated_twice_at_once: "loader 1 was iterated in test_order.py line ",
+    save_between: "world.save() was called between world.backward() and optimizer.step()",
+    save_between_passes: "world.save() was called between the passes of a step",
+    twice_between_passes: "world.backward() was called twice for one batch with accumulate above 1",
+    closure_of_passes: "optimizer.step(closure) was called with accumulate above 1",
+    scheduler_left_out: "world.save() was called, but a scheduler of the optimizer was not passed to world.wrap()",
+    scheduler_left_out_of_passes: "optimizer.step() was called between the passes of a step, but a scheduler",
+    load_in_a_loop: "world.load() was called inside a loop over a loader",
+    distributed_sampler: "world.loader() was given a DataLoader with a DistributedSampler",
+    other_optimizer: "world.wrap() was given an optimizer with 2 tensors that are not of the model",
+    no_model: "world.wrap() was called without a model, but it was given SGD",
+    data_in_wrap: "world.wrap() was given a DataLoader",
+    no_batch_size: "world.loader() was given neither batch_size nor global_batch_size",
+    a_loader_with_settings: "world.loader() was given a DataLoader with settings of its own besides",
+    small_batches: "a DataLoader with batch_size 2 was passed to world.loader(), but 1 workers × 3 passes cut it into 3",
+    sum_of_text: "a str was to be reduced over the workers",
+    save_a_model: "a Net was to be saved (extra/0/model)",
+    counts_of_nothing: "world.backward() was called with counts that add up to 0",
+    a_count_below_zero: "world.backward(count=-1) was called",
+    save_in_an_inner_loop: "world.save() was called in a training loop inside the loop over another loader",
+}
+
+
+@pytest.mark.parametrize("mistake", REFUSED, ids=lambda mistake: mistake.__name__)
+def test_a_mistake_is_answered_by_a_sentence(
+    world: World, mistake: Callable[[World, nn.Module, Any], None], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model, optimizer = world.wrap(*make())
+    with pytest.raises(SettingError) as caught:
+        mistake(world, model, optimizer)
+    assert str(caught.value).startswith(REFUSED[mistake])
+    assert not (tmp_path / "never").exists()
+
+
+def test_a_second_world_is_refused(monkeypatch: pytest.MonkeyPatch, world: World) -> None:
+    monkeypatch.setattr("stormo.script.world._the_world", world)
+    with pytest.raises(SettingError, match=r"stormo.World\(\) was called a second time"):
+        World()
+
+
+def test_two_losses_of_a_batch_add_up(world: World) -> None:
+    found = []
+    for more in (True, False):
+        model, optimizer = world.wrap(*make(has_norm=False))
+        for batch in _loader(world):
+            optimizer.zero_grad()
+            world.backward(_loss(model, batch) / 2, more=more)
+            world.backward(_loss(model, batch) / 2)
+            optimizer.step()
+        found.append(weights(model))
+    expected = plain_loop(*make(has_norm=False), DataLoader(data(), batch_size=8, shuffle=True), 1)
+    assert all(torch.allclose(each[name], value, rtol=1e-12) for each in found for name, value in expected.items())
+
+
+def test_gradients_cleared_by_hand_are_clear(world: World) -> None:
+    model, optimizer = world.wrap(*make())
+    for number, batch in enumerate(_loader(world)):
+        for parameter in model.parameters():
+            if parameter.grad is not None and number % 2:
+                parameter.grad.zero_()
+            else:
+                parameter.grad = None
+        world.backward(_loss(model, batch))
+        optimizer.step()
+
+
+def test_breaking_off_starts_a_new_epoch_as_with_any_loader(world: World) -> None:
+    torch.manual_seed(3)
+    ours, plain = [], []
+    loader = _loader(world)
+    for _ in range(3):
+        for number, (x, _) in enumerate(loader):
+            ours.append(x)
+            if number == 1:
+                break
+    torch.manual_seed(3)
+    other = DataLoader(data(), batch_size=8, shuffle=True)
+    for _ in range(3):
+        for number, (x, _) in enumerate(other):
+            plain.append(x)
+            if number == 1:
+                break
+    assert torch.equal(torch.cat(ours), torch.cat(plain))
+
+
+def test_a_first_look_at_a_batch_changes_nothing_of_what_follows(world: World) -> None:
+    model, optimizer = world.wrap(*make())
+    loader = _loader(world)
+    kept = iter(loader)
+    next(kept)  # the iterator stays in a variable, as in a notebook
+    found = world_loop(world, model, optimizer, loader, 1)
+    other_model, other_optimizer = make()
+    other = DataLoader(data(), batch_size=8, shuffle=True)
+    next(iter(other))
+    expected = plain_loop(other_model, other_optimizer, other, 1)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def _validate_inside(workers: Workers) -> tuple[Weights, list[int]]:
+    world = world_of(workers)
+    model, optimizer = world.wrap(*make())
+    loader = _loader(world)
+    counts = []
+    for batch in loader:
+        optimizer.zero_grad()
+        world.backward(_loss(model, batch))
+        optimizer.step()
+        model.eval()
+        # A loader of its own every time, as a function that validates would make it.
+        counts.append(world.sum(sum(len(x) for x, _ in world.loader(DataLoader(data(11), batch_size=4)))))
+        model.train()
+    return weights(model), counts
+
+
+def test_a_validation_inside_the_training_loop_changes_nothing(run_ranks: Ranks) -> None:
+    expected = plain_loop(*make(), DataLoader(data(), batch_size=8, shuffle=True), 1)
+    for found, counts in run_ranks(_validate_inside, 3):
+        assert counts == [11] * 5
+        assert all(torch.allclose(found[name], value, rtol=1e-12) for name, value in expected.items())
+
+
+def _two_at_once(workers: Workers) -> Weights:
+    """Two loaders side by side, a backward in a helper thread, and an error that the script catches on all workers."""
+    world = world_of(workers)
+    model, optimizer = world.wrap(*make(has_norm=False))
+    first, second = _loader(world), _loader(world, 4)
+    for number, (one, other) in enumerate(zip(first, second, strict=False)):
+        optimizer.zero_grad()
+        try:
+            if number == 1:
+                raise KeyError("a sample that cannot be used")
+            world.backward(_loss(model, one), loader=first, more=True)
+        except KeyError:
+            continue
+        thread = threading.Thread(target=world.backward, args=(_loss(model, other),), kwargs={"loader": second})
+        thread.start()
+        thread.join()
+        optimizer.step()
+    return weights(model)
+
+
+def test_loaders_side_by_side_weigh_each_by_its_own(run_ranks: Ranks) -> None:
+    (alone,) = run_ranks(_two_at_once, 1)
+    for found in run_ranks(_two_at_once, 3):
+        assert all(torch.allclose(found[name], value, rtol=1e-12) for name, value in alone.items())
+
+
+# What goes wrong on some of the workers only; the sentences that all of them raise.
+
+
+def _break_on_one(world: World, model: nn.Module, optimizer: Any) -> None:
+    for number, batch in enumerate(_loader(world)):
+        optimizer.zero_grad()
+        world.backward(_loss(model, batch))
+        optimizer.step()
+        if world.rank == 1 and number == 1:
+            break
+    world.sum(1)
+
+
+def _skip_on_one(world: World, model: nn.Module, optimizer: Any) -> None:
+    for number, batch in enumerate(_loader(world)):
+        optimizer.zero_grad()
+        loss = _loss(model, batch)
+        if world.rank == 1 and number == 1:
+            continue
+        world.backward(loss)
+        optimizer.step()
+
+
+def _sum_on_main(world: World, model: nn.Module, optimizer: Any) -> None:
+    if world.is_main:
+        world.sum(1.0)
+    world_loop(world, model, optimizer, _loader(world))
+
+
+def _save_on_main(world: World, model: nn.Module, optimizer: Any) -> None:
+    world_loop(world, model, optimizer, _loader(world), 1)
+    if world.is_main:
+        world.save("never")
+    world.barrier()
+
+
+def _sum_in_uneven_validation(world: World, model: nn.Module, optimizer: Any) -> None:
+    model.eval()
+    for x, _ in world.loader(DataLoader(data(10), batch_size=3)):
+        world.sum(len(x))
+    world.sum(0)
+
+
+def _sum_of_other_keys(world: World, model: nn.Module, optimizer: Any) -> None:
+    world.sum({"loss": 1.0} if world.is_main else {"accuracy": 1.0})
+
+
+def _two_sums(world: World, model: nn.Module, optimizer: Any) -> None:
+    if world.is_main:
+        world.sum(1)
+    world.sum(2)
+
+
+DIFFERENT = {
+    _break_on_one: ("world.backward in", "the batch at sample 16 of epoch 1 of loader 1 in", "world.sum of a number in"),
+    _skip_on_one: ("world.backward in", "the batch at sample 16 of epoch 1 of loader 1 in"),
+    _sum_on_main: ("world.sum of a number in", "world.loader in"),
+    _save_on_main: ("world.save in", "world.barrier in"),
+    _sum_in_uneven_validation: ("world.sum of a number in", "world.sum of a number in"),
+    _sum_of_other_keys: ("world.sum of {'loss': a number} in", "world.sum of {'accuracy': a number} in"),
+    _two_sums: ("world.sum of a number in", "world.sum of a number in"),
+}
+
+
+def _differ(workers: Workers, script: Callable[[World, nn.Module, Any], None], has_norm: bool) -> list[str]:
+    world = world_of(workers)
+    model, optimizer = world.wrap(*make(has_norm=has_norm))
+    sentences = []
+    for _ in range(2):  # whoever catches it gets it again: the workers are no longer in step
+        with pytest.raises(StormoError) as caught:
+            script(world, model, optimizer)
+        sentences.append(str(caught.value))
+    return sentences
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("script", DIFFERENT, ids=lambda script: script.__name__)
+def test_workers_that_part_all_raise_the_lines_they_are_at(
+    run_ranks: Ranks, script: Callable[[World, nn.Module, Any], None], has_norm: bool
+) -> None:
+    first, second = run_ranks(_differ, 2, script, has_norm)
+    assert first == second
+    assert first[0] == first[1]
+    assert first[0].startswith("rank 0 is at: ")
+    assert "rank 1 is at: " in first[0]
+    assert first[0].count("test_order.py line ") + first[0].count("loops.py line ") == 2
+    assert sum(words in first[0] for words in DIFFERENT[script]) >= 2 - (len(set(DIFFERENT[script])) == 1)
+
+
+def _ends_early(workers: Workers) -> str:
+    world = world_of(workers)
+    model, optimizer = world.wrap(*make())
+    loader = _loader(world)
+    for number, batch in enumerate(loader):
+        if world.rank == 1 and number == 1:
+            workers.close()
+            return ""
+        try:
+            optimizer.zero_grad()
+            world.backward(_loss(model, batch))
+            optimizer.step()
+        except StormoError as error:
+            return str(error)
+    return "nothing"
+
+
+def test_a_worker_that_ends_early_is_missed_at_once(run_ranks: Ranks) -> None:
+    first, second = run_ranks(_ends_early, 2)
+    assert second == ""
+    assert first.startswith("rank 0 is at: the batch at sample 8 of epoch 1 of loader 1 in test_order.py line ")
+    assert first.endswith("another rank has failed, or has ended before it.")
+
+
+def _foreign_gradient(workers: Workers) -> str:
+    world = world_of(workers)
+    model, optimizer = world.wrap(*make())
+    with pytest.raises(SettingError) as caught:
+        for batch in _loader(world):
+            _loss(model, batch).backward()  # type: ignore[no-untyped-call]
+            world.backward(_loss(model, batch))
+    return str(caught.value)
+
+
+def test_a_gradient_of_another_kind_is_refused(run_ranks: Ranks) -> None:
+    for sentence in run_ranks(_foreign_gradient, 2):
+        assert sentence.startswith("world.backward() was called on top of gradients that did not come from it")
+
+
+def _small_first_batch(workers: Workers) -> str:
+    world = world_of(workers)
+    model, optimizer = world.wrap(*make())
+    with pytest.raises(StormoError) as caught:
+        for batch in world.loader(DataLoader(data(), batch_sampler=[[0], [1, 2, 3], [4, 5, 6]])):
+            world.backward(_loss(model, batch))
+    workers.close()
+    return str(caught.value)
+
+
+def test_a_training_that_begins_with_too_small_a_batch_is_refused(run_ranks: Ranks) -> None:
+    sentences = run_ranks(_small_first_batch, 2)
+    assert sum(each.startswith("a training loop began with a batch of 1, but 2 workers") for each in sentences) == 1
+
+
+def _plateau(workers: Workers, is_same: bool) -> str:
+    world = world_of(workers)
+    model, optimizer = make()
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    world.wrap(model, optimizer, scheduler)
+    try:
+        scheduler.step(1.0 if is_same else float(world.rank))
+    except SettingError as error:
+        return str(error)
+    return ""
+
+
+def test_a_scheduler_that_follows_a_metric_follows_the_same_everywhere(run_ranks: Ranks) -> None:
+    assert run_ranks(_plateau, 2, True) == ["", ""]
+    for sentence in run_ranks(_plateau, 2, False):
+        assert sentence.startswith("the metric passed to scheduler.step in test_order.py line ")
+
+
+def _stop(workers: Workers, asks: int) -> list[int]:
+    world = world_of(workers)
+    model, optimizer = world.wrap(*make())
+    seen = []
+    for number, batch in enumerate(_loader(world, 4)):
+        optimizer.zero_grad()
+        world.backward(_loss(model, batch))
+        optimizer.step()
+        if world.rank == asks and number == 2:
+            world.request_stop()
+        if world.stop_requested:
+            seen.append(number)
+            break
+    return [*seen, world.exit_code]
+
+
+def test_a_stop_is_seen_by_all_at_the_same_batch(run_ranks: Ranks) -> None:
+    for asks in (0, 1):
+        answers = run_ranks(_stop, 3, asks)
+        assert answers == [answers[0]] * 3
+        assert answers[0][0] in (2, 3)
+        assert answers[0][1] == 0
+    assert run_ranks(_stop, 1, 0) == [[2, 0]] or run_ranks(_stop, 1, 0) == [[3, 0]]

@@ -1,0 +1,310 @@
+"""A script that was saved and loaded comes to the very weights of one that never stopped."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from stormo.errors import SettingError, StormoError
+from stormo.launch import alone
+from stormo.script.world import World
+from stormo.world.world import World as Workers
+from tests.script.loops import Ranks, Weights, data, make, weights, world_of
+
+NUM_EPOCHS = 3
+
+
+def _one() -> Workers:
+    return Workers(alone(), torch.device("cpu"))
+
+
+class _Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        for _ in range(37):
+            yield torch.randn(4), torch.randn(2)
+
+
+def _make_loader(world: World, kind: str) -> Any:
+    if kind == "loader":
+        return world.loader(DataLoader(data(), batch_size=8, shuffle=True))
+    if kind == "generator":
+        generator = torch.Generator().manual_seed(11)
+        return world.loader(DataLoader(data(), batch_size=8, shuffle=True, generator=generator))
+    if kind == "stream":
+        return world.loader(_Stream(), global_batch_size=8)
+    if kind == "sharded":
+        return world.loader(_Stream(), 4, sharded=True, accumulate=2)
+    return world.loader(data(), global_batch_size=8, shuffle=True)
+
+
+def _script(
+    workers: Workers, folder: str, kind: str, dropout: float, save_at: int, stop: str, noise: int = 0
+) -> tuple[Weights, list[list[float]], dict[str, Any]]:
+    """Trains three epochs; saves at a step, and ends there if it should. Loads what is there first."""
+    torch.manual_seed(noise)  # what is drawn before load() must not matter
+    world = world_of(workers)
+    model, optimizer = make(dropout)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+    world.wrap(model, optimizer, scheduler)
+    loader = _make_loader(world, kind)
+    extra = world.load(folder)
+    seen: list[list[float]] = []
+    step = extra.get("step", 0)
+    for epoch in range(extra.get("epoch", 0), NUM_EPOCHS):
+        for x, y in loader:
+            optimizer.zero_grad()
+            world.backward(F.mse_loss(model(x), y))
+            optimizer.step()
+            scheduler.step()
+            if world._loop.is_partial:
+                continue
+            step += 1
+            seen += [[float(epoch), *row.tolist()] for row in x[: loader.num_samples]]
+            if step == save_at and stop == "inside":
+                world.save(folder, epoch=epoch, step=step)
+                return weights(model), seen, extra
+            if step == save_at and stop == "after a break":
+                world.request_stop()
+                while not world.stop_requested:
+                    pass
+                break
+        if world._loop.told_to_stop:
+            world.save(folder, epoch=epoch, step=step)
+            return weights(model), seen, extra
+        if stop == "between epochs" and epoch == 1:
+            world.save(folder, epoch=epoch + 1, step=step)
+            return weights(model), seen, extra
+    return weights(model), seen, extra
+
+
+def _rows(answers: list[Any]) -> list[Any]:
+    return sorted(row for _, seen, _ in answers for row in seen)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stop", "size"),
+    [
+        ("loader", "inside", 2),
+        ("loader", "after a break", 2),
+        ("loader", "between epochs", 2),
+        ("generator", "inside", 1),
+        ("set", "inside", 2),
+        ("stream", "inside", 2),
+        ("sharded", "inside", 2),
+    ],
+)
+def test_a_script_goes_on_to_the_same_bits(run_ranks: Ranks, tmp_path: Path, kind: str, stop: str, size: int) -> None:
+    whole = run_ranks(_script, size, str(tmp_path / "whole"), kind, 0.3, 0, "")
+    save_at = 8 if kind != "sharded" else 7  # in the second epoch
+    folder = str(tmp_path / "cut")
+    before = run_ranks(_script, size, folder, kind, 0.3, save_at, stop)
+    after = run_ranks(_script, size, folder, kind, 0.3, 0, "", 99)
+    for first, rest, uncut in zip(before, after, whole, strict=True):
+        assert rest[2]["epoch"] == (2 if stop == "between epochs" else 1)
+        assert first[1] + rest[1] == uncut[1]
+        assert all(torch.equal(rest[0][name], value) for name, value in uncut[0].items())
+
+
+@pytest.mark.parametrize("kind", ["loader", "set"])
+def test_another_number_of_workers_goes_on_with_the_same_samples(run_ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    whole = run_ranks(_script, 2, str(tmp_path / "whole"), kind, 0.0, 0, "")
+    folder = str(tmp_path / "cut")
+    before = run_ranks(_script, 2, folder, kind, 0.0, 8, "inside")
+    after = run_ranks(_script, 3, folder, kind, 0.0, 0, "", 99)
+    assert sorted(_rows(before) + _rows(after)) == _rows(whole)
+    for found, _, _ in after:
+        assert all(torch.allclose(found[name], value, rtol=1e-10) for name, value in whole[0][0].items())
+
+
+def test_a_save_at_the_last_batch_of_an_epoch_goes_on_behind_it(tmp_path: Path) -> None:
+    whole, every, _ = _script(_one(), str(tmp_path / "whole"), "loader", 0.3, 0, "")
+    _, first, _ = _script(_one(), str(tmp_path / "cut"), "loader", 0.3, 5, "inside")
+    found, rest, _ = _script(_one(), str(tmp_path / "cut"), "loader", 0.3, 0, "", 99)
+    assert len(first) == 37
+    # The epoch that the script was in is looked at again, and has no batch left.
+    assert [row[1:] for row in first + rest] == [row[1:] for row in every]
+    assert all(torch.equal(found[name], value) for name, value in whole.items())
+
+
+EXTRA = {
+    "whole": 3,
+    "best": float("inf"),
+    "nothing": float("nan"),
+    "text": "ä",
+    "none": None,
+    "true": True,
+    "list": [1, [2.5, "x"]],
+    "tuple": (1, (2,)),
+    "set": {1, 2},
+    "keys": {1: "one", (2, 3): "two", "three": OrderedDict(a=1)},
+    "deque": deque([1, 2]),
+    "counter": Counter("aab"),
+    "tensor": torch.arange(6).view(2, 3),
+    "half": torch.tensor(1.5, dtype=torch.bfloat16),
+    "numpy": numpy.float32(0.5),
+    "array": numpy.arange(3),
+}
+
+
+def test_extra_values_come_back_as_they_were(tmp_path: Path) -> None:
+    world = world_of(_one())
+    world.wrap(*make())
+    assert world.load(tmp_path / "none") == {}
+    world.save(tmp_path / "c", **EXTRA)
+    found = world.load(tmp_path / "c")
+    assert found.keys() == EXTRA.keys()
+    for name, value in EXTRA.items():
+        assert type(found[name]) is type(value), name
+        if isinstance(value, Tensor):
+            assert torch.equal(found[name], value)
+            assert found[name].dtype == value.dtype
+        elif isinstance(value, numpy.ndarray):
+            assert (found[name] == value).all()
+            assert found[name].dtype == value.dtype
+        elif name == "nothing":
+            assert found[name] != found[name]
+        else:
+            assert found[name] == value
+
+
+def _save(folder: Path, step: int = 0) -> None:
+    world = world_of(_one())
+    model, optimizer = world.wrap(*make())
+    loader = world.loader(DataLoader(data(), batch_size=8))
+    world.load(folder)
+    for number, (x, y) in enumerate(loader):
+        if number == step:
+            break
+        optimizer.zero_grad()
+        world.backward(F.mse_loss(model(x), y))
+        optimizer.step()
+        world.save(folder)
+
+
+def _load_damaged(workers: Workers, folder: str) -> str:
+    world = world_of(workers)
+    world.wrap(*make())
+    with pytest.raises(StormoError) as caught:
+        world.load(folder)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def test_a_damaged_checkpoint_is_named_on_all_workers_with_the_way_out(run_ranks: Ranks, tmp_path: Path) -> None:
+    _save(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
+    file = tmp_path / "step-00000002" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-9] ^= 1
+    file.write_bytes(bytes(content))
+    for sentence in run_ranks(_load_damaged, 2, str(tmp_path)):
+        assert sentence.startswith(f"world.load('{tmp_path}') was called, but the newest checkpoint there is damaged")
+        assert sentence.endswith(f"remove the folder {tmp_path}/step-00000002 to go on from step 1.")
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    _save(tmp_path, 1)
+    world = world_of(_one())
+    model = nn.Linear(3, 3)
+    world.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    world.loader(DataLoader(data(), batch_size=8))
+    with pytest.raises(SettingError, match=r"was to be loaded, but it does not fit the model"):
+        world.load(tmp_path)
+
+
+def test_loading_before_wrapping_is_refused(tmp_path: Path) -> None:
+    _save(tmp_path, 1)
+    world = world_of(_one())
+    with pytest.raises(SettingError, match=r"when the script had 0 calls of world.wrap\(\), but .* holds 1; call it"):
+        world.load(tmp_path)
+    world.wrap(*make())
+    with pytest.raises(SettingError, match=r"when the script had 0 calls of world.loader\(\), but .* holds 1; call it"):
+        world.load(tmp_path)
+
+
+def test_other_data_than_before_are_refused(tmp_path: Path) -> None:
+    _save(tmp_path, 1)
+    world = world_of(_one())
+    world.wrap(*make())
+    world.loader(DataLoader(data(20), batch_size=8))
+    with pytest.raises(SettingError, match=r"whose loader 1 had 37 samples, but here it has 20"):
+        world.load(tmp_path)
+
+
+def test_saving_behind_the_checkpoints_of_another_run_is_refused(tmp_path: Path) -> None:
+    _save(tmp_path, 3)
+    world = world_of(_one())
+    model, optimizer = world.wrap(*make())
+    for x, y in world.loader(DataLoader(data(), batch_size=8)):
+        world.backward(F.mse_loss(model(x), y))
+        optimizer.step()
+        break
+    with pytest.raises(SettingError, match=r"at step 1, but a checkpoint of step 3 is there that was not loaded"):
+        world.save(tmp_path)
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    _save(tmp_path, 4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
+
+
+class _WithExtraState(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return {"calls": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"]
+
+
+def test_what_a_model_keeps_besides_tensors_and_ties_comes_back(tmp_path: Path) -> None:
+    def model() -> nn.Sequential:
+        made = nn.Sequential(_WithExtraState(3, 3), nn.Linear(3, 3))
+        made[1].weight = made[0].weight
+        return made
+
+    world = world_of(_one())
+    first = world.wrap(model())
+    world.save(tmp_path)
+    world = world_of(_one())
+    second = world.wrap(model())
+    world.load(tmp_path)
+    assert second[0].calls == 3
+    assert second[1].weight is second[0].weight
+    assert torch.equal(second[0].weight, first[0].weight)
+
+
+def test_a_validation_that_was_under_way_starts_anew(tmp_path: Path) -> None:
+    world = world_of(_one())
+    world.wrap(*make())
+    loader = world.loader(DataLoader(data(), batch_size=8))
+    for number, _ in enumerate(loader):
+        if number == 2:
+            world.save(tmp_path)
+            break
+    world = world_of(_one())
+    world.wrap(*make())
+    loader = world.loader(DataLoader(data(), batch_size=8))
+    world.load(tmp_path)
+    assert sum(len(x) for x, _ in loader) == 37
+
+
+def test_a_script_that_only_predicts_goes_on_in_the_middle(tmp_path: Path) -> None:
+    world = world_of(_one())
+    loader = world.loader(DataLoader(data(), batch_size=8))
+    for number, _ in enumerate(loader):
+        if number == 2:
+            world.save(tmp_path)
+            break
+    world = world_of(_one())
+    loader = world.loader(DataLoader(data(), batch_size=8))
+    world.load(tmp_path)
+    assert sum(len(x) for x, _ in loader) == 37 - 16
+    assert sum(len(x) for x, _ in loader) == 37

@@ -1,0 +1,592 @@
+"""A user's own loop comes to the same weights on any number of workers as without stormo."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
+
+from benchmarks.command import relative_difference
+from stormo.errors import SettingError
+from stormo.world.world import World as Workers
+from tests.script.loops import Net, Ranks, Weights, data, make, plain_loop, weights, world_loop, world_of
+
+SIZES = (1, 2, 3)
+
+
+def _require_same(found: list[Weights], expected: Weights, size: int) -> None:
+    for each in found:
+        assert relative_difference(each, expected) < 1e-12
+        assert all(torch.equal(value, found[0][name]) for name, value in each.items())
+    if size == 1:
+        assert all(torch.equal(value, expected[name]) for name, value in found[0].items())
+
+
+def _shuffled() -> DataLoader[Any]:
+    return DataLoader(data(), batch_size=8, shuffle=True)
+
+
+def _dropped() -> DataLoader[Any]:
+    return DataLoader(data(), batch_size=8, shuffle=True, drop_last=True)
+
+
+def _generator() -> DataLoader[Any]:
+    return DataLoader(data(), batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(3))
+
+
+def _weighted() -> DataLoader[Any]:
+    return DataLoader(data(), batch_size=8, sampler=WeightedRandomSampler(torch.ones(37).tolist(), 30))
+
+
+def _batches() -> DataLoader[Any]:
+    return DataLoader(data(), batch_sampler=BatchSampler(RandomSampler(data(), replacement=True), 7, drop_last=False))
+
+
+def _processes() -> DataLoader[Any]:
+    return DataLoader(data(), batch_size=8, shuffle=True, num_workers=2)
+
+
+def _remainder_of_one() -> DataLoader[Any]:
+    return DataLoader(data(33), batch_size=8, shuffle=True)  # the last batch is one sample, on up to three workers
+
+
+LOADERS = (_shuffled, _dropped, _generator, _weighted, _batches, _remainder_of_one)
+
+
+def _train(workers: Workers, make_loader: Callable[[], DataLoader[Any]], dropout: float, has_norm: bool) -> Weights:
+    world = world_of(workers)
+    model, optimizer = world.wrap(*make(dropout, has_norm=has_norm))
+    return world_loop(world, model, optimizer, world.loader(make_loader()))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("make_loader", LOADERS)
+def test_a_loaders_batches_are_shared_exactly(
+    run_ranks: Ranks, make_loader: Callable[[], DataLoader[Any]], size: int
+) -> None:
+    # torch refuses one sample in batch norm; synchronised over workers it could not be compared with anything.
+    has_norm = make_loader is not _remainder_of_one
+    model, optimizer = make(has_norm=has_norm)
+    expected = plain_loop(model, optimizer, make_loader())
+    _require_same(run_ranks(_train, size, make_loader, 0.0, has_norm), expected, size)
+
+
+def test_a_single_worker_draws_what_the_script_would_draw(run_ranks: Ranks) -> None:
+    for make_loader in LOADERS[:-1]:
+        expected = plain_loop(*make(0.5), make_loader())
+        _require_same(run_ranks(_train, 1, make_loader, 0.5, True), expected, 1)
+
+
+def test_processes_that_load_change_nothing(run_ranks: Ranks) -> None:
+    expected = plain_loop(*make(0.5), _shuffled())
+    _require_same([_train_here(_processes, 0.5)], expected, 1)
+    assert run_ranks is not None
+
+
+def _train_here(make_loader: Callable[[], DataLoader[Any]], dropout: float) -> Weights:
+    """In this process: those of the pool are daemons, which may not start others."""
+    from stormo.launch import alone
+
+    return _train(Workers(alone(), torch.device("cpu")), make_loader, dropout, True)
+
+
+def _train_ghosts(workers: Workers, sync: bool) -> tuple[Weights, list[int]]:
+    world = world_of(workers)
+    model: nn.Module
+    model, optimizer = make()
+    if not sync:  # a worker's single sample needs several values for each channel
+        model = nn.Sequential(nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 3, 2), nn.BatchNorm1d(3), nn.Flatten())
+        model.append(nn.Linear(9, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = world.wrap(model, optimizer, sync_batch_norm=sync)
+    loader = world.loader(DataLoader(data(34), batch_size=8))
+    seen = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        world.backward(F.mse_loss(model(x), y))
+        optimizer.step()
+        seen.append(loader.num_samples)
+    return weights(model), seen
+
+
+def test_a_last_batch_smaller_than_the_workers_counts_each_sample_once(run_ranks: Ranks) -> None:
+    expected = plain_loop(*make(), DataLoader(data(34), batch_size=8), 1)
+    answers = run_ranks(_train_ghosts, 3, True)
+    _require_same([found for found, _ in answers], expected, 3)
+    assert [sum(counts) for counts in zip(*(seen for _, seen in answers), strict=True)] == [8, 8, 8, 8, 2]
+
+
+def test_plain_batch_norm_is_the_same_on_all_workers_with_stand_ins(run_ranks: Ranks) -> None:
+    answers = run_ranks(_train_ghosts, 3, False)
+    for found, _ in answers:
+        assert all(torch.equal(value, answers[0][0][name]) for name, value in found.items())
+        assert all(bool(value.isfinite().all()) for value in found.values())
+
+
+def _train_set(workers: Workers, shuffle: bool, total: int | None) -> tuple[Weights, list[Tensor]]:
+    world = world_of(workers)
+    model, optimizer = world.wrap(*make())
+    sizes: dict[str, Any] = {"global_batch_size": 12} if total else {"batch_size": 12 // world.size}
+    loader = world.loader(data(), shuffle=shuffle, seed=4, **sizes)
+    seen = [x for _ in range(2) for x, _ in loader]
+    world_loop(world, model, optimizer, loader)
+    return weights(model), seen
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_data_sets_order_does_not_depend_on_the_workers(run_ranks: Ranks, shuffle: bool) -> None:
+    (alone, batches), *_ = run_ranks(_train_set, 1, shuffle, 12)
+    every = torch.cat(batches)
+    assert len(every) == 2 * 37
+    assert len(every[:37].unique(dim=0)) == 37
+    assert torch.equal(every[:37], every[37:]) != shuffle
+    if not shuffle:
+        model, optimizer = make()
+        expected = plain_loop(model, optimizer, DataLoader(data(), batch_size=12))
+        assert relative_difference(alone, expected) == 0
+    for size in (2, 3):
+        for total in (None, 12):
+            answers = run_ranks(_train_set, size, shuffle, total)
+            _require_same([found for found, _ in answers], alone, size)
+            shares = [torch.cat(parts) for parts in zip(*(seen for _, seen in answers), strict=False)]
+            assert torch.equal(torch.cat(shares[:3]), every[:36])
+
+
+def _train_accumulated(workers: Workers, accumulate: int, before: bool) -> tuple[Weights, list[Any]]:
+    world = world_of(workers)
+    model, optimizer = make()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    model, optimizer, scheduler = world.wrap(model, optimizer, scheduler)
+    loader = world.loader(DataLoader(data(), batch_size=12, shuffle=True), accumulate=accumulate)
+    found = world_loop(world, model, optimizer, loader, scheduler=scheduler, max_norm=0.05)
+    return found, [scheduler.last_epoch, optimizer.param_groups[0]["lr"], len(loader)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_passes_make_one_step_for_optimizer_scheduler_and_clipping(run_ranks: Ranks, size: int) -> None:
+    # Batch norm of a pass sees the pass: no comparison would hold with it.
+    model, optimizer = make()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    loader = DataLoader(data(), batch_size=12, shuffle=True)
+    expected = plain_loop(model, optimizer, loader, scheduler=scheduler, max_norm=0.05)
+    for accumulate in (1, 3):
+        answers = run_ranks(_train_accumulated, size, accumulate, True)
+        for found, (num_steps, lr, length) in answers:
+            assert (num_steps, lr, length) == (8, optimizer.param_groups[0]["lr"], 4 * accumulate)
+            if accumulate == 1:
+                assert relative_difference(found, expected) < 1e-12
+
+
+def _accumulate_without_norm(workers: Workers, accumulate: int) -> Weights:
+    world = world_of(workers)
+    model, optimizer = world.wrap(*make(has_norm=False))
+    loader = world.loader(DataLoader(data(), batch_size=12, shuffle=True), accumulate=accumulate)
+    return world_loop(world, model, optimizer, loader)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_step_of_several_passes_is_the_step_of_one(run_ranks: Ranks, size: int) -> None:
+    expected = plain_loop(*make(has_norm=False), DataLoader(data(), batch_size=12, shuffle=True))
+    for found in run_ranks(_accumulate_without_norm, size, 3):
+        assert relative_difference(found, expected) < 1e-12
+
+
+def _accumulate_by_hand(workers: Workers | None) -> Weights:
+    """Steps every third batch, as a script without stormo would."""
+    model, optimizer = make()
+    loader: Any = DataLoader(data(), batch_size=6, shuffle=True)
+    world = None
+    if workers is not None:
+        world = world_of(workers)
+        model, optimizer = world.wrap(model, optimizer)
+        loader = world.loader(loader)
+    for number, (x, y) in enumerate(loader):
+        loss = F.mse_loss(model(x), y) / 3
+        loss.backward() if world is None else world.backward(loss)  # type: ignore[no-untyped-call]
+        if number % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(model)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_script_that_accumulates_by_hand_stays_exact(run_ranks: Ranks, size: int) -> None:
+    _require_same(run_ranks(_accumulate_by_hand, size), _accumulate_by_hand(None), size)
+
+
+class _Sentences(Dataset[Any]):
+    """Samples with unequally many tokens, the rest of which is padding."""
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(index)
+        length = int(torch.randint(1, 7, (1,), generator=generator))
+        tokens = torch.randn(6, 4, generator=generator, dtype=torch.float64)
+        return {"tokens": tokens, "mask": (torch.arange(6) < length).double(), "name": f"n{index}"}
+
+
+def _token_loss(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, float]:
+    each = model(batch["tokens"].flatten(0, 1)).square().sum(1) * batch["mask"].flatten()
+    count = batch["mask"].sum()
+    return each.sum() / count, float(count)
+
+
+def _train_tokens(workers: Workers | None, accumulate: int) -> Weights:
+    model, optimizer = make(has_norm=False)
+    loader: Any = DataLoader(_Sentences(), batch_size=9, shuffle=True)
+    world = None
+    if workers is not None:
+        world = world_of(workers)
+        model, optimizer = world.wrap(model, optimizer)
+        loader = world.loader(loader, accumulate=accumulate)
+    for _ in range(2):
+        for batch in loader:
+            assert len(batch["name"]) == len(batch["tokens"])
+            optimizer.zero_grad()
+            loss, count = _token_loss(model, batch)
+            loss.backward() if world is None else world.backward(loss, count=count)  # type: ignore[no-untyped-call]
+            optimizer.step()
+    return weights(model)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_loss_over_tokens_weighs_by_tokens(run_ranks: Ranks, size: int) -> None:
+    expected = _train_tokens(None, 1)
+    _require_same(run_ranks(_train_tokens, size, 1), expected, size)
+    for found in run_ranks(_train_tokens, size, 3):
+        assert relative_difference(found, expected) < 1e-12
+
+
+class _Shard(IterableDataset[Any]):
+    def __init__(self, rank: int, num_batches: int) -> None:
+        self._rank, self._num_batches = rank, num_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        x, y = data(200).tensors
+        for number in range(4 * self._num_batches):
+            row = 60 * self._rank + number
+            yield x[row], y[row]
+
+
+def _train_shards(workers: Workers, lengths: list[int], accumulate: int) -> tuple[Weights, int, list[int]]:
+    world = world_of(workers)
+    model, optimizer = world.wrap(*make(has_norm=False))
+    loader = world.loader(_Shard(world.rank, lengths[world.rank]), 4, sharded=True, accumulate=accumulate)
+    num_seen, num_steps = 0, []
+    for _ in range(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            world.backward(F.mse_loss(model(x), y))
+            optimizer.step()
+            num_seen += loader.num_samples
+        num_steps.append(world._loop.num_steps)
+    found = weights(model)
+    num_validated = sum(len(x) for x, _ in loader)
+    return found, num_seen, [*num_steps, world.sum(num_validated)]
+
+
+@pytest.mark.parametrize("accumulate", [1, 5])
+def test_every_batch_of_unequal_streams_counts(run_ranks: Ranks, accumulate: int) -> None:
+    lengths = [10, 12]
+    answers = run_ranks(_train_shards, 2, lengths, accumulate)
+    assert [num_seen for _, num_seen, _ in answers] == [80, 96]
+    steps_of_epoch = 12 if accumulate == 1 else 3
+    assert [counts for _, _, counts in answers] == [[steps_of_epoch, 2 * steps_of_epoch, 88]] * 2
+    # The same steps in one process.
+    model, optimizer = make(has_norm=False)
+    x, y = data(200).tensors
+    for _ in range(2):
+        for first in range(0, 12, accumulate):
+            numbers = range(first, min(first + accumulate, 12))
+            rows = [
+                60 * rank + 4 * n + row for n in numbers for rank in (0, 1) if n < lengths[rank] for row in range(4)
+            ]
+            optimizer.zero_grad()
+            F.mse_loss(model(x[rows]), y[rows]).backward()
+            optimizer.step()
+    _require_same([found for found, _, _ in answers], weights(model), 2)
+
+
+class _Noisy(IterableDataset[Any]):
+    """A stream whose samples are drawn as it is read."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(19):
+            yield torch.randn(4), torch.randn(2)
+
+
+def _train_stream(workers: Workers) -> tuple[Weights, Tensor]:
+    world = world_of(workers)
+    model, optimizer = world.wrap(*make(0.0))
+    loader = world.loader(_Noisy(), global_batch_size=6)
+    seen = torch.cat([x for x, _ in loader])
+    return world_loop(world, model, optimizer, loader), seen
+
+
+def test_a_stream_that_draws_gives_the_same_samples_to_any_number_of_workers(run_ranks: Ranks) -> None:
+    ((alone, every),) = run_ranks(_train_stream, 1)
+    assert len(every.unique(dim=0)) == 19
+    for size in (2, 3):
+        answers = run_ranks(_train_stream, size)
+        _require_same([found for found, _ in answers], alone, size)
+        seen = torch.cat([rows for _, rows in answers])
+        assert len(seen) == 19
+        assert torch.equal(seen.sort(0)[0], every.sort(0)[0])
+
+
+class _Augmented(Dataset[Any]):
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((4,), float(index)) + torch.randn(4), torch.randn(2)
+
+
+def _train_augmented(workers: Workers) -> Weights:
+    world = world_of(workers)
+    model, optimizer = world.wrap(*make())
+    return world_loop(world, model, optimizer, world.loader(DataLoader(_Augmented(), batch_size=6, shuffle=True)))
+
+
+def test_what_a_data_set_draws_does_not_depend_on_the_workers(run_ranks: Ranks) -> None:
+    (alone,) = run_ranks(_train_augmented, 1)
+    for size in (2, 3):
+        _require_same(run_ranks(_train_augmented, size), alone, size)
+
+
+def _gan(workers: Workers | None, together: bool) -> tuple[Weights, Weights]:
+    generator, generator_optimizer = make(has_norm=False, lr=0.05)
+    critic = nn.Linear(2, 1)
+    critic_optimizer = torch.optim.Adam(critic.parameters(), lr=0.01)
+    loader: Any = DataLoader(data(), batch_size=8, shuffle=True)
+    world = None
+    if workers is not None:
+        world = world_of(workers)
+        if together:
+            world.wrap(generator, critic, generator_optimizer, critic_optimizer)
+        else:
+            world.wrap(generator, generator_optimizer)
+            world.wrap(critic, critic_optimizer)
+        loader = world.loader(loader)
+    backward = Tensor.backward if world is None else world.backward
+    for x, real in loader:
+        fake = generator(x)
+        critic.zero_grad()
+        backward((critic(fake.detach()) - critic(real)).mean() + 0.1 * critic(real).square().mean())
+        critic_optimizer.step()
+        generator_optimizer.zero_grad()
+        backward(-critic(fake).mean())
+        generator_optimizer.step()
+    return weights(generator), weights(critic)
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_two_models_that_train_against_each_other_stay_exact(run_ranks: Ranks, size: int, together: bool) -> None:
+    expected = _gan(None, together)
+    answers = run_ranks(_gan, size, together)
+    for index in (0, 1):
+        _require_same([answer[index] for answer in answers], expected[index], size)
+
+
+def _lbfgs(workers: Workers | None) -> Weights:
+    model, _ = make(has_norm=False)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=5, line_search_fn="strong_wolfe")
+    loader: Any = DataLoader(data(), batch_size=20)
+    world = None
+    if workers is not None:
+        world = world_of(workers)
+        model, optimizer = world.wrap(model, optimizer)
+        loader = world.loader(loader)
+    for x, y in loader:
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y)  # noqa: B023
+            loss.backward() if world is None else world.backward(loss)  # type: ignore[no-untyped-call]
+            return loss
+
+        optimizer.step(closure)
+    return weights(model)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_an_optimizer_with_a_closure_searches_with_the_loss_of_all(run_ranks: Ranks, size: int) -> None:
+    found = run_ranks(_lbfgs, size)
+    for each in found:
+        assert relative_difference(each, _lbfgs(None)) < 1e-9
+        assert all(torch.equal(value, found[0][name]) for name, value in each.items())
+
+
+def _unfreeze(workers: Workers | None) -> Weights:
+    model, optimizer = make()
+    model.first.requires_grad_(False)
+    loader: Any = DataLoader(data(), batch_size=8, shuffle=True)
+    if workers is None:
+        plain_loop(model, optimizer, loader, 1)
+        model.first.requires_grad_(True)
+        return plain_loop(model, optimizer, loader, 1)
+    world = world_of(workers)
+    model, optimizer = world.wrap(model, optimizer)
+    loader = world.loader(loader)
+    world_loop(world, model, optimizer, loader, 1)
+    model.first.requires_grad_(True)
+    return world_loop(world, model, optimizer, loader, 1)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_part_of_a_model_can_be_unfrozen(run_ranks: Ranks, size: int) -> None:
+    _require_same(run_ranks(_unfreeze, size), _unfreeze(None), size)
+
+
+class _Scaler:
+    """Scales the loss, and leaves out every third step, as one for half precision does after an overflow."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.num_calls += 1
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.div_(8)
+        if self.num_calls % 3:
+            optimizer.step()
+
+    def update(self) -> None:
+        """Nothing to adapt."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"num_calls": self.num_calls}
+
+
+def _scaled(workers: Workers | None, accumulate: int) -> tuple[Weights, int]:
+    model, optimizer = make(has_norm=False)
+    scaler = _Scaler()
+    loader: Any = DataLoader(data(), batch_size=9, shuffle=True)
+    world = None
+    if workers is not None:
+        world = world_of(workers)
+        model, optimizer, scaler = world.wrap(model, optimizer, scaler)
+        loader = world.loader(loader, accumulate=accumulate)
+    for _ in range(2):
+        for x, y in loader:
+            loss = F.mse_loss(model(x), y) * 8
+            loss.backward() if world is None else world.backward(loss)  # type: ignore[no-untyped-call]
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    return weights(model), scaler.num_calls
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_loss_scaler_waits_for_the_passes_of_a_step(run_ranks: Ranks, size: int) -> None:
+    expected, num_calls = _scaled(None, 1)
+    for accumulate in (1, 3):
+        for found, calls in run_ranks(_scaled, size, accumulate):
+            assert calls == num_calls
+            assert relative_difference(found, expected) < 1e-12
+
+
+def _validate(workers: Workers, num_samples: int, batch_size: int, after_training: bool) -> tuple[float, int, int]:
+    world = world_of(workers)
+    model, optimizer = world.wrap(*make())
+    loader = world.loader(DataLoader(data(num_samples), batch_size=batch_size))
+    if after_training:  # with this very loader
+        world_loop(world, model, optimizer, loader, 1)
+        model.load_state_dict(make()[0].state_dict())
+    model.eval()
+    loss, num_seen = 0, 0
+    with torch.no_grad():
+        for x, y in loader:
+            loss += F.mse_loss(model(x), y).item() * len(x)
+            num_seen += len(x)
+    return world.sum(loss), world.sum(num_seen), int(world.max(num_seen))
+
+
+@pytest.mark.parametrize(("num_samples", "batch_size"), [(1001, 50), (10, 3)])
+@pytest.mark.parametrize("after_training", [False, True])
+def test_a_validation_counts_each_sample_once(
+    run_ranks: Ranks, num_samples: int, batch_size: int, after_training: bool
+) -> None:
+    model, _ = make()
+    x, y = data(num_samples).tensors
+    expected = F.mse_loss(model.eval()(x), y).item() * num_samples
+    for loss, num_seen, most in run_ranks(_validate, 3, num_samples, batch_size, after_training):
+        assert num_seen == num_samples
+        assert num_samples / 3 <= most <= num_samples / 3 + 21
+        assert abs(loss - expected) < 1e-9 * expected
+
+
+def _reduce(workers: Workers) -> list[Any]:
+    world = world_of(workers)
+    rank = world.rank
+    x = torch.tensor([rank, 1.0], dtype=torch.float32)
+    nested = world.sum({"b": [1, 0.5], "a": (x, True)})
+    # A worker that had nothing to add still has the whole number it began with.
+    mixed = world.sum(0 if rank == 0 else 0.25)
+    most = world.max([rank, -rank, 0.5])
+    shared = world.share((1, {2: x}) if rank == 0 else None)
+    gathered = world.gather({"rank": rank, "x": torch.full((rank,), 1.0)})
+    assert x.tolist() == [rank, 1.0]
+    return [nested, mixed, most, world.any(rank == 1), shared, [len(each["x"]) for each in gathered]]
+
+
+def test_values_of_all_forms_are_reduced(run_ranks: Ranks) -> None:
+    for nested, mixed, most, anyone, shared, lengths in run_ranks(_reduce, 3):
+        assert list(nested) == ["b", "a"]
+        assert nested["b"] == [3, 1.5]
+        assert isinstance(nested["b"][0], int)
+        assert nested["a"][0].tolist() == [3.0, 3.0]
+        assert nested["a"][0].dtype == torch.float32
+        assert nested["a"][1] == 3
+        assert (mixed, most, anyone, lengths) == (0.5, [2, 0, 0.5], True, [0, 1, 2])
+        assert shared[0] == 1
+        assert shared[1][2].tolist() == [0.0, 1.0]
+
+
+def _copies(workers: Workers) -> tuple[bool, bool]:
+    world = world_of(workers)
+    model, optimizer = world.wrap(*make())
+    average = copy.deepcopy(model)
+    stored = io.BytesIO()
+    pickle.dump(model, stored)
+    world_loop(world, model, optimizer, world.loader(DataLoader(data(), batch_size=8)), 1)
+    average(data().tensors[0]).sum().backward()  # type: ignore[no-untyped-call]
+    average.zero_grad()
+    read = pickle.loads(stored.getvalue())
+    read(data().tensors[0])
+    return average.first.weight.grad is None, model.first.weight.grad is not None
+
+
+def test_a_wrapped_model_can_be_copied_and_pickled(run_ranks: Ranks) -> None:
+    assert run_ranks(_copies, 2) == [(True, True)] * 2
+
+
+def _split_later(workers: Workers) -> str:
+    world = world_of(workers)
+    model, optimizer = world.wrap(*make())
+    world_loop(world, model, optimizer, world.loader(DataLoader(data(), batch_size=8)), 1)
+    part, _ = torch.utils.data.random_split(data(), [20, 17])
+    with pytest.raises(SettingError) as caught:
+        world.loader(DataLoader(part, batch_size=8))
+    return str(caught.value)
+
+
+def test_a_split_that_differs_between_workers_is_refused(run_ranks: Ranks) -> None:
+    for sentence in run_ranks(_split_later, 2):
+        assert sentence.startswith("the choice of samples is ")
+
+
+def test_the_plain_net_is_what_it_says() -> None:
+    assert any(isinstance(layer, nn.BatchNorm1d) for layer in Net().modules())

@@ -1,0 +1,232 @@
+"""What the class of a task shows before any process starts; the table in tests/mistakes has the commoner cases."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import pytest
+from torch import nn
+
+from stormo import options
+from stormo.errors import SettingError
+from stormo.tasks.check import check_made, check_options, check_task, looks_like_task, note_method
+from stormo.tasks.find import TASKS, find_task
+from stormo.tasks.task import Task
+
+
+class Good(Task):
+    """Has what a task needs and nothing else."""
+
+    def model(self) -> Any: ...
+
+    def train_data(self) -> Any: ...
+
+    def validation_data(self) -> Any: ...
+
+    def loss(self, model: Any, batch: Any) -> Any: ...
+
+
+def changed(**attributes: Any) -> type[Task]:
+    """The good task with other attributes."""
+    return type("Net", (Good,), attributes)
+
+
+def answer(task_class: type[Task]) -> str:
+    with pytest.raises(SettingError) as caught:
+        check(task_class)
+    return str(caught.value)
+
+
+def check(task_class: type[Task]) -> None:
+    check_options(task_class)
+    check_task(task_class)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_built_in_tasks_pass(name: str) -> None:
+    check(find_task(name))
+
+
+def _wrapped(method: Any) -> Any:
+    @functools.wraps(method)
+    def call(*arguments: Any) -> Any:
+        return method(*arguments)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {},
+        {"model": nn.Flatten},  # a class makes its objects when it is called
+        {"model": staticmethod(lambda: None)},
+        {"model": classmethod(lambda cls: None)},
+        {"model": functools.cache(lambda self: None)},
+        {"model": _wrapped(lambda self: None)},
+        {"loss": lambda self, *everything: None},
+        {"loss": lambda self, model, batch, smoothing=0.1: None},
+        {"loss": staticmethod(lambda model, batch: None)},
+        {"__init__": lambda self, options=None: None},
+        {"num_draws": 3, "find_unused": True, "name": "mine"},
+    ],
+)
+def test_other_ways_to_write_a_method_pass(attributes: dict[str, Any]) -> None:
+    check(changed(**attributes))
+
+
+def test_all_missing_methods_are_named_at_once() -> None:
+    assert answer(type("Net", (Task,), {})) == (
+        "class Net was named as the task, but it has no model() and no train_data() and no validation_data() and no "
+        "loss(); write def model(self) and def train_data(self) and def validation_data(self) and "
+        "def loss(self, model, batch)."
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("get_model", "model"),
+        ("training_data", "train_data"),
+        ("train_dataloader", "train_data"),
+        ("val_data", "validation_data"),
+        ("validate_data", "validation_data"),
+        ("compute_loss", "loss"),
+        ("Loss", "loss"),
+    ],
+)
+def test_a_misspelt_method_is_pointed_at(written: str, meant: str) -> None:
+    methods = {name: getattr(Good, name) for name in ("model", "train_data", "validation_data", "loss")}
+    methods[written] = methods.pop(meant)
+    task_class = type("Net", (Task,), methods)
+    assert f"it has no {meant}(); write def {meant}(self" in answer(task_class)
+    assert answer(task_class).endswith(f" ({written}() looks like it: rename it).")
+
+
+def test_an_unrelated_method_is_not_pointed_at() -> None:
+    task_class = type("Net", (Task,), {"forward": print, "read_csv": print})
+    assert "looks like it" not in answer(task_class)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "sentence"),
+    [
+        ({"model": property(print)}, "Net.model is a property, but it is called as model(), so it must be a method; "),
+        ({"loss": None}, "Net.loss is a NoneType, but it is called as loss(model, batch), so it must be a method; "),
+        ({"loss": nn.Flatten()}, "Net.loss is a Flatten, but it is called as loss(model, batch), so it must be a "),
+        ({"train_data": [1, 2]}, "Net.train_data is a list, but it is called as train_data(), so it must be a method;"),
+        (
+            {"train_data": lambda self, folder: None},
+            "Net.train_data(self, folder) was written, but it is called as train_data(); write def train_data(self).",
+        ),
+        (
+            {"loss": classmethod(lambda cls, batch: None)},
+            "Net.loss(batch) was written, but it is called as loss(model, batch); ",
+        ),
+        ({"metrics": lambda self, batch: None}, "Net.metrics(self, batch) was written, but it is called as metrics("),
+        ({"augment": lambda self, batch: None}, "Net.augment(self, batch) was written, but it is called as augment(b"),
+        ({"collate": lambda self: None}, "Net.collate(self) was written, but it is called as collate(samples); write "),
+        ({"name": 3}, 'Net.name is 3, but it is shown as text; set something like "my-task".'),
+        ({"num_draws": -1}, "Net.num_draws is -1, but it counts "),
+        ({"num_draws": True}, "Net.num_draws is True, but it counts "),
+        ({"find_unused": "yes"}, "Net.find_unused is 'yes', but it is a switch; set it to True or False."),
+        ({"defaults": ["adamw"]}, "Net.defaults is a list, but it holds settings by name; "),
+    ],
+)
+def test_what_cannot_be_called_or_used_is_refused(attributes: dict[str, Any], sentence: str) -> None:
+    assert answer(changed(**attributes)).startswith(sentence)
+
+
+@dataclass
+class Plain:
+    """Options without a line of help."""
+
+    width: int = 3
+    kind: Literal["a", "b"] = "a"
+    rate: float | None = None
+    counter: ClassVar[int] = 0
+
+
+def test_plain_fields_of_a_dataclass_are_options_without_help() -> None:
+    check_options(changed(Options=Plain))
+    help_text = options.build_parser("stormo train", options.options_of("task", Plain), "Task").format_help()
+    assert "--task.width N" in help_text
+    assert "--task.kind {a,b}" in help_text
+    assert "(default: 3)" in help_text
+    settings = options.parse_flags("stormo train", ["--task.width", "4"], options.options_of("task", Plain), "Task")
+    assert options.make_config(settings, Plain).task_options == Plain(width=4)
+
+
+class Undecorated(Plain):
+    depth: int = 2
+
+
+class Nameless:
+    width: int = 3
+
+
+@dataclass
+class Several:
+    width: int | str = 3
+
+
+@dataclass
+class Unknown:
+    width: "Whatever" = None  # type: ignore[name-defined]  # noqa: F821, UP037
+
+
+@dataclass
+class Factory:
+    width: list[int] = dataclasses.field(default_factory=list)
+
+
+@pytest.mark.parametrize(
+    ("declared", "sentence"),
+    [
+        (Undecorated, "Net.Options was written, but it is not a dataclass; put @dataclass above class Undecorated."),
+        (Nameless, "Net.Options was written, but it is not a dataclass; put @dataclass above class Nameless."),
+        (Plain(), "Net.Options is a Plain, but it must be a class; "),
+        (Several, "an option of Net.Options is declared as one of several types, but an option is int, float, "),
+        (Unknown, "an option of Net.Options is declared with a type that is not there, but name 'Whatever' is not "),
+        (Factory, "option width of Net.Options has no default, but a run must be able to start without it; "),
+    ],
+)
+def test_options_that_cannot_become_flags_are_refused(declared: Any, sentence: str) -> None:
+    assert answer(changed(Options=declared)).startswith(sentence)
+
+
+def test_an_init_that_leaves_out_that_of_task_is_refused() -> None:
+    check_made(Good(None))
+    with pytest.raises(SettingError, match=r"begin it with super\(\).__init__\(options\)"):
+        check_made(changed(__init__=lambda self, options: None)(None))
+
+
+def test_a_class_looks_like_a_task_by_two_of_its_methods() -> None:
+    assert looks_like_task(Good)
+    assert not looks_like_task(nn.Linear)
+
+
+class Raising(Good):
+    def loss(self, model: Any, batch: Any) -> Any:
+        return self.divide(batch)
+
+    def divide(self, batch: Any) -> Any:
+        return 1 / batch
+
+
+def test_an_error_of_the_users_own_ends_with_the_method_it_came_from() -> None:
+    task = Raising(None)
+    with pytest.raises(ZeroDivisionError) as caught:
+        task.loss(None, 0)
+    note_method(caught.value, task)
+    line = Raising.loss.__code__.co_firstlineno + 1
+    assert caught.value.__notes__ == [f"stormo: it was raised in Raising.loss(), test_check.py, line {line}."]
+
+
+def test_an_error_from_elsewhere_is_left_alone() -> None:
+    error = ValueError("not of the task")
+    note_method(error, Raising(None))
+    assert not hasattr(error, "__notes__")

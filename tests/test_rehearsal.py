@@ -1,0 +1,209 @@
+"""The rehearsal finds a task's mistakes and leaves no trace; the table in tests/mistakes has what it says of most."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from stormo.errors import SettingError
+from stormo.metrics import Validation
+from stormo.rehearsal import rehearse
+from stormo.world.world import World
+from tests.tiny_run import Parts, assert_same_bits, build, steps, whole_state
+from tests.tiny_task import Tiny
+
+Ranks = Callable[..., list[Any]]
+
+
+def _rehearse(parts: Parts, *, every_shape: bool = True) -> None:
+    data = parts.task.validation_data()
+    rehearse(parts.strategy, parts.loader, Validation(parts.task, data, 64, parts.world), every_shape=every_shape)
+
+
+class Drawing(Tiny):
+    """Uses every generator a process has."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        torch.rand(3)
+        return super().loss(model, batch) + 0 * (random.random() + np.random.rand())
+
+    def metrics(self, model: nn.Module, batch: Any) -> Any:
+        torch.rand(3)
+        random.random()
+        np.random.rand()
+        return super().metrics(model, batch)
+
+
+def _leaves_no_trace(world: World, every_shape: bool) -> None:
+    parts = build(world, {"jitter": True, "num_train": 40}, task_class=Drawing, global_batch_size=16)
+    generators = random.getstate(), repr(np.random.get_state())
+    for num_steps in (0, 4):  # also with state in the optimizer, as after a resume
+        steps(parts, num_steps)
+        before = whole_state(parts)
+        generators = random.getstate(), repr(np.random.get_state())
+        _rehearse(parts, every_shape=every_shape)
+        assert_same_bits(whole_state(parts), before)
+        assert generators == (random.getstate(), repr(np.random.get_state()))
+        assert all(parameter.grad is None for parameter in parts.strategy.module.parameters())
+        assert parts.strategy.module.training
+        assert parts.strategy.notices == []
+        assert parts.loader.wait_s == 0.0
+
+
+@pytest.mark.parametrize(("size", "every_shape"), [(1, False), (1, True), (3, True)])
+def test_a_rehearsal_leaves_no_trace(run_ranks: Ranks, size: int, every_shape: bool) -> None:
+    run_ranks(_leaves_no_trace, size, every_shape)
+
+
+def _num_passes(world: World) -> list[int]:
+    counts = []
+    for every_shape in (False, True):
+        parts = build(world, {"num_train": 40}, global_batch_size=16)
+        _rehearse(parts, every_shape=every_shape)
+        assert isinstance(parts.task, Tiny)
+        counts.append(parts.task.num_calls)
+    return counts
+
+
+def test_one_pass_is_enough_where_nothing_has_to_be_made_ready(run_ranks: Ranks) -> None:
+    assert run_ranks(_num_passes, 1) == [[1, 2]]
+
+
+class TwoHeads(nn.Module):
+    """One of its heads is never used, and a buffer appears in the first pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.spare, self.frozen = nn.Linear(8, 3), nn.Linear(8, 3), nn.Linear(8, 3).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "made_late"):
+            self.register_buffer("made_late", torch.ones(3))
+        return self.used(x) * self.made_late  # type: ignore[no-any-return]
+
+
+class Spare(Tiny):
+    def model(self) -> nn.Module:
+        return TwoHeads()
+
+
+class SpareAllowed(Spare):
+    find_unused = True
+
+
+def _unused(world: World) -> str:
+    with pytest.raises(SettingError) as caught:
+        _rehearse(build(world, task_class=Spare))
+    return str(caught.value)
+
+
+def _unused_allowed(world: World) -> list[float]:
+    parts = build(world, task_class=SpareAllowed, global_batch_size=100)
+    _rehearse(parts)
+    return steps(parts, 12)
+
+
+def test_a_parameter_without_a_gradient_is_refused_unless_the_task_allows_it(run_ranks: Ranks) -> None:
+    said = run_ranks(_unused, 2)
+    assert said == run_ranks(_unused, 1) * 2
+    assert said[0].startswith("Spare.model() has the parameters spare.weight, spare.bias, but Spare.loss() gave them ")
+    alone, two = run_ranks(_unused_allowed, 1)[0], run_ranks(_unused_allowed, 2)[0]
+    assert two == pytest.approx(alone, rel=1e-5)
+    assert two[-1] < two[0]
+
+
+class NotANumber(Tiny):
+    """Only the last worker's loss is none."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        loss = super().loss(model, batch)
+        is_last = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 1
+        return loss / 0 if is_last else loss
+
+
+def _notices(world: World) -> list[str]:
+    parts = build(world, task_class=NotANumber)
+    _rehearse(parts)
+    return parts.strategy.notices
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_loss_that_is_not_finite_is_warned_of_on_the_main_worker(run_ranks: Ranks, size: int) -> None:
+    for notices in run_ranks(_notices, size):
+        assert notices == [
+            "NotANumber.loss() is not a finite number in the very first batch: look for a division by zero, a log of "
+            "zero, and inputs that are not scaled."
+        ]
+
+
+class Failing(Tiny):
+    """Raises what it is told to."""
+
+    error: Exception = ValueError()
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        raise self.error
+
+
+def _failing(world: World, error: Exception) -> tuple[str, str]:
+    parts = build(world, task_class=Failing)
+    parts.task.error = error  # type: ignore[attr-defined]
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        _rehearse(parts)
+    return type(caught.value).__name__, str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!",
+        "indices should be either on cpu or on the same device as the indexed tensor (cuda)",
+        "Input type (torch.FloatTensor) and weight type (torch.cuda.FloatTensor) should be the same",
+    ],
+)
+def test_tensors_on_several_devices_are_explained(run_ranks: Ranks, text: str) -> None:
+    ((kind, said),) = run_ranks(_failing, 1, RuntimeError(text))
+    line = Failing.loss.__code__.co_firstlineno + 1
+    assert kind == "SettingError"
+    assert said == (
+        f"Failing.loss() mixes tensors (test_rehearsal.py, line {line}: {text}), but the model and the batch are on "
+        "cpu, and whatever meets them must be there too; make it with device= of one of the batch's tensors, or in a "
+        "module by register_buffer()."
+    )
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("the same device"), RuntimeError("boom"), AttributeError("'Net' object has no attribute 'x'")],
+    ids=["ValueError", "RuntimeError", "AttributeError"],
+)
+def test_an_error_of_the_users_own_stays_as_it_is(run_ranks: Ranks, error: Exception) -> None:
+    assert run_ranks(_failing, 1, error) == [(type(error).__name__, str(error))]
+
+
+class Halved(Tiny):
+    def model(self) -> nn.Module:
+        return nn.Linear(8, 3, dtype=torch.float64)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        x, y = batch
+        return cross_entropy(model(x), y)
+
+
+def _mixed_types(world: World) -> str:
+    with pytest.raises(SettingError) as caught:
+        _rehearse(build(world, task_class=Halved))
+    return str(caught.value)
+
+
+def test_numbers_of_several_types_are_explained(run_ranks: Ranks) -> None:
+    (said,) = run_ranks(_mixed_types, 1)
+    assert said.startswith("Halved.loss() mixes tensors (test_rehearsal.py, line ")
+    assert "must be of one type; let the data set give torch.float32 (.float())" in said
