@@ -105,8 +105,8 @@ def _global_size(loop: Loop, batch_size: int | None, total: int | None, accumula
     if (batch_size is None) == (total is None):
         raise SettingError(
             "world.loader() was given "
-            + ("neither" if total is None else "both")
-            + " batch_size and global_batch_size",
+            + ("neither batch_size nor" if total is None else "both batch_size and")
+            + " global_batch_size",
             "one of them says how many samples a step takes",
             "set batch_size for each worker, or global_batch_size for all of them together",
         )

@@ -68,7 +68,7 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return array[()] if array.ndim == 0 else array
     if kind in _LISTS:
         return _LISTS[kind](decode(inner, tensors))
-    return _MAPS[kind]((decode(key, tensors), decode(item, tensors)) for key, item in inner)
+    return _MAPS[kind]({decode(key, tensors): decode(item, tensors) for key, item in inner})
 
 
 def pack(value: Any) -> bytes:

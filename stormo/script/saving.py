@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import MethodType
 from typing import Any, TypeVar
 
 import safetensors.torch
@@ -209,8 +210,16 @@ def _group_state(group: Group) -> dict[str, Any]:
             [{key: value for key, value in settings.items() if key != "params"} for settings in optimizer.param_groups]
             for optimizer in group.optimizers
         ],
-        "others": [other.state_dict() for other in group.others],
+        "others": [_own_state(other) for other in group.others],
     }
+
+
+def _own_state(other: Any) -> Any:
+    """What a scheduler or loss scaler says of itself; torch's schedulers count our gates in, as they hold them."""
+    state = other.state_dict()
+    if not isinstance(state, dict):
+        return state
+    return {name: value for name, value in state.items() if not isinstance(value, MethodType)}
 
 
 def _load_group(

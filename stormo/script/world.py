@@ -354,7 +354,7 @@ class World:
 
     @torch.no_grad()
     def _share_weights(self, model: nn.Module) -> None:
-        shapes = [f"{name} {tuple(tensor.shape)}" for name, tensor in model.state_dict().items()]
+        shapes = [f"{name} {tuple(getattr(tensor, 'shape', ()))}" for name, tensor in model.state_dict().items()]
         self._workers.require_same({"wrapped model": hashlib.sha256("\n".join(shapes).encode()).hexdigest()[:12]})
         for tensor in [*model.parameters(), *model.buffers()]:
             if tensor.numel() and self.size > 1:

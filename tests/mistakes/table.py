@@ -292,6 +292,28 @@ IN_THE_FIRST_BATCH = [
         ),
     ),
     Mistake(
+        name="a batch that cannot be moved to the device",
+        change=("    def loss", "    def collate(self, samples):\n        return Graph()\n\n    def loss"),
+        good="class Graph:\n    pass\n\n"
+        + GOOD_TASK.replace(_TRAIN_DATA, "        return [(torch.ones(8), 1)] * 64\n"),
+        flags=("--loader-workers", "0"),
+        says=(
+            "batch is of type Graph, but only tensors can be moved to cpu, also those in dicts, lists, tuples "
+            "and dataclasses; give that type a method to(device), return tensors from the data set, or write "
+            "collate() in the task."
+        ),
+    ),
+    Mistake(
+        name="a stream of unknown length",
+        change=(_TRAIN_DATA, "        return Numbers()\n"),
+        good="class Numbers:\n    def __iter__(self):\n        return iter(range(64))\n\n" + GOOD_TASK,
+        says=(
+            "train_data() gave a stream that does not tell its length, but the steps of an epoch, warm-up and "
+            "decay are counted in it; set --epoch-samples to the samples that make an epoch, or give the "
+            "stream a __len__."
+        ),
+    ),
+    Mistake(
         name="`loss()` without `return`",
         change=_loss(_LOSS.replace("return ", "")),
         says=(
@@ -348,6 +370,19 @@ IN_THE_FIRST_BATCH = [
         says=(
             "Net.metrics() returned a value of type Tensor, but each value is reported under its name; "
             'return a dict, such as {"loss": loss_sum}.'
+        ),
+    ),
+    Mistake(
+        name="a metric for each sample",
+        change=(
+            "    def loss",
+            "    def metrics(self, model, batch):\n"
+            '        return {"accuracy": model(batch[0]).argmax(1) == batch[1]}\n\n'
+            "    def loss",
+        ),
+        says=(
+            "Net.metrics() returned 'accuracy' as a tensor of shape [64], but the sum over the samples of a "
+            "batch is one number; return its .sum()."
         ),
     ),
     Mistake(

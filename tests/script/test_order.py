@@ -153,6 +153,11 @@ def small_batches(world: World, model: nn.Module, optimizer: Any) -> None:
     _loader(world, 2, accumulate=3)
 
 
+def small_first_batch(world: World, model: nn.Module, optimizer: Any) -> None:
+    for batch in world.loader(DataLoader(data(), batch_sampler=[[0], [1, 2, 3], [4, 5, 6]]), accumulate=2):
+        world.backward(_loss(model, batch))
+
+
 def sum_of_text(world: World, model: nn.Module, optimizer: Any) -> None:
     world.sum("3")
 
@@ -207,6 +212,7 @@ REFUSED: dict[Callable[[World, nn.Module, Any], None], str] = {
     no_batch_size: "world.loader() was given neither batch_size nor global_batch_size",
     a_loader_with_settings: "world.loader() was given a DataLoader with settings of its own besides",
     small_batches: "a DataLoader with batch_size 2 was passed to world.loader(), but 1 workers × 3 passes cut it into 3",
+    small_first_batch: "a training loop began with a batch of 1, but 1 workers × 2 passes need at least 2 in the first",
     sum_of_text: "a str was to be reduced over the workers",
     save_a_model: "a Net was to be saved (extra/0/model)",
     counts_of_nothing: "world.backward() was called with counts that add up to 0",
@@ -429,30 +435,6 @@ def test_workers_that_part_all_raise_the_lines_they_are_at(
     assert sum(words in first[0] for words in DIFFERENT[script]) >= 2 - (len(set(DIFFERENT[script])) == 1)
 
 
-def _ends_early(workers: Workers) -> str:
-    world = world_of(workers)
-    model, optimizer = world.wrap(*make())
-    loader = _loader(world)
-    for number, batch in enumerate(loader):
-        if world.rank == 1 and number == 1:
-            workers.close()
-            return ""
-        try:
-            optimizer.zero_grad()
-            world.backward(_loss(model, batch))
-            optimizer.step()
-        except StormoError as error:
-            return str(error)
-    return "nothing"
-
-
-def test_a_worker_that_ends_early_is_missed_at_once(run_ranks: Ranks) -> None:
-    first, second = run_ranks(_ends_early, 2)
-    assert second == ""
-    assert first.startswith("rank 0 is at: the batch at sample 8 of epoch 1 of loader 1 in test_order.py line ")
-    assert first.endswith("another rank has failed, or has ended before it.")
-
-
 def _foreign_gradient(workers: Workers) -> str:
     world = world_of(workers)
     model, optimizer = world.wrap(*make())
@@ -466,21 +448,6 @@ def _foreign_gradient(workers: Workers) -> str:
 def test_a_gradient_of_another_kind_is_refused(run_ranks: Ranks) -> None:
     for sentence in run_ranks(_foreign_gradient, 2):
         assert sentence.startswith("world.backward() was called on top of gradients that did not come from it")
-
-
-def _small_first_batch(workers: Workers) -> str:
-    world = world_of(workers)
-    model, optimizer = world.wrap(*make())
-    with pytest.raises(StormoError) as caught:
-        for batch in world.loader(DataLoader(data(), batch_sampler=[[0], [1, 2, 3], [4, 5, 6]])):
-            world.backward(_loss(model, batch))
-    workers.close()
-    return str(caught.value)
-
-
-def test_a_training_that_begins_with_too_small_a_batch_is_refused(run_ranks: Ranks) -> None:
-    sentences = run_ranks(_small_first_batch, 2)
-    assert sum(each.startswith("a training loop began with a batch of 1, but 2 workers") for each in sentences) == 1
 
 
 def _plateau(workers: Workers, is_same: bool) -> str:

@@ -215,7 +215,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     world = world_of(_one())
     model = nn.Linear(3, 3)
     world.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    world.loader(DataLoader(data(), batch_size=8))
+    _loader = world.loader(DataLoader(data(), batch_size=8))
     with pytest.raises(SettingError, match=r"was to be loaded, but it does not fit the model"):
         world.load(tmp_path)
 
@@ -234,7 +234,7 @@ def test_other_data_than_before_are_refused(tmp_path: Path) -> None:
     _save(tmp_path, 1)
     world = world_of(_one())
     world.wrap(*make())
-    world.loader(DataLoader(data(20), batch_size=8))
+    _loader = world.loader(DataLoader(data(20), batch_size=8))
     with pytest.raises(SettingError, match=r"whose loader 1 had 37 samples, but here it has 20"):
         world.load(tmp_path)
 

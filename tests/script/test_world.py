@@ -127,8 +127,9 @@ def test_a_last_batch_smaller_than_the_workers_counts_each_sample_once(run_ranks
 def test_plain_batch_norm_is_the_same_on_all_workers_with_stand_ins(run_ranks: Ranks) -> None:
     answers = run_ranks(_train_ghosts, 3, False)
     for found, _ in answers:
-        assert all(torch.equal(value, answers[0][0][name]) for name, value in found.items())
-        assert all(bool(value.isfinite().all()) for value in found.values())
+        values = {name: value for name, value in found.items() if value.is_floating_point()}
+        assert all(torch.equal(value, answers[0][0][name]) for name, value in values.items())
+        assert all(bool(value.isfinite().all()) for value in values.values())
 
 
 def _train_set(workers: Workers, shuffle: bool, total: int | None) -> tuple[Weights, list[Tensor]]:

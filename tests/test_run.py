@@ -1,0 +1,243 @@
+"""`stormo run`: a user's script on several workers, and every way in which it can end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stormo.cli import main
+
+SCRIPT = Path(__file__).with_name("script") / "training.py"
+ENDS_WITHIN_S = 90.0  # on a busy machine; what is promised is seconds
+SLOW = ("--slow", "0.1", "--epochs", "1000")
+
+
+def _environ() -> dict[str, str]:
+    # As a file of a user's own would be started: from another folder, with stormo installed.
+    paths = [str(SCRIPT.parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _start(*words: str, cwd: Path | None = None) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=_environ(),
+        cwd=cwd,
+        start_new_session=True,
+    )
+
+
+def _end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=ENDS_WITHIN_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return process.returncode, out, err
+
+
+def _run(num_workers: int, *flags: str, script: Path | str = SCRIPT, cwd: Path | None = None) -> tuple[int, str, str]:
+    return _end(_start(*_words(num_workers, *flags, script=script), cwd=cwd))
+
+
+def _words(num_workers: int, *flags: str, script: Path | str = SCRIPT) -> list[str]:
+    return ["-m", "stormo", "run", str(script), "--num-gpus", str(num_workers), "--device", "cpu", "--", *flags]
+
+
+def _pids(process: subprocess.Popen[str], count: int) -> dict[int, int]:
+    """The workers' processes, by rank, once all are in their loops."""
+    assert process.stdout is not None
+    pids: dict[int, int] = {}
+    while len(pids) < count:
+        line = process.stdout.readline()
+        assert line, process.communicate()[1]
+        found = re.search(r"rank (\d+) has pid (\d+)", line)
+        if found:
+            pids[int(found[1])] = int(found[2])
+    return pids
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def _digest(out: str) -> str:
+    found = re.findall(r"workers: (\w{16})$", out, re.MULTILINE)
+    assert len(found) == 1, out
+    return str(found[0])
+
+
+def test_a_script_runs_as_it_is_with_stormo_and_with_torchrun(tmp_path: Path) -> None:
+    code, plain, err = _end(_start(str(SCRIPT), "--num-workers", "2", cwd=tmp_path))
+    assert (code, err) == (0, "")
+    code, out, err = _run(1, cwd=tmp_path)
+    assert (code, err) == (0, "")
+    assert _digest(out) == _digest(plain)
+    code, two, err = _run(2, "--num-workers", "2")
+    assert (code, err) == (0, "")
+    assert "[rank 1] rank 1 has pid" in two or "rank 1 has pid" in two
+    code, out, err = _end(_start("-m", "torch.distributed.run", "--nproc-per-node", "2", str(SCRIPT)))
+    assert code == 0, err
+    assert _digest(out) == _digest(two)
+    code, out, err = _run(3, "--fail-rank", "1", "--how", "fork")
+    assert (code, err) == (0, "")
+    assert "of 3 workers" in out
+
+
+def test_a_module_is_run_by_its_name_with_its_own_flags(tmp_path: Path) -> None:
+    tmp_path.joinpath("mine.py").write_text(
+        "import sys, stormo\nworld = stormo.World()\nprint(world.rank, sys.argv[1:])\n"
+    )
+    code, out, err = _run(2, "--num-gpus", "7", script="mine", cwd=tmp_path)
+    assert (code, err) == (0, "")
+    assert sorted(line[-19:] for line in out.splitlines()) == ["0 ['--num-gpus', '7']", "1 ['--num-gpus', '7']"] or (
+        "0 ['--num-gpus', '7']" in out and "1 ['--num-gpus', '7']" in out
+    )
+
+
+ENDINGS: dict[str, tuple[int, str]] = {
+    "raise": (1, "stormo: rank 1 on host {host} failed: ValueError: boom\nTraceback (most recent call last):\n"),
+    "kill": (1, "stormo: rank 1 on host {host} was killed by SIGKILL (signal 9)\n"),
+    "exit": (1, "stormo: rank 1 on host {host} ended with exit code 3 and did not report why\n"),
+    "setting": (2, "stormo: a str was to be reduced over the workers, but numbers, tensors, and dicts, lists and "),
+    "break": (2, "stormo: rank 0 is at: "),
+}
+
+
+@pytest.mark.parametrize("how", ENDINGS)
+def test_a_worker_that_fails_ends_all_and_is_named_first(how: str) -> None:
+    process = _start(*_words(2, *SLOW, "--fail-rank", "1", "--how", how))
+    pids = _pids(process, 2)
+    code, _, err = _end(process)
+    expected, words = ENDINGS[how]
+    assert code == expected, err
+    assert err.startswith(words.split("{host}")[0]), err
+    assert words.split("{host}")[-1] in err
+    assert err.count("Traceback") == (how == "raise")
+    if how in ("setting", "break"):
+        assert err.count("\n") == 1
+    assert all(_is_gone(pid) for pid in pids.values())
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)], ids=lambda each: str(each)
+)
+def test_a_script_that_looks_stops_in_order_and_goes_on(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    folder = ("--folder", str(tmp_path / "c"), "--looks")
+    process = _start(*_words(2, *SLOW, *folder))
+    pids = _pids(process, 2)
+    process.send_signal(number)
+    ended, out, err = _end(process)
+    assert ended == code, err
+    assert "Traceback" not in err
+    assert all(_is_gone(pid) for pid in pids.values())
+    if number is signal.SIGTERM:
+        found = re.search(r"saved at step (\d+)", out)
+        assert found
+        epochs = int(found[1]) // 4 + 2
+        done, resumed, err = _run(2, "--epochs", str(epochs), *folder)
+        assert (done, err) == (0, "")
+        _, whole, _ = _run(2, "--epochs", str(epochs))
+        assert f"steps {4 * epochs} of" in resumed
+        assert _digest(resumed) == _digest(whole)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)], ids=lambda each: str(each))
+def test_a_script_that_does_not_look_ends_at_once(number: signal.Signals, code: int) -> None:
+    process = _start(*_words(2, *SLOW))
+    pids = _pids(process, 2)
+    process.send_signal(number)
+    ended, _, err = _end(process)
+    assert ended == code, err
+    assert f"was ended by {number.name}" in err
+    assert "Traceback" not in err
+    assert all(_is_gone(pid) for pid in pids.values())
+
+
+def test_one_process_ends_as_python_does(tmp_path: Path) -> None:
+    code, _, err = _end(_start(str(SCRIPT), "--fail-rank", "0"))
+    assert code == 1
+    assert err.startswith("Traceback (most recent call last):\n")
+    assert err.endswith("ValueError: boom\n")
+    code, _, err = _end(_start(str(SCRIPT), "--how", "setting"))
+    assert code == 2
+    assert err.startswith("stormo: a str was to be reduced")
+    assert err.count("\n") == 1
+    process = _start(str(SCRIPT), *SLOW, "--looks", "--folder", str(tmp_path / "c"))
+    _pids(process, 1)
+    process.send_signal(signal.SIGUSR1)
+    code, out, err = _end(process)
+    assert (code, err) == (75, "")
+    assert "saved at step" in out
+
+
+def test_the_last_worker_may_go_on_alone() -> None:
+    began_s = time.monotonic()
+    code, out, err = _run(2, "--alone", "8")
+    assert (code, err) == (0, "")
+    assert "of 2 workers" in out
+    assert time.monotonic() - began_s > 8
+    code, _, err = _end(_start("-m", "torch.distributed.run", "--nproc-per-node", "2", str(SCRIPT), "--alone", "8"))
+    assert code == 0, err
+
+
+def test_a_script_that_never_asks_for_the_world_runs_on_each_worker(tmp_path: Path) -> None:
+    tmp_path.joinpath("plain.py").write_text("import time\ntime.sleep(0.5)\nprint('done')\n")
+    code, out, err = _run(2, script=tmp_path / "plain.py")
+    assert code == 0
+    assert out.count("done") == 2
+    assert err == "stormo: no worker called stormo.World(), so that each of the 2 ran alone\n"
+
+
+def test_a_syntax_error_is_shown_once_with_its_line(tmp_path: Path) -> None:
+    tmp_path.joinpath("broken.py").write_text("import stormo\nworld = stormo.World(\n")
+    code, _, err = _run(2, script=tmp_path / "broken.py")
+    assert code == 1
+    assert re.match(r"stormo: rank [01] on host \S+ ended with exit code 1 and did not report why\n", err)
+    assert "SyntaxError: '(' was never closed" in err
+
+
+def test_a_loading_process_that_runs_the_script_again_is_told(tmp_path: Path) -> None:
+    tmp_path.joinpath("spawns.py").write_text(
+        "import torch, stormo\nfrom torch.utils.data import DataLoader\nworld = stormo.World()\n"
+        "data = DataLoader(range(8), 2, num_workers=1, multiprocessing_context='spawn')\n"
+        "for batch in world.loader(data):\n    pass\n"
+    )
+    code, _, err = _end(_start(str(tmp_path / "spawns.py")))
+    assert code != 0
+    assert 'put all but definitions under if __name__ == "__main__":.' in err
+
+
+SENTENCES: dict[tuple[str, ...], str] = {
+    (): "stormo run was given no script, but there is nothing to run; name one: stormo run train.py.",
+    ("none.py",): "stormo run none.py was typed, but there is no such file; check the path.",
+    ("none_such_module",): "stormo run none_such_module was typed, but there is no such module",
+}
+
+
+@pytest.mark.parametrize("words", SENTENCES, ids=str)
+def test_what_cannot_be_run_is_refused_before_a_worker_starts(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[Any]
+) -> None:
+    assert main(["run", *words]) == 2
+    assert SENTENCES[words] in capsys.readouterr().err
+
+
+def test_flags_of_the_script_without_the_dashes_are_explained(capsys: pytest.CaptureFixture[Any]) -> None:
+    assert main(["run", str(SCRIPT), "--epochs", "3"]) == 2
+    assert "--epochs" in (said := capsys.readouterr().err)
+    assert "after --" in said
