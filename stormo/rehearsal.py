@@ -65,15 +65,14 @@ def rehearse(strategy: Strategy, loader: Loader, validation: Validation, *, ever
         every_shape: also run the short last batch, and make ready whatever the first steps would stumble over.
     """
     task = strategy.task
-    warnings.filterwarnings(
-        "ignore", "Got pickle error when attempting to start"
-    )  # torch's, of what is explained below
+    # torch's own words on what is explained below
+    warnings.filterwarnings("ignore", "Got pickle error when attempting to start")
     random_state = collect_random_state()
     try:
-        with _explained(task, "train_data", "loss", strategy.world.device):
+        with explained(task, "train_data", "loss", strategy.world.device):
             batches = _checked(task, loader.first_and_last())
             strategy.warm_up(loader, batches if every_shape else itertools.islice(batches, 1), _FirstLook(strategy))
-        with _explained(task, "validation_data", "metrics", strategy.world.device):
+        with explained(task, "validation_data", "metrics", strategy.world.device):
             rounds = validation.run(strategy.module, strategy.autocast)
             next(rounds)
             cast("Generator[object]", rounds).close()
@@ -128,7 +127,7 @@ def _checked(task: Task, batches: Iterator[Batch]) -> Iterator[Batch]:
 
 
 @contextmanager
-def _explained(task: Task, data_method: str, method: str, device: torch.device) -> Iterator[None]:
+def explained(task: Task, data_method: str, method: str, device: torch.device) -> Iterator[None]:
     """Put what torch and Python say of well-known mistakes into a sentence; all else goes up as it is."""
     name = type(task).__name__
     try:

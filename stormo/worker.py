@@ -27,7 +27,7 @@ from stormo.optim.schedule import Schedule
 from stormo.plan import Plan, resolve
 from stormo.process import SetUp
 from stormo.progress import Progress
-from stormo.rehearsal import rehearse
+from stormo.rehearsal import explained, rehearse
 from stormo.state import RunState
 from stormo.strategies.fit import find_passes
 from stormo.strategies.table import STRATEGIES
@@ -120,7 +120,8 @@ def _train(
         make_batch=make_batch(task),
     )
     if config.batch.batch_size == "auto":
-        plan = find_passes(config, plan, strategy, loader)
+        with explained(task, "train_data", "loss", world.device):
+            plan = find_passes(config, plan, strategy, loader)
         set_up.done("batch size")
     is_cold = world.size > 1 or world.device.type == "cuda" or plan.compile or plan.loader == "streamed"
     rehearse(strategy, loader, validation, every_shape=is_cold)

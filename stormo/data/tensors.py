@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 
 class TensorData(Dataset[tuple[Tensor, ...]]):
@@ -24,3 +27,13 @@ class TensorData(Dataset[tuple[Tensor, ...]]):
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def in_tensors(data: Any) -> Any:
+    """torch's own TensorDataset, also a random split of one, as `TensorData`; anything else as it is."""
+    if type(data) is TensorDataset:
+        return TensorData(*data.tensors)
+    if type(data) is Subset and type(data.dataset) is TensorDataset:
+        rows = torch.as_tensor(data.indices, dtype=torch.int64)
+        return TensorData(*(tensor[rows] for tensor in data.dataset.tensors))
+    return data

@@ -45,6 +45,10 @@ def own_optimizer(make: Callable[[nn.Module], Any], model: nn.Module) -> Optimiz
             "the schedule multiplies them, and the first is the one that is reported",
             "set lr above 0 in the first group, and not below 0 in the others",
         )
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for parameter in model.parameters():
+        if id(parameter) not in held:
+            parameter.requires_grad_(False)  # never stepped: its gradients would only add up and count when clipped
     return optimizer
 
 

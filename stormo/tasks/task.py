@@ -41,10 +41,14 @@ class Task:
     def datasets(self) -> tuple[Dataset[Any], Dataset[Any]]:
         """The training and the validation set, loaded once."""
         if self._datasets is None:
+            from stormo.data.tensors import in_tensors
             from stormo.tasks.returned import check_data
 
             train = check_data(self, "train_data", self.train_data())
-            self._datasets = train, check_data(self, "validation_data", self.validation_data())
+            validation = check_data(self, "validation_data", self.validation_data())
+            if type(self).collate is Task.collate:
+                train, validation = in_tensors(train), in_tensors(validation)
+            self._datasets = train, validation
         return self._datasets
 
     def __getstate__(self) -> dict[str, Any]:
@@ -100,7 +104,7 @@ class Task:
         """An optimizer of the task's own, over parameters of the model; None for that of --optimizer.
 
         Its learning rates are those for one worker's batch, as --base-lr is: the growth rule, warm-up and decay
-        multiply the rate of every group by one and the same factor.
+        multiply the rate of every group by one and the same factor. Parameters it does not hold are frozen.
         """
         return None
 

@@ -157,7 +157,7 @@ class TerminalConsole:
         parts = [
             _Part(text=f"{math.floor(100 * fraction):3d} %", drop_order=1),
             _Part(text=f"{record.step_in_epoch:{len(str(num_steps))}d}/{num_steps}", drop_order=2),
-            _Part(text=f"{format_rate(record.units_per_s)} {_SHORT_RATES.get(record.unit, 'samples/s')}", drop_order=4),
+            _Part(text=f"{format_rate(record.units_per_s)} {_short_rate(record.unit)}", drop_order=4),
             _Part(text=f"loss {format_figure(record.loss)}", drop_order=3),
         ]
         if record.mfu is not None and record.unit != "images":
@@ -298,7 +298,10 @@ def _choose_columns(first: EpochDone, num_epochs: int, terminal_width: int) -> l
         columns.append(_Column(title=title, width=max(8, len(title)), drop_order=drop_order, value=_metric_value(name)))
     columns += [
         _Column(
-            title=unit_rate(first.unit), width=9, drop_order=6, value=lambda record: format_rate(record.units_per_s)
+            title=unit_rate(first.unit),
+            width=max(9, len(unit_rate(first.unit))),
+            drop_order=6,
+            value=lambda record: format_rate(record.units_per_s),
         ),
         _Column(title="epoch time", width=10, drop_order=5, value=lambda record: format_duration(record.epoch_time_s)),
         _Column(
@@ -311,6 +314,10 @@ def _choose_columns(first: EpochDone, num_epochs: int, terminal_width: int) -> l
     while len(columns) > 1 and sum(column.width + 1 for column in columns) - 1 > terminal_width:
         columns.remove(min(columns, key=lambda column: column.drop_order))
     return columns
+
+
+def _short_rate(unit: str) -> str:
+    return _SHORT_RATES.get(unit, unit_rate(unit))
 
 
 def _mfu_value(record: EpochDone) -> str:

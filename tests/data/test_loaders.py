@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from stormo.data import loaders
 from stormo.data.batches import move, tensors_in
 from stormo.data.loaders import Batch, Loader, ResidentLoader, Share, StreamedLoader
 from stormo.data.order import epoch_draws, epoch_order
-from stormo.data.tensors import TensorData
+from stormo.data.tensors import TensorData, in_tensors
 
 # Loading processes are forked from a server: without this each would take seconds to import torch anew.
 multiprocessing.set_forkserver_preload(["torch", "stormo.data.loaders"])
@@ -264,3 +264,20 @@ def test_tensors_of_unequal_lengths_are_no_data_set() -> None:
         TensorData()
     data = TensorData(torch.zeros(3, 2), torch.zeros(3, dtype=torch.int64))
     assert (len(data), data.num_bytes) == (3, 3 * 2 * 4 + 3 * 8)
+
+
+def test_data_sets_of_torch_that_are_held_in_tensors_are_taken_as_such() -> None:
+    whole = TensorDataset(torch.arange(6), torch.arange(6) * 10)
+    split = in_tensors(Subset(whole, [4, 1]))
+    assert isinstance(split, TensorData)
+    assert split[0] == (4, 40)
+    assert len(split) == 2
+    assert in_tensors(whole)[5] == (5, 50)
+
+    class Noisy(TensorDataset):
+        """Does more than hold tensors."""
+
+    noisy = Noisy(torch.arange(6))
+    assert in_tensors(noisy) is noisy
+    outer = Subset(noisy, [1])
+    assert in_tensors(outer) is outer

@@ -21,6 +21,12 @@ def test_none_leaves_it_to_the_settings_and_a_good_one_is_taken_as_it_is() -> No
     assert group_rates(made) == [0.5]
 
 
+def test_what_it_leaves_out_is_frozen() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    own_optimizer(lambda model: torch.optim.SGD(model[1].parameters(), lr=0.1), model)
+    assert [parameter.requires_grad for parameter in model.parameters()] == [False, False, True, True]
+
+
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [

@@ -28,7 +28,7 @@ def _one() -> Workers:
 
 class _Stream(IterableDataset[Any]):
     def __iter__(self) -> Any:
-        for _ in range(37):
+        for _ in range(38):
             yield torch.randn(4), torch.randn(2)
 
 
@@ -128,7 +128,7 @@ def test_a_save_at_the_last_batch_of_an_epoch_goes_on_behind_it(tmp_path: Path) 
     whole, every, _ = _script(_one(), str(tmp_path / "whole"), "loader", 0.3, 0, "")
     _, first, _ = _script(_one(), str(tmp_path / "cut"), "loader", 0.3, 5, "inside")
     found, rest, _ = _script(_one(), str(tmp_path / "cut"), "loader", 0.3, 0, "", 99)
-    assert len(first) == 37
+    assert len(first) == 38
     # The epoch that the script was in is looked at again, and has no batch left.
     assert [row[1:] for row in first + rest] == [row[1:] for row in every]
     assert all(torch.equal(found[name], value) for name, value in whole.items())
@@ -235,7 +235,7 @@ def test_other_data_than_before_are_refused(tmp_path: Path) -> None:
     world = world_of(_one())
     world.wrap(*make())
     _loader = world.loader(DataLoader(data(20), batch_size=8))
-    with pytest.raises(SettingError, match=r"whose loader 1 had 37 samples, but here it has 20"):
+    with pytest.raises(SettingError, match=r"whose loader 1 had 38 samples, but here it has 20"):
         world.load(tmp_path)
 
 
@@ -293,7 +293,7 @@ def test_a_validation_that_was_under_way_starts_anew(tmp_path: Path) -> None:
     world.wrap(*make())
     loader = world.loader(DataLoader(data(), batch_size=8))
     world.load(tmp_path)
-    assert sum(len(x) for x, _ in loader) == 37
+    assert sum(len(x) for x, _ in loader) == 38
 
 
 def test_a_script_that_only_predicts_goes_on_in_the_middle(tmp_path: Path) -> None:
@@ -306,5 +306,5 @@ def test_a_script_that_only_predicts_goes_on_in_the_middle(tmp_path: Path) -> No
     world = world_of(_one())
     loader = world.loader(DataLoader(data(), batch_size=8))
     world.load(tmp_path)
-    assert sum(len(x) for x, _ in loader) == 37 - 16
-    assert sum(len(x) for x, _ in loader) == 37
+    assert sum(len(x) for x, _ in loader) == 38 - 16
+    assert sum(len(x) for x, _ in loader) == 38
