@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -22,13 +23,14 @@ _SCRIPT = options.Positional(
     metavar="SCRIPT",
     help="file.py, or package.module; its own flags follow after --",
     description="Run a script that uses stormo.World on all workers: stormo run train.py --num-gpus 4 -- --its-own 1.",
-    once="one script is run at a time",
+    once="one script is run at a time, and what is its own follows after --",
 )
 
 
 def main(arguments: list[str]) -> int:
     """Read the flags, see who this process is, and go."""
     own, theirs = _split(arguments)
+    _require_own_flags(own)
     settings = options.parse_flags("stormo run", own, _OPTIONS, "", _SCRIPT)
     command = _command(settings.pop("script", None), theirs)
     config = options.make_config(settings, None)
@@ -57,7 +59,27 @@ def _command(script: str | None, flags: list[str]) -> list[str]:
         if not Path(script).is_file():
             raise SettingError(f"stormo run {script} was typed", "there is no such file", "check the path")
         return [sys.executable, script, *flags]
+    top = script.partition(".")[0]
+    if not (Path(top).is_dir() or Path(f"{top}.py").is_file() or importlib.util.find_spec(top)):
+        raise SettingError(
+            f"stormo run {script} was typed",
+            "there is no such module, here or among the installed ones",
+            "name a file that ends in .py, or a module",
+        )
     return [sys.executable, "-m", script, *flags]
+
+
+def _require_own_flags(arguments: list[str]) -> None:
+    """Say where a script's flags go; most would be unknown here, and the others mean something else."""
+    known = {option.flag for option in _OPTIONS} | {"--help"}
+    for argument in arguments:
+        flag = argument.partition("=")[0].replace("_", "-")
+        if flag.startswith("--") and flag not in known:
+            raise SettingError(
+                f"{argument} was set",
+                f"stormo run has no such flag (it has {', '.join(sorted(known))})",
+                f"put the script's own flags after --, as in: stormo run train.py -- {argument}",
+            )
 
 
 def _told(config: TrainConfig) -> dict[str, str]:

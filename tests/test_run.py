@@ -16,7 +16,7 @@ import pytest
 from stormo.cli import main
 
 SCRIPT = Path(__file__).with_name("script") / "training.py"
-ENDS_WITHIN_S = 90.0  # on a busy machine; what is promised is seconds
+ENDS_WITHIN_S = 60.0  # on a busy machine; what is promised is seconds
 SLOW = ("--slow", "0.1", "--epochs", "1000")
 
 
@@ -84,12 +84,10 @@ def _digest(out: str) -> str:
 def test_a_script_runs_as_it_is_with_stormo_and_with_torchrun(tmp_path: Path) -> None:
     code, plain, err = _end(_start(str(SCRIPT), "--num-workers", "2", cwd=tmp_path))
     assert (code, err) == (0, "")
-    code, out, err = _run(1, cwd=tmp_path)
-    assert (code, err) == (0, "")
-    assert _digest(out) == _digest(plain)
+    assert "of 1 workers" in plain
     code, two, err = _run(2, "--num-workers", "2")
     assert (code, err) == (0, "")
-    assert "[rank 1] rank 1 has pid" in two or "rank 1 has pid" in two
+    assert "[rank 1] rank 1 has pid" in two
     code, out, err = _end(_start("-m", "torch.distributed.run", "--nproc-per-node", "2", str(SCRIPT)))
     assert code == 0, err
     assert _digest(out) == _digest(two)
@@ -104,9 +102,7 @@ def test_a_module_is_run_by_its_name_with_its_own_flags(tmp_path: Path) -> None:
     )
     code, out, err = _run(2, "--num-gpus", "7", script="mine", cwd=tmp_path)
     assert (code, err) == (0, "")
-    assert sorted(line[-19:] for line in out.splitlines()) == ["0 ['--num-gpus', '7']", "1 ['--num-gpus', '7']"] or (
-        "0 ['--num-gpus', '7']" in out and "1 ['--num-gpus', '7']" in out
-    )
+    assert sorted(out.splitlines()) == ["0 ['--num-gpus', '7']", "[rank 1] 1 ['--num-gpus', '7']"]
 
 
 ENDINGS: dict[str, tuple[int, str]] = {
@@ -134,7 +130,7 @@ def test_a_worker_that_fails_ends_all_and_is_named_first(how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)], ids=lambda each: str(each)
+    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)], ids=str
 )
 def test_a_script_that_looks_stops_in_order_and_goes_on(tmp_path: Path, number: signal.Signals, code: int) -> None:
     folder = ("--folder", str(tmp_path / "c"), "--looks")
@@ -156,7 +152,7 @@ def test_a_script_that_looks_stops_in_order_and_goes_on(tmp_path: Path, number: 
         assert _digest(resumed) == _digest(whole)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)], ids=lambda each: str(each))
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)], ids=str)
 def test_a_script_that_does_not_look_ends_at_once(number: signal.Signals, code: int) -> None:
     process = _start(*_words(2, *SLOW))
     pids = _pids(process, 2)
@@ -240,4 +236,4 @@ def test_what_cannot_be_run_is_refused_before_a_worker_starts(
 def test_flags_of_the_script_without_the_dashes_are_explained(capsys: pytest.CaptureFixture[Any]) -> None:
     assert main(["run", str(SCRIPT), "--epochs", "3"]) == 2
     assert "--epochs" in (said := capsys.readouterr().err)
-    assert "after --" in said
+    assert "put the script's own flags after --, as in: stormo run train.py -- --epochs" in said

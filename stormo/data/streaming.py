@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from stormo.data.batches import Collate, collate, is_opaque, move, tensors_in
 from stormo.data.sending import Travels
@@ -133,12 +133,28 @@ class Seeded(Travels, Dataset[Any]):
 
     def __init__(self, data: Dataset[Any]) -> None:
         self.data = data
+        self.draws = _may_draw(data)
 
-    def __getitem__(self, key: tuple[int, int]) -> Any:
-        index, seed = key
+    def __getitem__(self, key: Key) -> Any:
+        return self.__getitems__([key])[0]
+
+    def __getitems__(self, keys: list[Key]) -> list[Any]:
+        """The samples of a batch. Putting the generators back takes longer than a seed, and is done once."""
+        if not self.draws:
+            return [self.data[index] for index, _ in keys]
+        samples = []
         with generators_kept():
-            seed_host(seed)
-            return self.data[index]
+            for index, seed in keys:
+                seed_host(seed)
+                samples.append(self.data[index])
+        return samples
+
+
+def _may_draw(data: Any) -> bool:
+    """Whether reading could draw random numbers; what holds tensors and hands out rows does not."""
+    while type(data) is Subset:
+        data = data.dataset
+    return type(data) is not TensorDataset
 
 
 @contextmanager

@@ -49,6 +49,9 @@ class Backward:
             )
             raise
         self._loop.is_partial = not is_last
+        if given is not None and not given.is_last:
+            for group in groups:
+                group.require_optimizer("world.backward() was called for a pass that is not the last of a step")
         if is_last:
             self._finish()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -89,7 +89,7 @@ class _Shares(Sampler[list[Key]]):
     """This worker's samples of each pass of an epoch, where there are any."""
 
     def __init__(self) -> None:
-        self.passes: list[list[Key]] = []
+        self.passes: Iterable[list[Key]] = []
 
     def __iter__(self) -> Iterator[list[Key]]:
         return iter(self.passes)
@@ -131,11 +131,12 @@ class IndexedLoader(Giver):
             stops = sizes.cumsum(0).tolist()
             steps = [(start, stop) for start, stop in zip([0, *stops], stops, strict=False) if start >= self._position]
             parts = [self._parts(start, stop) for start, stop in steps]
-            self._shares.passes = [self._keys(order, a, b) for step in parts for a, b in step if b > a]
+            self._shares.passes = (self._keys(order, a, b) for step in parts for a, b in step if b > a)
             reader = iter(self._reader)
             for (start, stop), step in zip(steps, parts, strict=True):
                 self._step_stop = stop
-                self._cast_batch(f"the batch at sample {start}")
+                if self._is_unannounced():
+                    self._cast_batch(f"the batch at sample {start}")
                 for index, (a, b) in enumerate(step):
                     if a == b and not self.trains:
                         continue  # a validation counts what there is
@@ -144,6 +145,11 @@ class IndexedLoader(Giver):
                     yield from self._give(move(batch, self.loop.world.device), given, turn)
                 self._position = stop
 
+    def _is_unannounced(self) -> bool:
+        """Whether no worker could tell from a backward that this one goes on; saves half of all announcements."""
+        is_trained = self.trains and self.given is not None and self.given.is_trained
+        return not is_trained or self.loop.sums_in_models
+
     def _parts(self, start: int, stop: int) -> list[tuple[int, int]]:
         world = self.loop.world
         share = part(start, stop, world.rank, world.size)
@@ -151,6 +157,8 @@ class IndexedLoader(Giver):
 
     def _keys(self, order: Tensor, start: int, stop: int) -> list[Key]:
         samples = order[start:stop].tolist()
+        if not self._samples.draws:
+            return [(sample, 0) for sample in samples]
         return [(sample, derive_seed(self._seed, self.epoch, start + n)) for n, sample in enumerate(samples)]
 
     def _stand_in(self, order: Tensor, start: int) -> Any:

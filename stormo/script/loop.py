@@ -47,6 +47,7 @@ class Loop:
     iterating: list[Giver] = field(default_factory=list)  # in the middle of an epoch, the innermost last
     is_partial: bool = False  # between the passes of a step that is not complete
     weight: float = 1.0  # of this worker's last loss among all
+    sums_in_models: bool = False  # such as those of synchronised batch norm: nobody may come to them alone
     told_to_stop: bool = False  # the script has seen that it should
     num_loaders: int = 0
     folders: set[Path] = field(default_factory=set)  # of checkpoints that this script has loaded from or saved to

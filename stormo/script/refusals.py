@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stormo.errors import SettingError
+
+if TYPE_CHECKING:
+    from stormo.script.stepping import Group
 
 
 def check_parts(parts: tuple[Any, ...], models: list[nn.Module]) -> None:
@@ -25,6 +28,21 @@ def check_parts(parts: tuple[Any, ...], models: list[nn.Module]) -> None:
                 "it is no model, optimizer, scheduler or loss scaler",
                 "pass data to world.loader() and leave other objects out",
             )
+
+
+def check_new(model: nn.Module, parts: tuple[Any, ...], groups: list[Group]) -> None:
+    """Refuse what was wrapped before: its gradients would be summed twice."""
+    known = {id(parameter) for group in groups for parameter in group.model.parameters()}
+    num_shared = sum(id(parameter) in known for parameter in model.parameters())
+    wrapped = [each for group in groups for each in (*group.optimizers, *group.others)]
+    again = next((part for part in parts if any(part is each for each in wrapped)), None)
+    if num_shared or again is not None:
+        what = f"{num_shared} parameters" if num_shared else f"a {type(again).__name__}"
+        raise SettingError(
+            f"world.wrap() was given {what} for the second time",
+            "gradients are summed over the workers once",
+            "pass models that share parameters, and all that goes with them, in one call",
+        )
 
 
 def check_optimizers(parts: tuple[Any, ...], model: nn.Module) -> None:

@@ -162,6 +162,8 @@ def _require_whole(loop: Loop) -> None:
         )
     for group in loop.groups:
         group.require_schedulers("world.save() was called")
+        if group.is_trained:
+            group.require_optimizer("world.save() was called")
 
 
 def _require_front(loop: Loop, folder: Path) -> None:

@@ -139,6 +139,7 @@ class Group:
         self.loop = loop
         self.model = model
         self.num_steps = 0
+        self.is_trained = False
         self.exchange = GradientExchange(model, loop.world, average_buffers=average_buffers)
         self.steppers = [Stepper(self, part) for part in parts if isinstance(part, Optimizer)]
         # Schedulers and loss scalers: anything else that steps and has a state.
@@ -148,7 +149,7 @@ class Group:
         for other in self.others:
             for name in ("step", "update", "unscale_"):
                 if hasattr(other, name):
-                    _replace(other, name, functools.partial(self._gated, other))
+                    _replace(other, name, functools.partial(self._gated, other, name))
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -172,6 +173,7 @@ class Group:
 
     def end_backward(self) -> None:
         """The gradients are complete."""
+        self.is_trained = True
         for stepper in self.steppers:
             stepper.end_backward()
 
@@ -181,6 +183,16 @@ class Group:
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         if gradients:
             torch._foreach_div_(gradients, total)
+
+    def require_optimizer(self, what: str) -> None:
+        """Refuse what would go wrong with an optimizer that nobody has told us of."""
+        if not self.steppers and any(parameter.requires_grad for parameter in self.model.parameters()):
+            raise SettingError(
+                what,
+                "the model that is trained was wrapped without its optimizer, which can be neither saved nor kept in "
+                "step",
+                "pass it along: world.wrap(model, optimizer)",
+            )
 
     def require_schedulers(self, what: str) -> None:
         """Refuse what would go wrong with a scheduler that nobody has told us of."""
@@ -195,14 +207,14 @@ class Group:
                     "make it before and pass it along: world.wrap(model, optimizer, scheduler)",
                 )
 
-    def _gated(self, owner: Any, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _gated(self, owner: Any, name: str, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.loop.is_partial:
             return None  # it belongs to the step, which is not complete
         if isinstance(owner, ReduceLROnPlateau):
             self._require_same_metric(args, kwargs)
         result = inner(*args, **kwargs)
         for stepper in self.steppers:
-            if args and args[0] is stepper.optimizer and inner.__name__ == "step" and stepper.stage is Stage.READY:
+            if args and args[0] is stepper.optimizer and name == "step" and stepper.stage is Stage.READY:
                 stepper.step_done()  # a loss scaler has left it out
         return result
 

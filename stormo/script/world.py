@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from stormo.data.order import derive_seed, seed_generators
 from stormo.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE, SettingError
 from stormo.launch import Lifeline
-from stormo.layers.sync_batch_norm import convert_sync_batch_norm
+from stormo.layers.sync_batch_norm import SynchronisedNorm, convert_sync_batch_norm
 from stormo.script import joining, saving
 from stormo.script.agreement import Agreement, call_site
 from stormo.script.backward import Backward
@@ -33,7 +33,7 @@ from stormo.script.choosing import Loaded, make_loader
 from stormo.script.loop import Loop, SumInModel
 from stormo.script.plain import pack, unpack
 from stormo.script.reductions import described, reduced
-from stormo.script.refusals import check_optimizers, check_parts
+from stormo.script.refusals import check_new, check_optimizers, check_parts
 from stormo.script.stepping import Group
 from stormo.world.signals import STOP_SIGNALS, StopFlag
 from stormo.world.world import World as Workers
@@ -149,11 +149,13 @@ class World:
         models = [part for part in parts if isinstance(part, nn.Module)]
         check_parts(parts, models)
         self._agree("world.wrap")
+        together = models[0] if len(models) == 1 else nn.ModuleList(models)
+        check_new(together, parts, self._loop.groups)
         for model in models:
             model.to(self.device)
             if sync_batch_norm and self.size > 1:
                 convert_sync_batch_norm(model, SumInModel(self._loop))
-        together = models[0] if len(models) == 1 else nn.ModuleList(models)
+                self._loop.sums_in_models |= any(isinstance(layer, SynchronisedNorm) for layer in model.modules())
         check_optimizers(parts, together)
         self._share_weights(together)
         group = Group(self._loop, together, parts, average_buffers=not sync_batch_norm)
@@ -267,6 +269,9 @@ class World:
 
     def save(self, folder: str | Path, *, keep: int = 2, **extra: Any) -> None:
         """Save all that was wrapped, the loaders' positions, the random state and any values of your own.
+
+        Inside a loop, or after a break because of `stop_requested`, a load goes on with the next batch; after any
+        other break, with the next epoch.
 
         Args:
             folder: each save makes a checkpoint of its own in it, whole or not at all.

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tests.mistakes.mistake import Mistake
+from tests.mistakes.scripts import SCRIPT_KINDS
 from tests.mistakes.table import KINDS
 
 PAGE = Path(__file__).parents[2] / "docs" / "mistakes.md"
@@ -22,7 +23,7 @@ it came from; the exit code is 1.
 
 def page() -> str:
     """The whole page."""
-    return _HEAD + "".join(f"\n## {title}\n\n{_table(mistakes)}" for title, mistakes in KINDS.items())
+    return _HEAD + "".join(f"\n## {title}\n\n{_table(mistakes)}" for title, mistakes in (KINDS | SCRIPT_KINDS).items())
 
 
 def _table(mistakes: Iterable[Mistake]) -> str:

@@ -134,7 +134,7 @@ def test_a_save_at_the_last_batch_of_an_epoch_goes_on_behind_it(tmp_path: Path) 
     assert all(torch.equal(found[name], value) for name, value in whole.items())
 
 
-EXTRA = {
+EXTRA: dict[str, Any] = {
     "whole": 3,
     "best": float("inf"),
     "nothing": float("nan"),
@@ -271,10 +271,10 @@ def test_what_a_model_keeps_besides_tensors_and_ties_comes_back(tmp_path: Path) 
         return made
 
     world = world_of(_one())
-    first = world.wrap(model())
+    first: Any = world.wrap(model())
     world.save(tmp_path)
     world = world_of(_one())
-    second = world.wrap(model())
+    second: Any = world.wrap(model())
     world.load(tmp_path)
     assert second[0].calls == 3
     assert second[1].weight is second[0].weight

@@ -166,7 +166,7 @@ def _train_accumulated(workers: Workers, accumulate: int) -> tuple[Weights, list
     model, optimizer = make(has_norm=False)  # batch norm of a pass would see the pass
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
     model, optimizer, scheduler = world.wrap(model, optimizer, scheduler)
-    loader = world.loader(DataLoader(data(), batch_size=12, shuffle=True), accumulate=accumulate)
+    loader: Any = world.loader(DataLoader(data(), batch_size=12, shuffle=True), accumulate=accumulate)
     found = world_loop(world, model, optimizer, loader, scheduler=scheduler, max_norm=0.05)
     return found, [scheduler.last_epoch, optimizer.param_groups[0]["lr"], len(loader)]
 
@@ -206,7 +206,7 @@ def _accumulate_by_hand(workers: Workers | None) -> Weights:
         loader = world.loader(loader)
     for number, (x, y) in enumerate(loader):
         loss = F.mse_loss(model(x), y) / 3
-        loss.backward() if world is None else world.backward(loss)  # type: ignore[no-untyped-call]
+        loss.backward() if world is None else world.backward(loss)
         if number % 3 == 2:
             optimizer.step()
             optimizer.zero_grad()
@@ -250,7 +250,7 @@ def _train_tokens(workers: Workers | None, accumulate: int) -> Weights:
             assert len(batch["name"]) == len(batch["tokens"])
             optimizer.zero_grad()
             loss, count = _token_loss(model, batch)
-            loss.backward() if world is None else world.backward(loss, count=count)  # type: ignore[no-untyped-call]
+            loss.backward() if world is None else world.backward(loss, count=count)
             optimizer.step()
     return weights(model)
 
@@ -317,7 +317,7 @@ class _Noisy(IterableDataset[Any]):
     """A stream whose samples are drawn as it is read."""
 
     def __iter__(self) -> Iterator[Any]:
-        for _ in range(19):
+        for _ in range(20):
             yield torch.randn(4), torch.randn(2)
 
 
@@ -331,12 +331,12 @@ def _train_stream(workers: Workers) -> tuple[Weights, Tensor]:
 
 def test_a_stream_that_draws_gives_the_same_samples_to_any_number_of_workers(run_ranks: Ranks) -> None:
     ((alone, every),) = run_ranks(_train_stream, 1)
-    assert len(every.unique(dim=0)) == 19
+    assert len(every.unique(dim=0)) == 20
     for size in (2, 3):
         answers = run_ranks(_train_stream, size)
         _require_same([found for found, _ in answers], alone, size)
         seen = torch.cat([rows for _, rows in answers])
-        assert len(seen) == 19
+        assert len(seen) == 20
         assert torch.equal(seen.sort(0)[0], every.sort(0)[0])
 
 
@@ -409,7 +409,7 @@ def _lbfgs(workers: Workers | None) -> Weights:
         def closure() -> Tensor:
             optimizer.zero_grad()
             loss = F.mse_loss(model(x), y)  # noqa: B023
-            loss.backward() if world is None else world.backward(loss)  # type: ignore[no-untyped-call]
+            loss.backward() if world is None else world.backward(loss)
             return loss
 
         optimizer.step(closure)
@@ -478,7 +478,7 @@ def _scaled(workers: Workers | None, accumulate: int) -> tuple[Weights, int]:
     for _ in range(2):
         for x, y in loader:
             loss = F.mse_loss(model(x), y) * 8
-            loss.backward() if world is None else world.backward(loss)  # type: ignore[no-untyped-call]
+            loss.backward() if world is None else world.backward(loss)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
@@ -502,7 +502,8 @@ def _validate(workers: Workers, num_samples: int, batch_size: int, after_trainin
         world_loop(world, model, optimizer, loader, 1)
         model.load_state_dict(make()[0].state_dict())
     model.eval()
-    loss, num_seen = 0, 0
+    loss: float = 0
+    num_seen = 0
     with torch.no_grad():
         for x, y in loader:
             loss += F.mse_loss(model(x), y).item() * len(x)
@@ -558,7 +559,7 @@ def _copies(workers: Workers) -> tuple[bool, bool]:
     stored = io.BytesIO()
     pickle.dump(model, stored)
     world_loop(world, model, optimizer, world.loader(DataLoader(data(), batch_size=8)), 1)
-    average(data().tensors[0]).sum().backward()  # type: ignore[no-untyped-call]
+    average(data().tensors[0]).sum().backward()
     average.zero_grad()
     read = pickle.loads(stored.getvalue())
     read(data().tensors[0])

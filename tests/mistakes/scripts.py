@@ -1,0 +1,170 @@
+"""Mistakes in scripts with a training loop of their own, and what `stormo.World` says of them."""
+
+from __future__ import annotations
+
+from tests.mistakes.mistake import Mistake
+
+GOOD_SCRIPT = """\
+import stormo
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+world = stormo.World()
+data = TensorDataset(torch.randn(64, 8), torch.randint(3, (64,)))
+model = nn.Linear(8, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = world.wrap(model, optimizer)
+loader = world.loader(DataLoader(data, batch_size=16, shuffle=True))
+for x, y in loader:
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(model(x), y)
+    world.backward(loss)
+    optimizer.step()
+total = world.sum(loss.item())
+"""
+_BACKWARD = "    world.backward(loss)\n"
+_STEP = "    optimizer.step()\n"
+_ZERO_GRAD = "    optimizer.zero_grad()\n"
+_WRAP = "model, optimizer = world.wrap(model, optimizer)\n"
+_TOGETHER = (
+    "and they would wait for each other in vain; let every worker take the same way: decide with world.any(...) or "
+    "world.stop_requested, and call what they do together outside of what only some of them run."
+)
+
+
+def _script(name: str, change: tuple[str, str], says: str, num_workers: int = 1) -> Mistake:
+    words = {"verb": "run", "good": GOOD_SCRIPT, "file": "my_script.py"}
+    return Mistake(name=name, change=change, says=says, num_workers=num_workers, **words)  # type: ignore[arg-type]
+
+
+IN_A_SCRIPT = [
+    _script(
+        "`loss.backward()` instead of `world.backward(loss)`",
+        (_BACKWARD, "    loss.backward()\n"),
+        "optimizer.step() was called without world.backward() before it, but loss.backward() leaves every worker a "
+        "gradient of its own; call world.backward(loss) instead of loss.backward().",
+    ),
+    _script(
+        "`optimizer.zero_grad()` forgotten",
+        (_ZERO_GRAD, ""),
+        "optimizer.step() was called with the gradients of two steps, but those of the step before were still there "
+        "when world.backward() added to them; call optimizer.zero_grad() between a step and the next backward.",
+    ),
+    _script(
+        "`world.backward()` twice for one batch of `accumulate=2`",
+        (
+            "shuffle=True))",
+            "shuffle=True), accumulate=2)\nworld.backward = lambda loss, once=world.backward: "
+            "(once(loss, retain_graph=True), once(loss))",
+        ),
+        "world.backward() was called twice for one batch with accumulate above 1, but gradients of several losses "
+        "would be mixed up between the passes of a step; call it with more=True for all but the last loss of a batch, "
+        "or leave accumulate out.",
+    ),
+    _script(
+        "a loss for each sample",
+        ("model(x), y)", "model(x), y, reduction='none')"),
+        "world.backward() was given a loss of shape [16], but it must be one number, the mean over this worker's "
+        "samples; pass loss.mean().",
+    ),
+    _script(
+        "a batch that came from elsewhere",
+        ("for x, y in loader:", "for x, y in DataLoader(data, batch_size=16):"),
+        "world.backward() was called outside of a loop over a loader of world.loader(), but what this worker's loss "
+        "weighs among all is not known; take the batch from such a loader, or set count= to what the loss is a mean "
+        "over.",
+    ),
+    _script(
+        "a `DistributedSampler`",
+        (
+            "batch_size=16, shuffle=True",
+            "batch_size=16, sampler=torch.utils.data.DistributedSampler(data, num_replicas=2, rank=0)",
+        ),
+        "world.loader() was given a DataLoader with a DistributedSampler, but it has cut the data already, and drops "
+        "or repeats some; leave the sampler out (shuffle=True does).",
+    ),
+    _script(
+        "the optimizer of another model",
+        ("optim.SGD(model.parameters()", "optim.SGD(nn.Linear(8, 3).parameters()"),
+        "world.wrap() was given an optimizer with 2 tensors that are not of the model, but their gradients would stay "
+        "different on every worker; make the optimizer from model.parameters(), and pass all models it moves in one "
+        "call.",
+    ),
+    _script(
+        "two worlds",
+        ("world = stormo.World()\n", "world = stormo.World()\nother = stormo.World()\n"),
+        "stormo.World() was called a second time, but a process is one worker of one world; use the first one.",
+    ),
+    _script(
+        "`world.load()` before `world.wrap()`",
+        (_WRAP, "world.wrap(nn.Linear(8, 3))\nworld.save('saved')\n" + _WRAP + "world.load('saved')\n"),
+        "world.load() was called when the script had 2 calls of world.wrap(), but saved/step-00000000 holds 1; call it "
+        "after every world.wrap() and world.loader(), in a script that makes the same ones.",
+    ),
+    _script(
+        "`world.save()` before `optimizer.step()`",
+        (_STEP, "    world.save('saved')\n" + _STEP),
+        "world.save() was called between world.backward() and optimizer.step(), but a checkpoint holds no gradients, "
+        "and that batch would be lost; call it after optimizer.step(), or after optimizer.zero_grad() where no step "
+        "follows.",
+    ),
+    _script(
+        "a scheduler that is not wrapped",
+        ("total =", "torch.optim.lr_scheduler.StepLR(optimizer, 1)\nworld.save('saved')\ntotal ="),
+        "world.save() was called, but a scheduler of the optimizer was not passed to world.wrap(), so that it can be "
+        "neither saved nor kept in step; make it before and pass it along: world.wrap(model, optimizer, scheduler).",
+    ),
+]
+
+IN_A_SCRIPT_ON_TWO_WORKERS = [
+    _script(
+        "batches smaller than the workers",
+        ("batch_size=16", "batch_size=1"),
+        "a DataLoader with batch_size 1 was passed to world.loader(), but 2 workers × 1 passes cut it into 2 parts of "
+        "at least one sample; set 2 or more, or start fewer workers.",
+        2,
+    ),
+    _script(
+        "`break` on one worker",
+        (_STEP, _STEP + "    if world.is_main:\n        break\n"),
+        "rank 0 is at: world.sum of a number in my_script.py line 19, but rank 1 is at: world.backward in my_script.py "
+        "line 15, " + _TOGETHER,
+        2,
+    ),
+    _script(
+        "`continue` on one worker",
+        (_BACKWARD, "    if world.is_main:\n        continue\n" + _BACKWARD),
+        "rank 0 is at: the batch at sample 16 of epoch 1 of loader 1 in my_script.py line 12, but rank 1 is at: "
+        "world.backward in my_script.py line 17, " + _TOGETHER,
+        2,
+    ),
+    _script(
+        "`world.sum()` on the main worker only",
+        ("for x, y in loader:", "if world.is_main:\n    world.sum(1)\nfor x, y in loader:"),
+        "rank 0 is at: world.sum of a number in my_script.py line 13, but rank 1 is at: the start of epoch 1 of loader "
+        "1 in my_script.py line 14, " + _TOGETHER,
+        2,
+    ),
+    _script(
+        "a metric that one worker does not have",
+        ("world.sum(loss.item())", "world.sum({'loss': 1.0} if world.is_main else {})"),
+        "rank 0 is at: world.sum of {'loss': a number} in my_script.py line 17, but rank 1 is at: world.sum of {} in "
+        "my_script.py line 17, " + _TOGETHER,
+        2,
+    ),
+    _script(
+        "`loss.backward()` for one of two losses",
+        (_BACKWARD, "    (loss / 2).backward(retain_graph=True)\n    world.backward(loss / 2)\n"),
+        "world.backward() was called on top of gradients that did not come from it, but loss.backward() leaves every "
+        "worker a gradient of its own, and the sum would count it once a worker; call world.backward() for every loss, "
+        "or optimizer.zero_grad() before it.",
+        2,
+    ),
+]
+
+# The headings of the page.
+SCRIPT_KINDS = {
+    "In a script with its own loop": IN_A_SCRIPT,
+    "In a script on several workers": IN_A_SCRIPT_ON_TWO_WORKERS,
+}

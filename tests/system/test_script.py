@@ -1,0 +1,68 @@
+"""A user's own script with `stormo.World`: every launcher comes to the same bits, and failures end the whole job."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from tests.system.conftest import Need
+from tests.system.hosts import Host, Job
+from tests.system.runs import ENDS_WITHIN_S, HERE, PYTHON, STORMO
+from tests.system.slurm import Cluster
+from tests.system.test_mpi import MPIRUN
+from tests.system.test_slurm import TWO_NODES
+
+SCRIPT = str(HERE.parent / "script" / "training.py")
+RUN = (STORMO, "run", SCRIPT, "--device", "cpu")
+FAILS = ("--slow", "0.1", "--epochs", "1000", "--fail-rank", "1")
+
+
+def digest_of(job: Job) -> str:
+    """What the main worker says of its weights; nobody else says it."""
+    assert job.wait() == 0, job.err
+    found = re.findall(r"steps 8 of 2 workers: (\w{16})", job.out)
+    assert len(found) == 1, job.out
+    return str(found[0])
+
+
+@pytest.fixture(scope="session")
+def local_digest(hosts: tuple[Host, Host]) -> str:
+    """What two workers of stormo's own on one host come to."""
+    return digest_of(hosts[0].start(*RUN, "--num-gpus", "2"))
+
+
+def test_mpirun(hosts: tuple[Host, Host], need: Need, local_digest: str) -> None:
+    need("mpirun", "openmpi-bin")
+    assert digest_of(hosts[0].start(*MPIRUN, PYTHON, SCRIPT)) == local_digest
+    job = hosts[0].start(*MPIRUN, PYTHON, SCRIPT, *FAILS)
+    job.wait_for("rank 1 has pid")
+    assert job.wait(ENDS_WITHIN_S) == 1
+    assert job.first_line == "stormo: rank 1 on host n1 failed: ValueError: boom"
+    assert job.err.count("Traceback") == 1
+
+
+def test_srun(cluster: Cluster, local_digest: str) -> None:
+    # Also through the command, which then becomes the script.
+    assert digest_of(cluster.start(*TWO_NODES, *RUN)) == local_digest
+    job = cluster.start(*TWO_NODES, PYTHON, SCRIPT, *FAILS, "--how", "kill")
+    job.wait_for("rank 1 has pid")
+    assert job.wait(ENDS_WITHIN_S) != 0
+    said = [line for line in job.err.splitlines() if not line.startswith("srun: ")]
+    assert said[0] == "stormo: rank 1 on host n2 ended without a word (it was killed, or crashed)"
+    assert "Traceback" not in job.err
+
+
+def test_two_nodes_of_stormos_own(hosts: tuple[Host, Host], local_digest: str) -> None:
+    start: Callable[[int, tuple[str, ...]], Job] = lambda node_id, flags: hosts[node_id].start(  # noqa: E731
+        *(*RUN, "--num-gpus", "1", "--num-nodes", "2", "--node-id", str(node_id), "--master-addr", "10.99.0.1"),
+        *("--", *flags),
+    )
+    first, second = (start(node_id, ()) for node_id in (0, 1))
+    assert digest_of(first) == local_digest
+    assert second.wait() == 0
+    jobs = [start(node_id, FAILS) for node_id in (0, 1)]
+    jobs[1].wait_for("rank 1 has pid")
+    assert [job.wait(ENDS_WITHIN_S) for job in jobs] == [1, 1]
+    assert {job.first_line for job in jobs} == {"stormo: rank 1 on host n2 failed: ValueError: boom"}
