@@ -31,14 +31,14 @@ def drawings(count):
 
 torch.manual_seed(0)
 device = "cuda" if torch.cuda.is_available() else "cpu"
-data = drawings(500)
+data = drawings(308)
 model = nn.Sequential(
     nn.Conv2d(1, 8, 3, padding=1), Block(8), nn.MaxPool2d(2), Block(8), nn.Flatten(), nn.Linear(8 * 36, 2)
 ).to(device)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
-scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4 * 8)
-loader = DataLoader(data, batch_size=64, shuffle=True)
-for epoch in range(4):
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=3 * 10)
+loader = DataLoader(data, batch_size=32, shuffle=True)
+for epoch in range(3):
     loss_sum = 0.0
     for images, labels in loader:
         images, labels = images.to(device), labels.to(device)

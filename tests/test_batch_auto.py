@@ -39,18 +39,6 @@ def test_the_batch_is_cut_into_passes_that_fit_and_the_plan_says_why(
     assert (batch["batch_size"], batch["global_batch_size"], batch["accumulate"]) == ("auto", 128, 1)
 
 
-def test_the_run_is_bit_for_bit_the_one_whose_cut_was_set_by_hand(
-    searched: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
-) -> None:
-    run, _ = searched
-    done = stormo(tmp_path, *RATE, "--batch-size", "16", "--accumulate", "4", "--run-name", "hand")
-    assert done.returncode == 0, done.stderr
-    by_hand, found = summary(tmp_path / "runs" / "hand"), summary(run)
-    assert by_hand["accumulate"] == 4
-    for key in ("weights_sha256", "sample_order_sha256", "validation_loss", "steps"):
-        assert found[key] == by_hand[key], key
-
-
 def test_a_resume_keeps_the_batch_and_searches_anew(
     searched: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:

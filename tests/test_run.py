@@ -192,8 +192,10 @@ def test_the_last_worker_may_go_on_alone() -> None:
 
 
 def test_a_script_that_never_asks_for_the_world_runs_on_each_worker(tmp_path: Path) -> None:
-    tmp_path.joinpath("plain.py").write_text("import time\ntime.sleep(0.5)\nprint('done')\n")
-    code, out, err = _run(2, script=tmp_path / "plain.py")
+    tmp_path.joinpath("plain.py").write_text("import time\ntime.sleep(2.5)\nprint('done')\n")
+    # A script may prepare its data for as long as it likes: the timeout is for workers that wait for each other.
+    script = str(tmp_path / "plain.py")
+    code, out, err = _end(_start("-m", "stormo", "run", script, "--num-gpus", "2", "--device", "cpu", "--timeout", "1"))
     assert code == 0
     assert out.count("done") == 2
     assert err == "stormo: no worker called stormo.World(), so that each of the 2 ran alone\n"

@@ -41,7 +41,7 @@ class Stepper:
         self._loop = group.loop
         self.optimizer = optimizer
         self.stage = Stage.CLEAN
-        self._taken: tuple[Tensor, int] | None = None  # a gradient as the last step left it, and its version
+        self._taken: tuple[int, int] | None = None  # a gradient as the last step left it: which one, and its version
         _replace(optimizer, "step", self._step)
         _replace(optimizer, "zero_grad", self._zero_grad)
 
@@ -53,8 +53,7 @@ class Stepper:
     def begin_backward(self) -> None:
         """Note whether the gradients of a step taken before are still there."""
         if self.stage is Stage.DONE:
-            before, now = self._taken, self._gradient()
-            is_there = before is not None and now is not None and before[0] is now[0] and before[1] == now[1]
+            is_there = self._taken is not None and self._taken == self._gradient()
             self.stage = Stage.STALE if is_there else Stage.CLEAN
 
     def end_backward(self) -> None:
@@ -68,9 +67,10 @@ class Stepper:
         for loader in self._loop.iterating:
             loader.take()
 
-    def _gradient(self) -> tuple[Tensor, int] | None:
+    def _gradient(self) -> tuple[int, int] | None:
+        # Not the tensor itself, which would keep the memory of all gradients.
         gradient = next((p.grad for p in self.parameters if p.grad is not None), None)
-        return None if gradient is None else (gradient, gradient._version)
+        return None if gradient is None else (id(gradient), gradient._version)
 
     def _zero_grad(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._loop.is_partial:
