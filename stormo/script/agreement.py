@@ -45,6 +45,7 @@ class Agreement:
         self._world = world
         self._flag = flag  # what this worker wants known, with its next announcement
         self._table = torch.zeros(world.size, 3, dtype=torch.int64)
+        self._row = self._table[0]
         self._work: dist.Work | None = None
         self._said = ""
         self._number = 0
@@ -60,9 +61,11 @@ class Agreement:
         if self._world.size == 1:
             self.agreed_flag = max(self.agreed_flag, self._flag())
             return
-        self._table = torch.zeros(self._world.size, 3, dtype=torch.int64)
-        self._table[self._world.rank] = torch.tensor([zlib.crc32(what.encode()), number, self._flag()])
-        self._work = self._guard(lambda: dist.all_reduce(self._table, async_op=True))
+        # New ones every time: the last exchange may still be read from by a slower worker.
+        self._row = torch.tensor([zlib.crc32(what.encode()), number, self._flag()])
+        self._table = torch.empty(self._world.size, 3, dtype=torch.int64)
+        # Half the messages of a sum.
+        self._work = self._guard(lambda: dist.all_gather([*self._table], self._row, async_op=True))
 
     def settle(self) -> Agreed:
         """Wait for the others' announcements, or raise what all of them raise."""
