@@ -118,6 +118,11 @@ class IndexedLoader(Giver):
         self._position = 0
         self._step_stop = 0
 
+    @property
+    def num_steps(self) -> int:
+        """Steps of an epoch, for a scheduler that must know them; `len` counts passes."""
+        return len(self._draw_order)
+
     def __len__(self) -> int:
         """Batches that a worker gets in an epoch, `accumulate` of them for each step."""
         return len(self._draw_order) * self.accumulate

@@ -13,9 +13,18 @@ if TYPE_CHECKING:
     from stormo.script.stepping import Group
 
 
-def check_parts(parts: tuple[Any, ...], models: list[nn.Module]) -> None:
+def late_group(parts: tuple[Any, ...], groups: list[Group]) -> Group | None:
+    """Where schedulers and loss scalers belong that come without a model; None where that cannot be told."""
+    if not parts or any(isinstance(part, Optimizer) for part in parts):
+        return None
+    moved = [part.optimizer for part in parts if hasattr(part, "optimizer")]
+    owners = [group for group in groups if all(any(each is own for own in group.optimizers) for each in moved)]
+    return owners[0] if len(owners) == 1 else None
+
+
+def check_parts(parts: tuple[Any, ...], models: list[nn.Module], group: Group | None) -> None:
     """Refuse what cannot be wrapped."""
-    if not models:
+    if not models and group is None:
         raise SettingError(
             "world.wrap() was called without a model",
             f"it was given {', '.join(type(part).__name__ for part in parts) or 'nothing'}",

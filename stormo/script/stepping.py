@@ -142,11 +142,15 @@ class Group:
         self.is_trained = False
         self.exchange = GradientExchange(model, loop.world, average_buffers=average_buffers)
         self.steppers = [Stepper(self, part) for part in parts if isinstance(part, Optimizer)]
-        # Schedulers and loss scalers: anything else that steps and has a state.
-        self.others = [part for part in parts if not isinstance(part, Optimizer | nn.Module)]
+        self.others: list[Any] = []  # schedulers and loss scalers: anything else that steps and has a state
         for module in (part for part in parts if isinstance(part, nn.Module)):
             _replace(module, "zero_grad", functools.partial(self._zero_grad, module))
-        for other in self.others:
+        self.add(tuple(part for part in parts if not isinstance(part, Optimizer | nn.Module)))
+
+    def add(self, others: tuple[Any, ...]) -> None:
+        """Take in schedulers and loss scalers."""
+        self.others += others
+        for other in others:
             for name in ("step", "update", "unscale_"):
                 if hasattr(other, name):
                     _replace(other, name, functools.partial(self._gated, other, name))
@@ -204,7 +208,7 @@ class Group:
                     what,
                     "a scheduler of the optimizer was not passed to world.wrap(), so that it can be neither saved nor "
                     "kept in step",
-                    "make it before and pass it along: world.wrap(model, optimizer, scheduler)",
+                    "pass it along: world.wrap(model, optimizer, scheduler), or world.wrap(scheduler) afterwards",
                 )
 
     def _gated(self, owner: Any, name: str, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -33,7 +33,7 @@ from stormo.script.choosing import Loaded, make_loader
 from stormo.script.loop import Loop, SumInModel
 from stormo.script.plain import pack, unpack
 from stormo.script.reductions import described, reduced
-from stormo.script.refusals import check_new, check_optimizers, check_parts
+from stormo.script.refusals import check_new, check_optimizers, check_parts, late_group
 from stormo.script.stepping import Group
 from stormo.world.signals import STOP_SIGNALS, StopFlag
 from stormo.world.world import World as Workers
@@ -142,13 +142,19 @@ class World:
         The models move to the device and start with the main worker's weights.
 
         Args:
-            parts: at least one model, in any order with the rest.
+            parts: at least one model, in any order with the rest; or schedulers and loss scalers that were made after
+                their optimizer was wrapped.
             sync_batch_norm: batch-norm statistics over all workers' samples, so that the result does not depend on
                 their number; without it each has its own, and their running averages are averaged after every step.
         """
         models = [part for part in parts if isinstance(part, nn.Module)]
-        check_parts(parts, models)
+        group = None if models else late_group(parts, self._loop.groups)
+        check_parts(parts, models, group)
         self._agree("world.wrap")
+        if group is not None:
+            check_new(nn.Identity(), parts, self._loop.groups)
+            group.add(parts)
+            return parts[0] if len(parts) == 1 else parts
         together = models[0] if len(models) == 1 else nn.ModuleList(models)
         check_new(together, parts, self._loop.groups)
         for model in models:
@@ -225,7 +231,7 @@ class World:
         self._backward(loss, count=count, loader=loader, more=more, options=options)
         self._lifeline.alive(self._loop.num_steps)
 
-    def clip(self, parameters: Any, max_norm: float) -> Tensor | None:
+    def clip_grad_norm(self, parameters: Any, max_norm: float) -> Tensor | None:
         """Clip the gradient of a complete step to a norm, and return what it was; None between its passes."""
         parameters = list(parameters)
         if self._loop.is_partial:

@@ -113,7 +113,8 @@ IN_A_SCRIPT = [
         "a scheduler that is not wrapped",
         ("total =", "torch.optim.lr_scheduler.StepLR(optimizer, 1)\nworld.save('saved')\ntotal ="),
         "world.save() was called, but a scheduler of the optimizer was not passed to world.wrap(), so that it can be "
-        "neither saved nor kept in step; make it before and pass it along: world.wrap(model, optimizer, scheduler).",
+        "neither saved nor kept in step; pass it along: world.wrap(model, optimizer, scheduler), or "
+        "world.wrap(scheduler) afterwards.",
     ),
 ]
 

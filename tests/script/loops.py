@@ -96,7 +96,7 @@ def world_loop(
             optimizer.zero_grad()
             world.backward(F.mse_loss(model(x), y))
             if max_norm is not None:
-                world.clip(model.parameters(), max_norm)
+                world.clip_grad_norm(model.parameters(), max_norm)
             optimizer.step()
             if scheduler is not None:
                 scheduler.step()

@@ -191,6 +191,21 @@ def _schedule_later(workers: Workers) -> list[float]:
     return [optimizer.param_groups[0]["lr"], float(scheduler.last_epoch)]
 
 
+def _schedule_wrapped_later(workers: Workers) -> list[float]:
+    world = world_of(workers)
+    model, optimizer = world.wrap(*make())
+    loader = world.loader(DataLoader(data(), batch_size=12), accumulate=2)
+    scheduler = world.wrap(torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=2 * loader.num_steps))
+    with pytest.raises(SettingError, match="for the second time"):
+        world.wrap(scheduler)
+    world_loop(world, model, optimizer, loader, 2, scheduler=scheduler)
+    return [float(loader.num_steps), float(len(loader)), float(scheduler.last_epoch)]
+
+
+def test_a_scheduler_wrapped_after_its_optimizer_waits_for_the_passes(run_ranks: Ranks) -> None:
+    assert run_ranks(_schedule_wrapped_later, 2) == [[4.0, 8.0, 8.0]] * 2
+
+
 def test_a_scheduler_made_after_wrapping_steps_as_ever(run_ranks: Ranks) -> None:
     assert run_ranks(_schedule_later, 2) == [[0.1 / 16, 4.0]] * 2
 
