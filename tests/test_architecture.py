@@ -130,7 +130,9 @@ def test_architecture_page_names_every_room() -> None:
 
 def test_links_in_documents_lead_somewhere() -> None:
     for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
-        text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)  # code links nowhere
+        text = re.sub(
+            r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL
+        )  # code links nowhere
         for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
             if not re.match(r"[a-z]+:", target):
                 assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"
