@@ -1,7 +1,7 @@
-"""Two loaders behind one interface: the data set resident on the device, or streamed by worker processes.
+"""The loaders' interface and two of the three: the data set resident on the device, or streamed by worker processes.
 
-Both give the passes of `order.passes` as batches on the device, from any position of any epoch, and tell how long
-the loop waited for them.
+The third, of an iterable data set, is in `iterables`. All give the passes of a step as batches on the device, from any
+position of any epoch, and tell how long the loop waited for them.
 """
 
 from __future__ import annotations

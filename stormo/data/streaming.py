@@ -96,7 +96,8 @@ class Ahead(Generic[Tag]):
             current = torch.cuda.current_stream(self._device)
             current.wait_event(copied)
             for tensor in tensors_in(data):
-                tensor.record_stream(current)  # keep its memory until this stream is done with it
+                if tensor.is_cuda:  # what moves itself may leave some on the host: a packed sequence its batch sizes
+                    tensor.record_stream(current)  # keep its memory until this stream is done with it
         return data
 
 

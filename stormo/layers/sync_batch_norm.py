@@ -6,10 +6,12 @@ float64 vector that a `Reduce` callable sums in place; this file knows nothing o
 
 from __future__ import annotations
 
+import copy
 import functools
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +23,6 @@ from stormo.errors import SettingError
 Reduce = Callable[[Tensor], object]  # sums a float64 vector in place over all ranks, in one collective
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_TRAINING_BEFORE = "_training_before_absence"
 
 
 class SynchronisedNorm:
@@ -138,21 +139,15 @@ class SyncNorm(torch.autograd.Function):
 
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm, SynchronisedNorm):
-    """`nn.BatchNorm` whose training statistics are those of the batches of all ranks together."""
+    """A batch norm whose training statistics are those of the batches of all ranks together; see `synchronised`."""
 
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2:
-            raise SettingError(
-                f"a tensor of shape {tuple(input.shape)} was given to batch norm",
-                "channels are its second dimension and it has none",
-                "give it a tensor of shape (batch, channels, ...)",
-            )
+    plain: type[nn.Module]  # the layer's own class, which this stands before
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalises with global statistics in training, with the running ones in evaluation."""
         if not self.training or self.reduce is None:
             return super().forward(input)
-        self._check_input_dim(input)
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
         momentum = 0.0
         if self.track_running_stats and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -171,44 +166,84 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm, SynchronisedNorm):
         )
         return normalised
 
+    def __copy__(self) -> Self:
+        return self._copied(dict(vars(self)))
 
-def _synchronised(layer: nn.Module, reduce: Reduce) -> SyncBatchNorm:
-    """A `SyncBatchNorm` that owns the very parameters and buffers of a batch norm."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        memo[id(self.reduce)] = self.reduce  # a copy of the model has the same ranks
+        twin = memo[id(self)] = self._copied({})
+        twin.__setstate__(copy.deepcopy(vars(self), memo))  # type: ignore[no-untyped-call]
+        twin.absent = False  # nobody would end a copy's absence
+        return twin
+
+    def _copied(self, state: dict[str, Any]) -> Self:
+        twin = self.__class__.__new__(self.__class__)
+        vars(twin).update(state)
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as the layer it was: who reads it has neither these ranks nor, maybe, this package."""
+        parts: Any = super().__reduce_ex__(protocol)
+        make, arguments, state, *rest = parts
+        if isinstance(state, dict):
+            state = {name: value for name, value in state.items() if name not in ("reduce", "absent")}
+        return make, tuple(self.plain if one is type(self) else one for one in arguments), state, *rest
+
+
+@functools.cache
+def synchronised(plain: type[nn.Module]) -> type[SyncBatchNorm]:
+    """The variant of a batch norm's class that a layer of it becomes, and stays an instance of its own class."""
+    body = {"plain": plain, "__module__": plain.__module__, "__doc__": plain.__doc__}
+    return types.new_class(f"Sync{plain.__name__}", (SyncBatchNorm, plain), exec_body=lambda names: names.update(body))
+
+
+def _check_forward(layer: nn.Module) -> None:
     base = next(kind for kind in _BATCH_NORMS if isinstance(layer, kind))
-    if type(layer).forward is not base.forward:
+    if type(layer).forward is not base.forward or "forward" in vars(layer):
         raise SettingError(
             f"synchronised batch norm was asked for a model with a {type(layer).__name__}",
-            f"that class replaces the forward pass of {base.__name__}, which a conversion would lose",
+            f"that layer replaces the forward pass of {base.__name__}, which a conversion would lose",
             "write the layer as a batch norm followed by the rest, or use stormo's NormAct",
         )
-    assert isinstance(layer, nn.modules.batchnorm._BatchNorm)
-    twin = SyncBatchNorm(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
-    twin.weight, twin.bias = layer.weight, layer.bias  # the same objects: optimizers keep pointing at them
-    twin.running_mean, twin.running_var = layer.running_mean, layer.running_var
-    twin.num_batches_tracked = layer.num_batches_tracked
-    twin.training = layer.training
-    twin.reduce = reduce
-    return twin
 
 
 def convert_sync_batch_norm(module: nn.Module, reduce: Reduce) -> nn.Module:
-    """Replaces every batch norm by `SyncBatchNorm` and makes every `NormAct` reduce; returns the module."""
-    twins: dict[nn.Module, SyncBatchNorm] = {}  # a layer used in two places stays one layer
-
-    def converted(layer: nn.Module) -> nn.Module:
-        if layer not in twins:
-            twins[layer] = _synchronised(layer, reduce)
-        return twins[layer]
-
-    if isinstance(module, _BATCH_NORMS):
-        return converted(module)
-    for parent in list(module.modules()):
-        if isinstance(parent, SynchronisedNorm):
-            parent.reduce = reduce
-        for name, child in parent._modules.items():
-            if isinstance(child, _BATCH_NORMS):
-                parent._modules[name] = converted(child)
+    """Makes every batch norm and `NormAct` sum its statistics, in place; returns the module."""
+    # The very layers, so that hooks, references and `isinstance` hold on. All are checked before any is changed.
+    norms = [layer for layer in module.modules() if isinstance(layer, (SynchronisedNorm, *_BATCH_NORMS))]
+    plain: list[Any] = [layer for layer in norms if not isinstance(layer, SynchronisedNorm)]
+    for layer in plain:
+        _check_forward(layer)
+    for layer in plain:
+        kind: Any = type(layer)
+        layer.__class__ = synchronised(kind)
+    for layer in norms:
+        layer.reduce = reduce  # type: ignore[assignment]
     return module
+
+
+class _Absence:
+    """Stands before the `train` of a layer that is absent: the layer stays in evaluation, and is told at the end."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer, self.owner, self.before = layer, id(layer), layer.training
+        self.asked: bool | None = None
+        layer.training = False
+
+    def __call__(self, mode: bool = True) -> nn.Module:
+        """What the user asks for meanwhile, by `train` or `eval` of the layer or of a model around it."""
+        self.asked = mode
+        if id(self.layer) != self.owner:  # a copy, made meanwhile, whose absence nobody would end
+            self.end()
+        return self.layer
+
+    def end(self) -> None:
+        """Put the mode back, or take the one that was asked for; a layer frozen by the user stays frozen."""
+        del self.layer.train
+        if self.asked is None:
+            self.layer.training = self.before
+        else:
+            self.layer.train(self.asked)
 
 
 def set_absent(module: nn.Module, absent: bool) -> None:
@@ -220,12 +255,11 @@ def set_absent(module: nn.Module, absent: bool) -> None:
         if isinstance(layer, SynchronisedNorm):
             layer.absent = absent
         elif isinstance(layer, _BATCH_NORMS):
-            if absent and not hasattr(layer, _TRAINING_BEFORE):
-                setattr(layer, _TRAINING_BEFORE, layer.training)
-                layer.training = False
-            elif not absent and hasattr(layer, _TRAINING_BEFORE):
-                layer.training = getattr(layer, _TRAINING_BEFORE)  # a layer frozen by the user stays frozen
-                delattr(layer, _TRAINING_BEFORE)
+            absence = vars(layer).get("train")
+            if absent and absence is None:
+                layer.train = _Absence(layer)  # type: ignore[method-assign, assignment]
+            elif not absent and isinstance(absence, _Absence):
+                absence.end()
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from stormo.errors import SettingError
 from stormo.optim.table import spare_compiler
 
 _ITS_OWN = ("optimizer", "momentum", "nesterov", "weight_decay")  # settings that say nothing of such an optimizer
+_NUM_NAMED = 3  # of the parameters that it leaves out
 
 
 def own_optimizer(make: Callable[[nn.Module], Any], model: nn.Module) -> Optimizer | None:
@@ -45,11 +46,16 @@ def own_optimizer(make: Callable[[nn.Module], Any], model: nn.Module) -> Optimiz
             "the schedule multiplies them, and the first is the one that is reported",
             "set lr above 0 in the first group, and not below 0 in the others",
         )
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for parameter in model.parameters():
-        if id(parameter) not in held:
-            parameter.requires_grad_(False)  # never stepped: its gradients would only add up and count when clipped
+    for name in left_out(optimizer, model):
+        # Never stepped: its gradients would only add up and count when clipped.
+        model.get_parameter(name).requires_grad_(False)
     return optimizer
+
+
+def left_out(optimizer: Optimizer, model: nn.Module) -> list[str]:
+    """The names of the model's parameters that are not the optimizer's."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return [name for name, parameter in model.named_parameters() if id(parameter) not in held]
 
 
 def group_rates(optimizer: Optimizer) -> list[float]:
@@ -57,11 +63,12 @@ def group_rates(optimizer: Optimizer) -> list[float]:
     return [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
 
 
-def notice(optimizer: Optimizer, settings: config.TrainConfig, learning_rate: float) -> str:
-    """What the user should know of the rates of a task's own optimizer.
+def notice(optimizer: Optimizer, frozen: list[str], settings: config.TrainConfig, learning_rate: float) -> str:
+    """What the user should know of a task's own optimizer: its rates, and what it does not train.
 
     Args:
         optimizer: as the task has made it.
+        frozen: names of the parameters that it leaves out.
         settings: of the run.
         learning_rate: what the plan has made of --base-lr.
     """
@@ -71,6 +78,9 @@ def notice(optimizer: Optimizer, settings: config.TrainConfig, learning_rate: fl
         f"{'are' if several else 'is'} for one worker's batch, × {learning_rate / settings.optimizer.base_lr:g} for "
         "the global batch; warm-up and decay are those of the plan."
     )
+    if frozen:
+        first = ", ".join(frozen[:_NUM_NAMED]) + (", …" if len(frozen) > _NUM_NAMED else "")
+        text += f" It leaves out {len(frozen)} of the model's parameters, which are frozen: {first}."
     ignored = [f"--{name.replace('_', '-')}" for name in _ITS_OWN if name in settings.given]
     return text + (f" {', '.join(ignored)} {'have' if len(ignored) > 1 else 'has'} no effect." if ignored else "")
 

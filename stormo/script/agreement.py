@@ -50,11 +50,18 @@ class Agreement:
         self._said = ""
         self._number = 0
         self._broken: StormoError | None = None
+        self.is_barred = False  # inside of what only some workers run, while the others wait for it
         self.agreed_flag = 0  # the highest flag that all workers know of
         self.num_casts = 0
 
     def cast(self, what: str, where: str = "", number: int = 0) -> None:
         """Announce something without waiting for the others; `settle` hears them. `where` may differ, `what` not."""
+        if self.is_barred:
+            raise SettingError(
+                f"{what} was called inside `with world.once_per_node()`",
+                "the other workers wait for the end of that block, and would never come",
+                "call it behind the block",
+            )
         self.settle()
         self._said, self._number = f"{what} in {where}" if where else what, number
         self.num_casts += 1

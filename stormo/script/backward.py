@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import struct
 from typing import Any
 
@@ -13,6 +15,7 @@ from stormo.script.agreement import call_site
 from stormo.script.choosing import Loaded
 from stormo.script.loop import Given, Loop
 from stormo.script.refusals import check_loss
+from stormo.script.stepping import Group
 
 
 class Backward:
@@ -40,7 +43,9 @@ class Backward:
             for group in groups:
                 group.exchange.arm()
         try:
-            (loss * weight if weight != 1.0 else loss).backward(**options)
+            # A loss that weighs nothing may be the mean of nothing: no number at all, and zero times that is none.
+            if weight or self._loop.sums_in_models:
+                (loss * weight if weight != 1.0 else loss).backward(**options)
         except BaseException as error:
             for group in groups:
                 group.exchange.cancel()
@@ -49,6 +54,9 @@ class Backward:
             )
             raise
         self._loop.is_partial = not is_last
+        if not is_last:
+            for group in groups:
+                group.end_pass()
         if given is not None and not given.is_last:
             for group in groups:
                 group.require_optimizer("world.backward() was called for a pass that is not the last of a step")
@@ -59,6 +67,7 @@ class Backward:
         for giver in self._loop.iterating:
             if giver.given is None or giver.given is not given or giver.trains:
                 continue
+            giver.check_first(given)
             parts = self._loop.world.size * giver.accumulate
             if given.step_samples is not None and given.step_samples < parts:
                 raise SettingError(
@@ -105,6 +114,9 @@ class Backward:
             )
         self._is_counted = is_counted
         what = f"world.backward in {call_site()}" + ("" if is_last else ", not the last of a step")
+        what += "".join(
+            f", over {group.exchange.signature}" for group in self._loop.groups if self._loop.world.size > 1
+        )
         if not is_counted:
             assert given is not None
             assert given.step_samples is not None
@@ -131,7 +143,8 @@ class Backward:
 
     def _finish(self) -> None:
         self._loop.agreement.settle()
-        for group in self._loop.groups:
+        groups = self._trained_groups()
+        for group in groups:
             group.exchange.finish()
         is_counted, total, reference = self._is_counted, self._total, self._reference
         self._is_counted, self._total, self._reference = None, 0.0, 0.0
@@ -141,7 +154,20 @@ class Backward:
                 "the loss is a mean over nothing then",
                 "leave such batches out on all workers",
             )
-        for group in self._loop.groups:
+        for group in groups:
             if is_counted and total != reference:
                 group.divide(total / reference)
             group.end_backward()
+
+    def _trained_groups(self) -> list[Group]:
+        """Those that got a gradient on some worker: of several, such as a GAN's, the others need not be exchanged."""
+        groups = self._loop.groups
+        if len(groups) < 2 or self._loop.world.size == 1:
+            return groups
+        touched = sum(1 << index for index, group in enumerate(groups) if group.exchange.is_touched)
+        agreed = self._loop.agreement.exchange("the end of a backward", number=touched)
+        trained = functools.reduce(operator.or_, agreed.numbers)
+        for index, group in enumerate(groups):
+            if not trained >> index & 1:
+                group.exchange.cancel()
+        return [group for index, group in enumerate(groups) if trained >> index & 1]

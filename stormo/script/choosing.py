@@ -84,10 +84,20 @@ def _of_loader(loop: Loop, data: DataLoader[Any], *, accumulate: int, sharded: b
     if isinstance(data.dataset, IterableDataset) or data.batch_sampler is None:
         return StreamLoader(loop, data, data.dataset, accumulate=accumulate, seed=seed)
     _require_samples(loop, data.dataset, accumulate)
-    if data.batch_size is not None:
-        _require_parts(loop, data.batch_size, accumulate, "a DataLoader with batch_size")
+    _require_end(data.batch_sampler)
     order = SamplerOrder(data, loop)
     return IndexedLoader(loop, data.dataset, order, accumulate=accumulate, seed=seed, **taken_settings(data))
+
+
+def _require_end(batch_sampler: Any) -> None:
+    try:
+        len(batch_sampler)
+    except (TypeError, NotImplementedError):
+        raise SettingError(
+            "world.loader() was given a DataLoader with a sampler that has no len",
+            "the workers agree on the order of a whole epoch at its start, and it may never end",
+            "give the sampler __len__, or make it an iterable data set",
+        ) from None
 
 
 class _Stream(IterableDataset[Any]):
@@ -121,16 +131,16 @@ def _global_size(loop: Loop, batch_size: int | None, total: int | None, accumula
             "set batch_size",
         )
     _at_least("global_batch_size", total)
-    _require_parts(loop, total, accumulate, "global_batch_size")
+    _require_parts(loop, total, accumulate)
     return total
 
 
-def _require_parts(loop: Loop, total: int, accumulate: int, what: str) -> None:
+def _require_parts(loop: Loop, total: int, accumulate: int) -> None:
     parts = loop.world.size * accumulate
     if total < parts:
         product = f"{loop.world.size} workers × {accumulate} passes"
         raise SettingError(
-            f"{what} {total} was passed to world.loader()",
+            f"global_batch_size {total} was passed to world.loader()",
             f"{product} cut it into {parts} parts of at least one sample",
             f"set {parts} or more, or start fewer workers",
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -30,12 +31,14 @@ class PlainOrder:
         self._size = global_batch_size
         self._shuffle = shuffle
 
-    def __call__(self, epoch: int) -> tuple[Tensor, Tensor]:
-        """The samples of an epoch one after the other, and the length of each batch."""
+    def __call__(self, epoch: int, position: int) -> tuple[Tensor, Tensor]:
+        """The samples of an epoch one after the other, and the length of each batch: cut from the position on."""
         count = self.num_samples
         order = epoch_order(count, self.seed, epoch) if self._shuffle else torch.arange(count)
-        full, rest = divmod(count, self._size)
-        return order, torch.tensor([self._size] * full + [rest] * (rest > 0), dtype=torch.int64)
+        # What is behind us is one stretch: it may have been cut into batches of another size.
+        full, rest = divmod(count - position, self._size)
+        sizes = [position] * (position > 0) + [self._size] * full + [rest] * (rest > 0)
+        return order, torch.tensor(sizes, dtype=torch.int64)
 
     def generators(self) -> list[torch.Generator]:
         """None of its own."""
@@ -52,8 +55,8 @@ class SamplerOrder:
         self._loader = loader
         self._loop = loop
 
-    def __call__(self, epoch: int) -> tuple[Tensor, Tensor]:
-        """The samples of an epoch one after the other, and the length of each batch."""
+    def __call__(self, epoch: int, position: int) -> tuple[Tensor, Tensor]:
+        """The samples of an epoch one after the other, and the length of each batch, wherever the position is."""
         drawn = self._draw() if self._loop.world.is_main else None
         shared = self._loop.world.share_tensors(drawn)
         return shared["order"], shared["sizes"]
@@ -62,7 +65,15 @@ class SamplerOrder:
         assert self._loader.batch_sampler is not None
         # A torch loader draws this seed before its sampler draws anything: the numbers after it must be the same.
         torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
-        batches = [list(batch) for batch in self._loader.batch_sampler]
+        # A length may be an estimate; what goes far beyond it would fill the memory before the first batch is given.
+        limit = 2 * len(self) + 1
+        batches = [list(batch) for batch in itertools.islice(self._loader.batch_sampler, limit + 1)]
+        if len(batches) > limit:
+            raise SettingError(
+                f"a loader was passed to world.loader() whose sampler has len {len(self)} in batches",
+                f"it gave more than {limit} and did not end, and the workers agree on an epoch's order at its start",
+                "let the sampler end after its len, or make it an iterable data set",
+            )
         flat = [index for batch in batches for index in batch]
         wrong = next((index for index in flat if not isinstance(index, int)), None)
         if wrong is not None:
@@ -131,10 +142,15 @@ class IndexedLoader(Giver):
         """The batches of the next epoch, or of the rest of the one that was saved, on the worker's device."""
         with self._under_way(call_site()) as turn:
             if self._drawn is None:
-                self._drawn = self._draw_order(self.epoch)
+                self._drawn = self._draw_order(self.epoch, self._position)
             order, sizes = self._drawn
             stops = sizes.cumsum(0).tolist()
-            steps = [(start, stop) for start, stop in zip([0, *stops], stops, strict=False) if start >= self._position]
+            # A batch that the position is inside of, as after a load with other batches, is cut: nothing is lost.
+            steps = [
+                (max(start, self._position), stop)
+                for start, stop in zip([0, *stops], stops, strict=False)
+                if stop > self._position
+            ]
             parts = [self._parts(start, stop) for start, stop in steps]
             self._shares.passes = (self._keys(order, a, b) for step in parts for a, b in step if b > a)
             reader = iter(self._reader)

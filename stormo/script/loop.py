@@ -28,6 +28,7 @@ class Given:
     step_samples: int | None  # of all workers and passes of the step; None where it is only known after the last pass
     is_last: bool  # the optimizer steps after it
     pass_samples: int = 0  # of all workers in this pass, where the step's are not known
+    lacking: int | None = None  # a rank that has no sample in this pass, where the workers have streams of their own
     is_trained: bool = False  # backward has been called for it, the last time without more=True
 
     @property
@@ -193,6 +194,15 @@ class Giver:
             self.is_held = self.given is self.stepped
             self.stepped = self.given
             self._step_done()
+
+    def check_first(self, given: Given) -> None:
+        """Refuse a batch that no training can begin with, for reasons of the loader's own."""
+
+    def place(self) -> str:
+        """Where a load would go on, in words."""
+        state = self.state()
+        behind = state["position"] if isinstance(state["position"], list) else [state["position"]]
+        return f"epoch {state['epoch'] + 1} behind {' + '.join(str(count) for count in behind)} samples"
 
     def state(self) -> dict[str, Any]:
         """Where it is, as plain values and tensors."""

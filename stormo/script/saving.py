@@ -32,8 +32,10 @@ _Result = TypeVar("_Result")
 def save(loop: Loop, folder: Path, extra: dict[str, Any], *, keep: int) -> None:
     """Publish a checkpoint; all workers call it, the main one writes, and all raise what goes wrong there."""
     _require_whole(loop)
+    _require_same_places(loop)
     world = loop.world
-    world.require_same({"learning rate": [[g["lr"] for g in o.param_groups] for o in _all_optimizers(loop)]})
+    rates = [[float(group.get("lr", 0.0)) for group in each.param_groups] for each in _all_optimizers(loop)]
+    world.require_same({"learning rate": rates})
     random_tensors, random_json = checkpoint.collect_random_state()
     gathered = world.gather_bytes(safetensors.torch.save({n: t.contiguous() for n, t in random_tensors.items()}))
     random_states = world.gather_json(random_json)
@@ -164,6 +166,26 @@ def _require_whole(loop: Loop) -> None:
         group.require_schedulers("world.save() was called")
         if group.is_trained:
             group.require_optimizer("world.save() was called")
+
+
+def _require_same_places(loop: Loop) -> None:
+    """Refuse to save where a loader is in another place on the main worker than on another, as all load the main's."""
+    gathered = loop.world.gather_json({str(number): loader.place() for number, loader in loop.loaders.items()})
+    differs: list[str] | None = None
+    for rank, theirs in enumerate(gathered or []):
+        assert gathered is not None
+        for number, here in gathered[0].items():
+            # One that is no longer in use may be gone on some workers sooner than on others.
+            if theirs.get(number, here) != here and differs is None:
+                differs = [f"loader {int(number) + 1} in {here} on rank 0", f"it is in {theirs[number]} on rank {rank}"]
+    differs = loop.world.share_json(differs)
+    if differs is not None:
+        raise SettingError(
+            f"world.save() was called with {differs[0]}",
+            f"{differs[1]}, and a load goes on from one place",
+            "let all workers leave their loops alike: an iterator that is kept in a variable is still under way, "
+            "and its close() ends it",
+        )
 
 
 def _require_front(loop: Loop, folder: Path) -> None:

@@ -7,8 +7,10 @@ and loss scalers made before or after find them.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from enum import Enum
+from traceback import walk_stack
 from types import MethodType
 from typing import Any
 
@@ -57,8 +59,9 @@ class Stepper:
             self.stage = Stage.STALE if is_there else Stage.CLEAN
 
     def end_backward(self) -> None:
-        """The gradients are complete."""
-        self.stage = Stage.STALE if self.stage is Stage.STALE else Stage.READY
+        """The gradients are complete, where there are any."""
+        if self._gradient() is not None:
+            self.stage = Stage.STALE if self.stage is Stage.STALE else Stage.READY
 
     def step_done(self) -> None:
         """A step was taken, or left out by a loss scaler."""
@@ -86,6 +89,7 @@ class Stepper:
             return result
         if self._loop.is_partial:
             self._group.require_schedulers("optimizer.step() was called between the passes of a step")
+            self._group.require_untouched()
             return None
         self._require_ready()
         result = inner(*args, **kwargs)
@@ -140,7 +144,10 @@ class Group:
         self.model = model
         self.num_steps = 0
         self.is_trained = False
-        self.exchange = GradientExchange(model, loop.world, average_buffers=average_buffers)
+        self._partial: list[tuple[Tensor, int]] = []  # gradients as the last pass left them, and their versions
+        # What was announced comes first: gradients of different sizes must not meet.
+        settle = loop.agreement.settle
+        self.exchange = GradientExchange(model, loop.world, average_buffers=average_buffers, before_sending=settle)
         self.steppers = [Stepper(self, part) for part in parts if isinstance(part, Optimizer)]
         self.others: list[Any] = []  # schedulers and loss scalers: anything else that steps and has a state
         for module in (part for part in parts if isinstance(part, nn.Module)):
@@ -163,6 +170,7 @@ class Group:
     def begin_backward(self) -> None:
         """Look at what is there before a backward adds to it."""
         if self.loop.is_partial:
+            self.require_untouched()
             return
         for stepper in self.steppers:
             stepper.begin_backward()
@@ -175,8 +183,30 @@ class Group:
                 "call world.backward() for every loss, or optimizer.zero_grad() before it",
             )
 
+    def end_pass(self) -> None:
+        """Note the gradients of a pass that is not the last of its step."""
+        gradients = [parameter.grad for parameter in self.model.parameters()]
+        self._partial = [(gradient, gradient._version) for gradient in gradients if gradient is not None]
+
+    def require_untouched(self) -> None:
+        """Refuse changes to gradients that are not complete."""
+        is_changed = any(gradient._version != version for gradient, version in self._partial)
+        if is_changed or self._is_unscaled():
+            raise SettingError(
+                "the gradients were changed between the passes of a step",
+                "they are a part of one worker's sum there, and clipping or unscaling belongs to the whole",
+                "clip with world.clip_grad_norm(...), and pass a loss scaler to world.wrap()",
+            )
+
+    def _is_unscaled(self) -> bool:
+        """Whether a loss scaler that was not wrapped calls for a step: it divides gradients without a trace on them."""
+        callers = itertools.islice((frame.f_locals.get("self") for frame, _ in walk_stack(None)), 12)
+        scalers = [caller for caller in callers if isinstance(caller, torch.amp.GradScaler)]
+        return any(scaler.is_enabled() and all(scaler is not other for other in self.others) for scaler in scalers)
+
     def end_backward(self) -> None:
         """The gradients are complete."""
+        self._partial = []
         self.is_trained = True
         for stepper in self.steppers:
             stepper.end_backward()

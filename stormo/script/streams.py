@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy
 import torch
+from torch.utils.data import DataLoader
 
 from stormo.data.batches import batch_length, cut, move
 from stormo.data.order import derive_seed, part
@@ -56,68 +57,112 @@ def _set_states(states: tuple[Any, Any, Any]) -> None:
 class _Reading(Giver):
     """What both kinds of streams do: read under generators of their own, and find a position again by reading."""
 
-    def __init__(self, loop: Loop, batches: Iterable[Any], dataset: Any, *, accumulate: int, seed: int) -> None:
+    def __init__(self, loop: Loop, batches: DataLoader[Any], dataset: Any, *, accumulate: int, seed: int) -> None:
         super().__init__(loop, dataset, accumulate)
         self._batches = batches
         self._seed = seed
-        self._num_done = 0  # batches of the epoch that are behind us
-        self._num_under_way = 0
+        self._position = self._under_way_position = [0] * self._num_streams  # samples of each stream behind us
+        self._skipped: Any = _END  # the last batch before the position
 
-    def _read(self, own: tuple[int, ...] = ()) -> Iterator[Any]:
+    @property
+    def _num_streams(self) -> int:
+        raise NotImplementedError
+
+    def _read(self, stream: int, own: tuple[int, ...] = ()) -> Iterator[Any]:
         generators = _Generators(derive_seed(self._seed, "stream", self.epoch, *own))
+        position, num_read = self._position[stream], 0
+        self._skipped = _END
         with generators:
             source = iter(self._batches)
-            for number in range(self._num_done):
-                if next(source, _END) is _END and not own:
-                    raise SettingError(
-                        f"a checkpoint was loaded that is {self._num_done} batches into a stream",
-                        f"the stream gives only {number}",
-                        "give it the same data as before",
-                    )
         while True:
-            try:
-                with generators:
-                    batch = next(source)
-            except StopIteration:
+            with generators:
+                batch = next(source, _END)
+            if num_read < position:
+                self._require_more(batch, num_read, position)
+                start, num_read = position - num_read, num_read + batch_length(batch)
+                if num_read <= position:
+                    self._skipped = batch
+                    continue
+                batch = cut(batch, start, batch_length(batch))  # saved with batches of another size
+            if batch is _END:
                 return
             yield batch
 
+    def _require_more(self, batch: Any, num_read: int, position: int) -> None:
+        if batch is _END:
+            raise SettingError(
+                f"a checkpoint was loaded that is {position} samples into a stream",
+                f"the stream gives only {num_read}",
+                "give it the same data as before",
+            )
+
     def _step_done(self) -> None:
-        self._num_done = self._num_under_way
+        self._position = self._under_way_position
 
     def _position_state(self, *, goes_on: bool) -> dict[str, Any]:
-        return {"num_done": self._num_done if goes_on else 0, "seed": self._seed}
+        return {"position": self._position if goes_on else [0] * self._num_streams, "seed": self._seed}
 
     def _load_position(self, state: dict[str, Any]) -> None:
-        if "num_done" not in state:
+        position = state["position"]
+        if not isinstance(position, list):
             raise SettingError(
                 f"a checkpoint was loaded whose loader {self.number + 1} read a data set by number",
                 "here it reads a stream",
                 "load it with the same data, and make the loaders in the same order",
             )
-        self._num_done, self._seed = state["num_done"], state["seed"]
+        if any(position) and len(position) != self._num_streams:
+            raise SettingError(
+                f"a checkpoint was loaded whose loader {self.number + 1} was in the middle of {len(position)} streams",
+                f"here it reads {self._num_streams}, and no place in one is a place in another",
+                f"start {len(position)} workers, or save between two epochs to go on with other streams",
+            )
+        self._position = position if any(position) else [0] * self._num_streams
+        self._seed = state["seed"]
 
     def _rewind(self) -> None:
-        self._num_done = self._num_under_way = 0
+        self._position = self._under_way_position = [0] * self._num_streams
 
 
 class StreamLoader(_Reading):
     """One stream for all workers: each takes its rows of every batch."""
 
+    @property
+    def _num_streams(self) -> int:
+        return 1
+
+    def _position_state(self, *, goes_on: bool) -> dict[str, Any]:
+        return super()._position_state(goes_on=goes_on) | {"reading": self._reading()}
+
+    def _load_position(self, state: dict[str, Any]) -> None:
+        super()._load_position(state)
+        then, here = state.get("reading"), self._reading()
+        if any(self._position) and then != here:
+            raise SettingError(
+                f"a checkpoint was loaded whose loader {self.number + 1} was in the middle of a stream read by "
+                f"{then or 'at most one process'}",
+                f"here it is read by {here or 'at most one process'}, which gives the samples in another order",
+                "load it with the same num_workers and batch size, or save between two epochs",
+            )
+
+    def _reading(self) -> str:
+        """What the order of the samples depends on: several processes take turns by batches."""
+        reader = self._batches
+        return f"{reader.num_workers} processes in batches of {reader.batch_size}" if reader.num_workers > 1 else ""
+
     def __iter__(self) -> Iterator[Any]:
         """The batches of the next pass over the stream, on the worker's device."""
         world = self.loop.world
         with self._under_way(call_site()) as turn:
-            source = self._read()
-            for number in itertools.count(self._num_done):
-                batch = next(source, None)
-                length = 0 if batch is None else batch_length(batch)
-                self._cast_batch(f"batch {number + 1}", -1 if batch is None else length)
+            source = self._read(0)
+            while True:
+                batch = next(source, _END)
+                length = 0 if batch is _END else batch_length(batch)
+                self._cast_batch(f"the batch at sample {self._position[0]}", -1 if batch is _END else length)
                 self._require_same(self.loop.agreement.settle().numbers)
-                if batch is None:
+                if batch is _END:
                     return
                 self._require_some(length)
-                self._num_under_way = number + 1
+                self._under_way_position = behind = [self._position[0] + length]
                 share = part(0, length, world.rank, world.size)
                 for index in range(self.accumulate):
                     a, b = part(*share, index, self.accumulate)
@@ -126,7 +171,7 @@ class StreamLoader(_Reading):
                     rows = cut(batch, a, b) if b > a else cut(batch, 0, 1)
                     given = Given(b - a, length, is_last=index == self.accumulate - 1)
                     yield from self._give(move(rows, world.device), given, turn)
-                self._num_done = number + 1
+                self._position = behind
 
     def _require_same(self, lengths: Sequence[int]) -> None:
         other = next((rank for rank, length in enumerate(lengths) if length != lengths[0]), None)
@@ -152,39 +197,55 @@ class StreamLoader(_Reading):
 class ShardedLoader(_Reading):
     """A stream for each worker: every batch counts, however unequally long the streams are."""
 
+    @property
+    def _num_streams(self) -> int:
+        return self.loop.world.size
+
+    def check_first(self, given: Given) -> None:
+        """Refuse to begin a training with a batch that one worker has no sample of."""
+        if given.lacking is not None:
+            raise self._nothing_for(given.lacking)
+
     def __iter__(self) -> Iterator[Any]:
         """The batches of the next pass over this worker's stream, on its device."""
         world = self.loop.world
         with self._under_way(call_site()) as turn:
-            source = self._read((world.rank,))
-            number = self._num_done
-            last: Any = None
-            batch, total = self._next(source, number)
-            while total:
+            source = self._read(world.rank, (world.rank,))
+            batch, lengths = self._next(source, 0)
+            last = self._skipped
+            behind = self._position
+            for number in itertools.count(1):
+                if not any(lengths):
+                    return
                 # One ahead: the last batch of a step must be known as such, also where the streams end before it.
-                ahead, total_ahead = self._next(source, number + 1)
-                self._num_under_way = number + 1
-                is_last = (number + 1) % self.accumulate == 0 or not total_ahead
-                last = batch if batch is not None else last
-                if batch is not None or self.trains:
-                    self._require_some(last)
-                    length = 0 if batch is None else batch_length(batch)
-                    step_samples = total if self.accumulate == 1 else None
-                    given = Given(length, step_samples, is_last=is_last, pass_samples=total)
+                ahead, lengths_ahead = self._next(source, number)
+                total = sum(lengths)
+                self._under_way_position = behind = [n + length for n, length in zip(behind, lengths, strict=True)]
+                is_last = number % self.accumulate == 0 or not any(lengths_ahead)
+                last = last if batch is _END else batch
+                if batch is not _END or self.trains:
+                    if last is _END:
+                        raise self._nothing_for(world.rank)
+                    given = Given(
+                        lengths[world.rank],
+                        total if self.accumulate == 1 else None,
+                        is_last=is_last,
+                        pass_samples=total,
+                        lacking=lengths.index(0) if 0 in lengths else None,
+                    )
                     yield from self._give(move(last, world.device), given, turn)
                 if is_last:
-                    self._num_done = number + 1
-                batch, total, number = ahead, total_ahead, number + 1
+                    self._position = behind
+                batch, lengths = ahead, lengths_ahead
 
-    def _next(self, source: Iterator[Any], number: int) -> tuple[Any, int]:
-        batch = next(source, None)
-        self._cast_batch(f"batch {number + 1}", 0 if batch is None else batch_length(batch))
-        return batch, sum(self.loop.agreement.settle().numbers)
+    def _next(self, source: Iterator[Any], number: int) -> tuple[Any, list[int]]:
+        batch = next(source, _END)
+        self._cast_batch(f"batch {number + 1}", 0 if batch is _END else batch_length(batch))
+        return batch, list(self.loop.agreement.settle().numbers)
 
-    def _require_some(self, last: Any) -> None:
-        if last is None:
-            raise SettingError(
-                f"a stream was passed to world.loader(sharded=True) that gives rank {self.loop.world.rank} no batch",
-                "it has nothing to stand in with while the others train",
-                "give every worker at least one batch, or start fewer workers",
-            )
+    def _nothing_for(self, rank: int) -> SettingError:
+        return SettingError(
+            f"a stream was passed to world.loader(sharded=True) that gives rank {rank} no batch",
+            "it has nothing to stand in with while the others train",
+            "give every worker at least one batch, or start fewer workers",
+        )

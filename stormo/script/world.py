@@ -13,8 +13,8 @@ import builtins
 import hashlib
 import signal
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, overload
@@ -47,7 +47,7 @@ _the_world: World | None = None
 
 
 class World:
-    """The workers of a script, seen from one of them; with one worker everything is as if stormo were not there.
+    """The workers of a script, seen from one of them; with one worker the script computes what it did without.
 
     Args:
         device: cpu or cuda; by default what `stormo run` was told, else a GPU where there is one.
@@ -266,10 +266,16 @@ class World:
         """Wait until all workers are here."""
         self._agree("world.barrier")
 
-    def once_per_node(self) -> AbstractContextManager[bool]:
+    @contextmanager
+    def once_per_node(self) -> Iterator[bool]:
         """`with world.once_per_node() as mine:` mine is True in one process of each node; the others wait for it."""
         self._agree("world.once_per_node")
-        return self._workers.once_per_node()
+        with self._workers.once_per_node() as mine:
+            self._loop.agreement.is_barred = mine and self._workers.place.local_size > 1
+            try:
+                yield mine
+            finally:
+                self._loop.agreement.is_barred = False
 
     # Saving, loading, stopping
 

@@ -8,7 +8,8 @@ Gradients of gradients (`create_graph=True`) do not travel.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from weakref import WeakKeyDictionary
 
 import torch
@@ -35,8 +36,20 @@ class GradientExchange:
         bucket_bytes: int = 25 * 2**20,
         first_bucket_bytes: int = 2**20,
         average_buffers: bool = False,
+        before_sending: Callable[[], object] | None = None,
     ) -> None:
+        """Hook the model's parameters.
+
+        Args:
+            model: may be changed between steps, on all workers alike.
+            world: of the workers.
+            bucket_bytes: how much travels together.
+            first_bucket_bytes: the same for what is ready first.
+            average_buffers: make floating-point buffers the mean over the workers, after every step.
+            before_sending: called once in a backward before anything leaves.
+        """
         self._model = model
+        self._before_sending = before_sending
         self._world = world
         self._limits_bytes = (first_bucket_bytes, bucket_bytes)
         self._averages_buffers = average_buffers
@@ -45,6 +58,7 @@ class GradientExchange:
         self._places: dict[int, tuple[Bucket, int]] = {}
         self._addresses: dict[int, int] = {}
         self._names: dict[int, str] = {}
+        self._signature = ""
         self._hooks: dict[int, tuple[nn.Parameter, torch.utils.hooks.RemovableHandle]] = {}
         self._is_armed = self._is_closed = self._is_out_of_step = False
         self._num_sent = 0
@@ -53,6 +67,18 @@ class GradientExchange:
         if world.size > 1:
             self._group = _own_group(world)
             self._follow_model()
+
+    @property
+    def signature(self) -> str:
+        """What is exchanged, in words that differ where it does: all workers must have the same."""
+        if self._world.size > 1:
+            self._follow_model()
+        return self._signature
+
+    @property
+    def is_touched(self) -> bool:
+        """Whether a gradient has come since it was armed."""
+        return any(bucket.num_awaited < len(bucket.parameters) for bucket in self._buckets)
 
     def arm(self) -> None:
         """The next backward is the last of a step: buckets leave as they fill."""
@@ -120,6 +146,8 @@ class GradientExchange:
         self._buckets = make_buckets(named[::-1], *self._limits_bytes)
         self._places = {id(p): (bucket, index) for bucket in self._buckets for index, p in enumerate(bucket.parameters)}
         self._addresses = addresses
+        described = "\n".join(f"{name} {tuple(parameter.shape)} {parameter.dtype}" for name, parameter in named)
+        self._signature = f"{len(named)} parameters ({zlib.crc32(described.encode()):08x})"
         for name, parameter in named:
             self._names[id(parameter)] = name
             if id(parameter) not in self._hooks:
@@ -161,6 +189,8 @@ class GradientExchange:
 
     def _send_next(self) -> None:
         bucket = self._buckets[self._num_sent]
+        if self._num_sent == 0 and self._before_sending is not None:
+            self._before_sending()
         if bucket.device.type == "cuda":
             self._chain_streams(bucket.device)
         bucket.work = dist.all_reduce(bucket.pack(), group=self._group, async_op=True)

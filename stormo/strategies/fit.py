@@ -27,6 +27,8 @@ _GAP = 1 / 8  # between what fits and what does not: closer is not worth another
 _GIB = 2**30
 # What torch, CUDA and its libraries say when they get no memory, where it is no OutOfMemoryError.
 _OUT_OF_MEMORY = ("out of memory", "STATUS_ALLOC_FAILED", "DefaultCPUAllocator: can't allocate memory")
+# What cuDNN says when no algorithm's workspace can be had, but also when it has no algorithm at all.
+_PERHAPS_OUT_OF_MEMORY = ("unable to find an engine to execute this computation", "CUDNN_STATUS_NOT_SUPPORTED")
 
 # How a try ended; of several workers' verdicts the largest holds.
 _FITS, _NOT_TRIED, _NO_MARGIN, _NO_MEMORY, _NO_STATISTICS = range(5)
@@ -162,7 +164,8 @@ def _try(strategy: Strategy, batch: Any, size: int) -> int:
         if strategy.world.device.type == "cuda":
             torch.cuda.synchronize(strategy.world.device)
     except (RuntimeError, MemoryError, ValueError) as error:
-        if is_out_of_memory(error):
+        # A single sample that cuDNN refuses is more likely to be wrong than too large: that shows as it is.
+        if is_out_of_memory(error, in_doubt=size > 1):
             return _NO_MEMORY
         if size == 1 and isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
             return _NO_STATISTICS
@@ -170,11 +173,12 @@ def _try(strategy: Strategy, batch: Any, size: int) -> int:
     return _FITS
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory was refused, and nothing else is wrong."""
+def is_out_of_memory(error: BaseException, in_doubt: bool = False) -> bool:
+    """Whether an error says that memory was refused; `in_doubt` is the answer where it may also say something else."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+    signs = (*_OUT_OF_MEMORY, *_PERHAPS_OUT_OF_MEMORY) if in_doubt else _OUT_OF_MEMORY
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in signs)
 
 
 def _nothing_fits(plan: Plan, strategy: Strategy, last: Try) -> StormoError:

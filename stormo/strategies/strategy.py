@@ -18,7 +18,7 @@ from stormo.data.order import part
 from stormo.errors import SettingError
 from stormo.layers.compile_ahead import compile_ahead
 from stormo.layers.sync_batch_norm import convert_sync_batch_norm, local_statistics, set_absent
-from stormo.optim.own import group_rates, notice, own_optimizer
+from stormo.optim.own import group_rates, left_out, notice, own_optimizer
 from stormo.optim.table import make_optimizer
 from stormo.plan import Plan
 from stormo.strategies.graph import CaptureRefusedError, PassGraph, capture
@@ -42,6 +42,7 @@ class Strategy:
         self._autocast_dtype = _AUTOCAST.get(plan.precision)
         self.module = self._place(check_model(task, task.model()))  # the user's model itself
         own = own_optimizer(task.optimizer, self.module)
+        frozen = [] if own is None else left_out(own, self.module)
         self.optimizer = make_optimizer(self.module, settings.optimizer) if own is None else own
         # Every group keeps its ratio to the first, whose rate is given to `step`.
         self._rate_ratios = [rate / group_rates(self.optimizer)[0] for rate in group_rates(self.optimizer)]
@@ -51,7 +52,7 @@ class Strategy:
         self._model: nn.Module = torch.compile(self._eager, dynamic=False) if plan.compile else self._eager  # type: ignore[assignment]
         self._graph: PassGraph | None = None
         # What the user should know once the run has begun.
-        self.notices: list[str] = [] if own is None else [notice(own, settings, plan.learning_rate)]
+        self.notices: list[str] = [] if own is None else [notice(own, frozen, settings, plan.learning_rate)]
 
     def _place(self, model: nn.Module) -> nn.Module:
         model = model.to(self.world.device)

@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from stormo.data import loaders
 from stormo.data.batches import move, tensors_in
 from stormo.data.loaders import Batch, Loader, ResidentLoader, Share, StreamedLoader
 from stormo.data.order import epoch_draws, epoch_order
+from stormo.data.streaming import Ahead
 from stormo.data.tensors import TensorData, in_tensors
 
 # Loading processes are forked from a server: without this each would take seconds to import torch anew.
@@ -281,3 +283,30 @@ def test_data_sets_of_torch_that_are_held_in_tensors_are_taken_as_such() -> None
     assert in_tensors(noisy) is noisy
     outer = Subset(noisy, [1])
     assert in_tensors(outer) is outer
+
+
+class _OnGpu(Tensor):
+    """Says that it is on a GPU, and takes note of the streams that use it."""
+
+    streams: list[Any]
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+    def record_stream(self, stream: Any) -> None:
+        self.streams.append(stream)
+
+
+def test_only_what_is_on_the_gpu_is_kept_for_the_stream_that_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = pack_sequence([torch.ones(2), torch.ones(1)])  # moves itself; its batch sizes stay on the host
+    moved = torch.ones(3).as_subclass(_OnGpu)
+    moved.streams = []
+    waited: list[Any] = []
+    current = SimpleNamespace(wait_event=waited.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    ahead: Ahead[int] = Ahead(DataLoader(range(1)), torch.device("cpu"))  # type: ignore[arg-type]
+    batch = packed._replace(data=moved)
+    assert not batch.batch_sizes.is_cuda
+    assert ahead._usable(batch, "copied") is batch
+    assert (waited, moved.streams) == (["copied"], [current])

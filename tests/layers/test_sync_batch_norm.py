@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import pickle
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from copy import deepcopy
+from copy import copy, deepcopy
 from typing import Any
 
 import pytest
@@ -215,6 +217,85 @@ def test_conversion_keeps_objects_names_modes_and_sharing() -> None:
     assert isinstance(bare, SyncBatchNorm)
 
 
+class _Tagged(nn.BatchNorm2d):
+    """A user's own, with the inherited forward pass."""
+
+    def __init__(self, num_features: int, tag: str) -> None:
+        super().__init__(num_features)
+        self.tag = tag
+
+
+def test_layers_are_converted_in_place_and_stay_what_they_are() -> None:
+    layers = [nn.BatchNorm1d(3), nn.BatchNorm2d(3), nn.BatchNorm3d(3), _Tagged(3, "mine")]
+    kinds, calls, sums = [type(layer) for layer in layers], [], []
+    layers[1].register_forward_hook(lambda *_: calls.append("hook"))
+    model = nn.ModuleList(layers)
+    for layer in layers:
+        convert_sync_batch_norm(layer, sums.append)  # a model that is a batch norm, its return value dropped
+    assert list(model) == layers
+    for layer, kind in zip(layers, kinds, strict=True):
+        assert isinstance(layer, kind)
+        assert isinstance(layer, SyncBatchNorm)
+    assert layers[3].tag == "mine"
+    assert type(layers[1]) is type(convert_sync_batch_norm(nn.BatchNorm2d(3), sums.append))
+    convert_sync_batch_norm(model, lambda vector: sums.append(vector))  # again: the newer way to sum holds
+    layers[1](torch.randn(2, 3, 2, 2))
+    assert (calls, len(sums)) == (["hook"], 1)
+    for layer in model.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.eval()
+    layers[1](torch.randn(2, 3, 2, 2))
+    layers[3](torch.randn(2, 3, 2, 2))
+    assert len(sums) == 1  # frozen as any batch norm is
+    with pytest.raises(ValueError, match="expected 4D input"):
+        layers[1].train()(torch.randn(2, 3))
+
+
+def test_a_copy_has_the_same_ranks_and_what_is_read_from_a_file_has_none() -> None:
+    sums: list[Tensor] = []
+    lock = threading.Lock()
+
+    def reduce(vector: Tensor) -> None:
+        with lock:  # which can be neither copied nor pickled
+            sums.append(vector)
+
+    model = nn.Sequential(nn.BatchNorm2d(3), _Tagged(3, "mine"), nn.BatchNorm2d(3).eval())
+    alone = deepcopy(model)
+    convert_sync_batch_norm(model, functools.partial(reduce))
+    x = torch.randn(4, 3, 2, 2)
+    set_absent(model, True)
+    copied, shallow = deepcopy(model), copy(model[0])
+    set_absent(model, False)
+    assert not copied[0].absent
+    assert copied[0].weight is not model[0].weight
+    assert shallow.weight is model[0].weight
+    copied(x)
+    shallow(x)
+    assert len(sums) == 3
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        read = pickle.loads(pickle.dumps(model, protocol))
+        assert [type(layer) for layer in read] == [nn.BatchNorm2d, _Tagged, nn.BatchNorm2d]
+        assert [layer.training for layer in read] == [True, True, False]
+        assert all(vars(one).keys() == vars(other).keys() for one, other in zip(read, alone, strict=True))
+        torch.testing.assert_close(read(x), deepcopy(alone)(x))
+    assert len(sums) == 3
+    assert isinstance(model[0], SyncBatchNorm)  # pickling has left it alone
+
+
+@pytest.mark.parametrize("refused", ["class", "object"])
+def test_a_refused_conversion_has_changed_nothing(refused: str) -> None:
+    class NormWithActivation(nn.BatchNorm1d):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input).relu()
+
+    model = nn.Sequential(nn.BatchNorm1d(3), NormWithActivation(3) if refused == "class" else nn.BatchNorm1d(3))
+    if refused == "object":
+        model[1].forward = lambda input: input  # type: ignore[method-assign]
+    with pytest.raises(SettingError, match="replaces the forward pass of BatchNorm1d"):
+        convert_sync_batch_norm(model, lambda vector: None)
+    assert type(model[0]) is nn.BatchNorm1d
+
+
 def test_a_batch_norm_with_another_forward_pass_is_refused() -> None:
     class NormWithActivation(nn.BatchNorm2d):
         def forward(self, input: Tensor) -> Tensor:
@@ -237,6 +318,30 @@ def test_absence_without_synchronisation_is_evaluation_and_ends_where_it_began()
     assert (trained.training, frozen.training) == (True, False)
     model(x)
     assert model.get_buffer("0.num_batches_tracked").item() == 1
+
+
+@pytest.mark.parametrize("ask", [nn.Module.eval, nn.Module.train])
+def test_a_mode_asked_for_during_absence_holds_after_it(ask: Callable[[nn.Module], nn.Module]) -> None:
+    norm, before = nn.BatchNorm1d(3), ask(nn.BatchNorm1d(3)).training
+    model = nn.Sequential(nn.Sequential(norm)).train(not before)
+    set_absent(model, True)
+    ask(model)
+    model(torch.randn(4, 3))
+    assert norm.num_batches_tracked == 0  # still absent
+    set_absent(model, False)
+    assert norm.training is before
+    assert norm.train().training
+    assert "train" not in vars(norm)
+
+
+def test_a_copy_made_during_absence_can_be_trained() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3))
+    set_absent(model, True)
+    copied = deepcopy(model)
+    set_absent(model, False)
+    assert copied.train()[0].training
+    assert not copied.eval()[0].training
+    assert model[0].training
 
 
 def test_local_statistics_are_a_single_ranks_and_no_rank_is_asked_for_them() -> None:

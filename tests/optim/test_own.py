@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from stormo.config import TrainConfig
 from stormo.errors import SettingError
-from stormo.optim.own import group_rates, own_optimizer
+from stormo.optim.own import group_rates, left_out, notice, own_optimizer
 
 
 def test_none_leaves_it_to_the_settings_and_a_good_one_is_taken_as_it_is() -> None:
@@ -25,6 +26,22 @@ def test_what_it_leaves_out_is_frozen() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     own_optimizer(lambda model: torch.optim.SGD(model[1].parameters(), lr=0.1), model)
     assert [parameter.requires_grad for parameter in model.parameters()] == [False, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("trained", "said"),
+    [
+        (0, "leaves out 4 of the model's parameters, which are frozen: 1.weight, 1.bias, 2.weight, …."),
+        (slice(2), "leaves out 2 of the model's parameters, which are frozen: 2.weight, 2.bias."),
+        (slice(3), None),
+    ],
+)
+def test_what_it_leaves_out_is_counted_and_named(trained: Any, said: str | None) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    made = own_optimizer(lambda model: torch.optim.SGD(model[trained].parameters(), lr=0.1), model)
+    assert made is not None
+    text = notice(made, left_out(made, model), TrainConfig(), 0.1)
+    assert "leaves out" not in text if said is None else said in text
 
 
 @pytest.mark.parametrize(

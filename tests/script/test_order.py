@@ -168,7 +168,13 @@ def a_loader_with_settings(world: World, model: nn.Module, optimizer: Any) -> No
 
 
 def small_batches(world: World, model: nn.Module, optimizer: Any) -> None:
-    _loader(world, 2, accumulate=3)
+    model.eval()  # one sample is too few for batch norm
+    for batch in _loader(world, 2, accumulate=3):
+        world.backward(_loss(model, batch))
+
+
+def small_global_batch(world: World, model: nn.Module, optimizer: Any) -> None:
+    world.loader(data(), global_batch_size=2, accumulate=3)
 
 
 def small_first_batch(world: World, model: nn.Module, optimizer: Any) -> None:
@@ -233,7 +239,8 @@ REFUSED: dict[Callable[[World, nn.Module, Any], None], str] = {
     data_in_wrap: "world.wrap() was given a DataLoader",
     no_batch_size: "world.loader() was given neither batch_size nor global_batch_size",
     a_loader_with_settings: "world.loader() was given a DataLoader with settings of its own besides",
-    small_batches: "a DataLoader with batch_size 2 was passed to world.loader(), but 1 workers × 3 passes cut it",
+    small_batches: "a training loop began with a batch of 2, but 1 workers × 3 passes need at least 3 in the first",
+    small_global_batch: "global_batch_size 2 was passed to world.loader(), but 1 workers × 3 passes cut it into 3",
     small_first_batch: "a training loop began with a batch of 1, but 1 workers × 2 passes need at least 2 in the first",
     sum_of_text: "a str was to be reduced over the workers",
     save_a_model: "a Net was to be saved (extra/0/model)",

@@ -112,6 +112,34 @@ def test_what_is_found_fits_and_an_eighth_more_does_not_or_saves_no_pass(most: i
 )
 def test_only_a_refusal_of_memory_is_taken_for_one(error: Exception, is_memory: bool) -> None:
     assert is_out_of_memory(error) is is_memory
+    assert is_out_of_memory(error, in_doubt=True) is is_memory
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "GET was unable to find an engine to execute this computation",
+        "FIND was unable to find an engine to execute this computation",
+        "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.",
+    ],
+)
+def test_what_cudnn_says_when_workspaces_are_short_does_not_fit_unless_it_is_one_sample(
+    words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = build(_world(), **AUTO, global_batch_size=64)
+    step, limit = parts.strategy.try_step, 20
+
+    def short(data: Any) -> None:
+        if len(data[0]) > limit:
+            raise RuntimeError(words)
+        step(data)
+
+    monkeypatch.setattr(parts.strategy, "try_step", short)
+    _find(parts)
+    assert parts.plan.batch_per_pass <= limit
+    limit = 0
+    with pytest.raises(RuntimeError, match=words[:20]):
+        _find(parts)
 
 
 # --- what all ranks come to -------------------------------------------------------------------------------------------

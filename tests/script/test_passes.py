@@ -1,0 +1,130 @@
+"""Between the passes of a step, beside other models, and alone on a node: what a loop must not do there, or may."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+from stormo.errors import SettingError
+from stormo.launch import alone
+from stormo.script.world import World
+from stormo.strategies.exchange import GradientExchange
+from stormo.world.world import World as Workers
+from tests.ranks import RankFailedError
+from tests.script.loops import Ranks, data, make, world_of
+
+
+def _passes(world: World) -> Any:
+    return world.loader(DataLoader(data(), batch_size=8), accumulate=2)
+
+
+def _clipped(world: World) -> None:
+    model, optimizer = world.wrap(*make())
+    for x, y in _passes(world):
+        world.backward(F.mse_loss(model(x), y))
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _unscaled(world: World) -> None:
+    model, optimizer = world.wrap(*make())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)  # not passed to wrap
+    for x, y in _passes(world):
+        world.backward(scaler.scale(F.mse_loss(model(x), y)))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("loop", [_clipped, _unscaled])
+def test_gradients_that_are_not_complete_stay_as_they_are(loop: Any) -> None:
+    world = world_of(Workers(alone(), torch.device("cpu")))
+    with pytest.raises(SettingError, match=r"changed between the passes of a step.*clip with world.clip_grad_norm"):
+        loop(world)
+
+
+def _one_of_two(workers: Workers, folder: str) -> tuple[list[str], Any]:
+    world = world_of(workers)
+    idle, _ = world.wrap(*make())
+    model, optimizer = make(has_norm=False)
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
+    model, optimizer = world.wrap(model, optimizer)
+    finished: list[str] = []
+    finish = GradientExchange.finish
+
+    def noted(self: GradientExchange) -> None:
+        finished.append("model" if self._model is model else "idle")
+        finish(self)
+
+    GradientExchange.finish = noted  # type: ignore[method-assign]
+    try:
+        for x, y in world.loader(DataLoader(data(), batch_size=19)):
+            world.backward(F.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            world.save(folder)
+    finally:
+        GradientExchange.finish = finish  # type: ignore[method-assign]
+    return finished, idle.last.weight.grad
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_model_without_a_gradient_is_neither_exchanged_nor_in_the_way_of_a_save(
+    run_ranks: Ranks, size: int, tmp_path: Path
+) -> None:
+    for finished, gradient in run_ranks(_one_of_two, size, str(tmp_path)):
+        assert gradient is None
+        assert size == 1 or finished == ["model", "model"]
+
+
+def _nothing_counts_here(workers: Workers) -> list[float]:
+    world = world_of(workers)
+    model, optimizer = world.wrap(*make(has_norm=False))
+    for x, y in world.loader(DataLoader(data(), batch_size=38)):
+        errors = (model(x) - y).square().mean(dim=1)
+        mask = torch.full((len(x),), float(world.is_main))  # the other workers have no valid row
+        world.backward((errors * mask).sum() / mask.sum(), count=int(mask.sum()))
+        optimizer.step()
+    return [float(parameter.detach().sum()) for parameter in model.parameters()]
+
+
+def test_a_worker_on_which_nothing_counts_leaves_the_mean_alone(run_ranks: Ranks) -> None:
+    first, second = run_ranks(_nothing_counts_here, 2)
+    assert first == second
+    assert all(math.isfinite(number) for number in first)
+
+
+def _loader_on_one(workers: Workers) -> None:
+    world = world_of(workers)
+    with world.once_per_node() as mine:
+        if mine:
+            world.loader(data(), batch_size=2)
+
+
+def test_what_all_must_do_is_refused_while_one_works_for_its_node(run_ranks: Ranks) -> None:
+    with pytest.raises(
+        RankFailedError, match=r"world.loader in test_passes.py line .* was called inside `with world.once"
+    ):
+        run_ranks(_loader_on_one, 2)
+
+
+def _frozen_on_one(workers: Workers) -> None:
+    world = world_of(workers)
+    model, optimizer = world.wrap(*make(has_norm=False))
+    model.first.requires_grad_(world.is_main)
+    for x, y in world.loader(DataLoader(data(), batch_size=8)):
+        world.backward(F.mse_loss(model(x), y))
+        optimizer.step()
+
+
+def test_workers_that_train_different_parameters_are_told(run_ranks: Ranks) -> None:
+    with pytest.raises(RankFailedError, match=r"rank 0 is at: .* over 4 parameters .*, but rank 1 is at: .* over 2 "):
+        run_ranks(_frozen_on_one, 2)
