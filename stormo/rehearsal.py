@@ -35,6 +35,12 @@ _EXPLAINED = (RuntimeError, AttributeError, TypeError)
 # What torch or Python say of a mistake; what was done, why it cannot be, what to write instead.
 _MEANINGS = (
     (
+        r"backward through the graph a second time",
+        "calls backward() itself",
+        "its gradient is taken, and weighed, once it is returned",
+        "leave backward() and step() out of it",
+    ),
+    (
         r"on the same device|indices should be either on|Input type \(.*weight type",
         "mixes tensors",
         "the model and the batch are on {device}, and whatever meets them must be there too",

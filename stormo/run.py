@@ -55,7 +55,7 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
 def _command(script: str | None, flags: list[str]) -> list[str]:
     if script is None:
         raise SettingError("stormo run was given no script", "there is nothing to run", "name one: stormo run train.py")
-    if script.endswith(".py") or "/" in script:
+    if script.endswith(".py") or "/" in script or script.startswith("."):
         if not Path(script).is_file():
             raise SettingError(f"stormo run {script} was typed", "there is no such file", "check the path")
         return [sys.executable, script, *flags]

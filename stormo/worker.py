@@ -75,6 +75,8 @@ def _require_same_plan(plan: Plan, world: World) -> None:
             "global batch": plan.global_batch_size,
             "learning rate": plan.learning_rate,
             "steps an epoch": plan.steps_per_epoch,
+            "number of training samples": plan.facts.num_train,
+            "number of validation samples": plan.facts.num_validation,
         }
     )
 

@@ -49,7 +49,7 @@ def published(folder: Path) -> dict[int, list[Path]]:
                 match = STEP_NAME.fullmatch(entry.name)
                 if match and entry.is_dir(follow_symlinks=False):
                     listed.append((int(match[1]), int(match[2] or 0), folder / entry.name))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     by_step: dict[int, list[Path]] = {}
     for step, _, path in sorted(listed, reverse=True):

@@ -176,8 +176,11 @@ def _lengths(data: Any, place: str) -> Iterator[tuple[str, int]]:
 
 
 def _is_column(data: Any) -> bool:
-    """Whether a list holds one plain value for each sample, such as file names."""
-    return isinstance(data, list) and bool(data) and all(isinstance(value, _PLAIN) for value in data)
+    """Whether a list holds one plain value for each sample, such as file names, of which torch makes a tuple."""
+    if not isinstance(data, list | tuple) or hasattr(data, "_fields"):
+        return False
+    kinds = _PLAIN if isinstance(data, list) else (str, bytes)
+    return bool(data) and all(isinstance(value, kinds) for value in data)
 
 
 def _cut(data: Any, rows: slice | list[int], place: str) -> Any:
@@ -186,7 +189,7 @@ def _cut(data: Any, rows: slice | list[int], place: str) -> Any:
     if isinstance(data, _PLAIN):
         return data
     if _is_column(data):
-        return data[rows] if isinstance(rows, slice) else [data[row] for row in rows]
+        return data[rows] if isinstance(rows, slice) else type(data)(data[row] for row in rows)
     parts = None if isinstance(data, torch.nn.utils.rnn.PackedSequence) else _parts(data, place)
     if parts is None:
         raise SettingError(

@@ -72,8 +72,9 @@ def run_node(
         digest=f"{digest} {node.num_workers}",
         options={"--num-gpus": str(node.num_workers), **(options or {})},
     )
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # it may have been closed
+            stream.flush()
     with ExitStack() as stack:
         # Rank 0 writes to the terminal from a background process group; `stty tostop` must not stop it for that.
         stack.callback(signal.signal, signal.SIGTTOU, signal.signal(signal.SIGTTOU, signal.SIG_IGN))
@@ -351,7 +352,10 @@ class Agent:
             return
         exit_code = combined_exit_code(worker.exit_code or 0 for worker in self._workers)
         if not self._patience.first_sign and all(worker.heard_at is None for worker in self._workers):
-            self._screen.say(f"no worker called stormo.World(), so that each of the {self._node.world_size} ran alone")
+            count = self._node.world_size
+            self._screen.say(
+                f"no worker called stormo.World(), so that each of the {count} ran alone (a task is for stormo train)"
+            )
         if self._control is None:
             self._exit_code = exit_code
         else:

@@ -183,11 +183,11 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm, SynchronisedNorm):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled as the layer it was: who reads it has neither these ranks nor, maybe, this package."""
-        parts: Any = super().__reduce_ex__(protocol)
-        make, arguments, state, *rest = parts
+        parts: Any = super().__reduce_ex__(1)  # later ones insist on the class that the layer is of now
+        make, arguments, state = parts
         if isinstance(state, dict):
             state = {name: value for name, value in state.items() if name not in ("reduce", "absent")}
-        return make, tuple(self.plain if one is type(self) else one for one in arguments), state, *rest
+        return make, tuple(self.plain if one is type(self) else one for one in arguments), state
 
 
 @functools.cache

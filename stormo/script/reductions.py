@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -17,8 +19,8 @@ _LARGEST = 2**53  # whole numbers up to this are exact in float64
 
 def reduced(value: Any, add: Reduce, largest: Reduce, device: torch.device, *, is_sum: bool) -> Any:
     """A nest of numbers and tensors, reduced over the workers without touching what was given."""
-    leaves = list(_leaves(value))
-    reduce = add if is_sum else largest
+    leaves = [leaf.item() if isinstance(leaf, numpy.number) else leaf for leaf in _leaves(value)]
+    reduce = add if is_sum else with_nan(largest, add)
     found: dict[int, Any] = {
         index: _tensor(leaf, reduce, device) for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)
     }
@@ -32,7 +34,7 @@ def described(value: Any) -> str:
     """The form of a nest, which must be the same on all workers."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    if isinstance(value, int | float):
+    if isinstance(value, int | float | numpy.number):
         return "a number"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key!r}: {described(value[key])}" for key in sorted(value, key=str)) + "}"
@@ -54,6 +56,18 @@ def _tensor(leaf: Tensor, reduce: Reduce, device: torch.device) -> Tensor:
         wide_dtype, dtype = kind, leaf.dtype
     wide = leaf.detach().to(device, wide_dtype, copy=True).contiguous()
     return reduce(wide).to(leaf.device, dtype)
+
+
+def with_nan(largest: Reduce, add: Reduce) -> Reduce:
+    """The largest of all workers' values, or NaN where one of them has that: a comparison would pass it over."""
+
+    def reduce(wide: Tensor) -> Tensor:
+        if not wide.is_floating_point():
+            return largest(wide)
+        is_nan = add(wide.isnan().to(torch.float64)) > 0
+        return largest(wide.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)).masked_fill(is_nan, math.nan)
+
+    return reduce
 
 
 def _numbers(values: list[int | float], reduce: Reduce, largest: Reduce) -> list[int | float]:

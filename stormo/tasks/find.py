@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import sys
 import traceback
 from pathlib import Path
 from types import ModuleType
+from typing import TypeGuard
 
 from stormo.errors import SettingError, StormoError, unknown_name
 from stormo.tasks.check import looks_like_task
@@ -36,6 +38,7 @@ def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise SettingError(f"the task {path} was named", "there is no such file", "check the path")
     check_file_name(path)
+    _refuse_script(path)
     # The file's own folder first, as `python FILE` would: a task may import its neighbours.
     folder = str(path.resolve().parent)
     if folder not in sys.path:
@@ -50,6 +53,25 @@ def _import_file(path: Path) -> ModuleType:
     except (Exception, SystemExit) as error:
         raise _import_failure(error, str(path)) from error
     return module
+
+
+def _refuse_script(path: Path) -> None:
+    """Refuse a script with a loop of its own before it runs, as it would if it were imported."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return  # said when it is imported
+    names = {node.id if isinstance(node, ast.Name) else node.attr for node in ast.walk(tree) if _is_name(node)}
+    if "World" in names and "Task" not in names:
+        raise SettingError(
+            f"the task {path} was named",
+            "it is a script that uses stormo.World and holds no stormo.Task",
+            f"run it by stormo run {path}",
+        )
+
+
+def _is_name(node: ast.AST) -> TypeGuard[ast.Name | ast.Attribute]:
+    return isinstance(node, ast.Name | ast.Attribute)
 
 
 def check_file_name(path: Path) -> None:

@@ -47,6 +47,8 @@ class Corpus:
 def read_corpus(folder: Path | None = None) -> Corpus:
     """The standard library's sources, or every *.py and *.txt file of a folder."""
     root = folder or Path(sysconfig.get_path("stdlib"))
+    if folder is not None and not folder.is_dir():
+        raise SettingError(f"--task.data-folder {folder} was set", "there is no such folder", "check the path")
     names = _library_files(root) if folder is None else _files(root, (".py", ".txt"), {"__pycache__"})
     parts: dict[bool, list[bytes]] = {False: [], True: []}
     for name in names:

@@ -35,6 +35,10 @@ def check_model(owner: object, model: Any) -> nn.Module:
             "give that layer its number of inputs",
         )
     parameters = list(model.parameters())
+    if any(parameter.is_meta for parameter in parameters):
+        raise SettingError(
+            f"{said} a model on the device meta", "its weights have no values", "build it without that device"
+        )
     if not parameters:
         raise SettingError(
             f"{said} {_kind(model)} without parameters",

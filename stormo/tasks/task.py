@@ -70,6 +70,7 @@ class Task:
             num_train=known_length(train) or 0,
             num_validation=known_length(validation),
             is_stream=is_stream(train),
+            has_accuracy=False if type(self).metrics is Task.metrics else None,
             # Batches that the task makes itself are made of samples, not on the device.
             train_bytes=getattr(train, "num_bytes", None) if type(self).collate is Task.collate else None,
         )

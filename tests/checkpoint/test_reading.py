@@ -353,3 +353,8 @@ def test_a_manifest_survives_its_own_format() -> None:
     manifest = parse_manifest(sealed(metric=0.1, identity="è \u2028"))
     assert parse_manifest(manifest.to_bytes()) == manifest
     assert asdict(manifest)["metric"] == 0.1
+
+
+def test_a_folder_below_a_file_holds_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    assert find(tmp_path / "file" / "checkpoints") == []

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils.data import default_collate
 
 from stormo.data.batches import batch_length, collate, cut, is_opaque, move, tensors_in
 from stormo.errors import SettingError
@@ -195,3 +196,12 @@ def test_samples_that_do_not_fit_together_are_answered_with_collate(samples: lis
 
 def test_a_task_without_collate_makes_batches_as_torch_does() -> None:
     assert task.Task(None).collate([{"x": 1}, {"x": 2}])["x"].tolist() == [1, 2]
+
+
+def test_a_tuple_of_texts_is_cut_as_torch_makes_it_of_a_column() -> None:
+    batch = default_collate([(torch.tensor(float(number)), f"file{number}.png") for number in range(4)])
+    numbers, names = cut(batch, 1, 3)
+    assert numbers.tolist() == [1.0, 2.0]
+    assert tuple(names) == ("file1.png", "file2.png")
+    size = cut((torch.arange(3), (32, 32)), 0, 1)[1]
+    assert size == (32, 32)  # of the batch, not of its samples

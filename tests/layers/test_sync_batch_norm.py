@@ -227,23 +227,28 @@ class _Tagged(nn.BatchNorm2d):
 
 def test_layers_are_converted_in_place_and_stay_what_they_are() -> None:
     layers = [nn.BatchNorm1d(3), nn.BatchNorm2d(3), nn.BatchNorm3d(3), _Tagged(3, "mine")]
-    kinds, calls, sums = [type(layer) for layer in layers], [], []
+    kinds, calls = [type(layer) for layer in layers], []
+    sums: list[Tensor] = []
+
+    def refuse(vector: Tensor) -> None:
+        raise AssertionError("the older way to sum")
+
     layers[1].register_forward_hook(lambda *_: calls.append("hook"))
     model = nn.ModuleList(layers)
     for layer in layers:
-        convert_sync_batch_norm(layer, sums.append)  # a model that is a batch norm, its return value dropped
+        convert_sync_batch_norm(layer, refuse)  # a model that is a batch norm, its return value dropped
     assert list(model) == layers
     for layer, kind in zip(layers, kinds, strict=True):
         assert isinstance(layer, kind)
         assert isinstance(layer, SyncBatchNorm)
     assert layers[3].tag == "mine"
-    assert type(layers[1]) is type(convert_sync_batch_norm(nn.BatchNorm2d(3), sums.append))
-    convert_sync_batch_norm(model, lambda vector: sums.append(vector))  # again: the newer way to sum holds
+    assert type(layers[1]) is type(convert_sync_batch_norm(nn.BatchNorm2d(3), refuse))
+    convert_sync_batch_norm(model, sums.append)  # again: the newer way to sum holds
     layers[1](torch.randn(2, 3, 2, 2))
     assert (calls, len(sums)) == (["hook"], 1)
-    for layer in model.modules():
-        if isinstance(layer, nn.BatchNorm2d):
-            layer.eval()
+    for part in model.modules():
+        if isinstance(part, nn.BatchNorm2d):
+            part.eval()
     layers[1](torch.randn(2, 3, 2, 2))
     layers[3](torch.randn(2, 3, 2, 2))
     assert len(sums) == 1  # frozen as any batch norm is
@@ -290,7 +295,7 @@ def test_a_refused_conversion_has_changed_nothing(refused: str) -> None:
 
     model = nn.Sequential(nn.BatchNorm1d(3), NormWithActivation(3) if refused == "class" else nn.BatchNorm1d(3))
     if refused == "object":
-        model[1].forward = lambda input: input  # type: ignore[method-assign]
+        model[1].forward = lambda input: input
     with pytest.raises(SettingError, match="replaces the forward pass of BatchNorm1d"):
         convert_sync_batch_norm(model, lambda vector: None)
     assert type(model[0]) is nn.BatchNorm1d

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_what_it_leaves_out_is_frozen() -> None:
 )
 def test_what_it_leaves_out_is_counted_and_named(trained: Any, said: str | None) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
-    made = own_optimizer(lambda model: torch.optim.SGD(model[trained].parameters(), lr=0.1), model)
+    made = own_optimizer(lambda model: torch.optim.SGD(cast(Any, model)[trained].parameters(), lr=0.1), model)
     assert made is not None
     text = notice(made, left_out(made, model), TrainConfig(), 0.1)
     assert "leaves out" not in text if said is None else said in text

@@ -82,7 +82,7 @@ def _every(kind: str, size: int) -> list[float]:
     ("kind", "before", "after"),
     [  # workers, batch size of each, passes
         ("set", (2, 4, 1), (3, 4, 1)),
-        ("set", (2, 3, 2), (2, 4, 1)),
+        ("set", (2, 3, 2), (2, 5, 1)),
         ("loader", (2, 8, 1), (3, 12, 2)),
         ("stream", (2, 4, 1), (3, 4, 1)),
         ("stream", (2, 3, 2), (1, 20, 1)),
@@ -97,6 +97,12 @@ def test_other_workers_batches_and_passes_go_on_with_every_sample_that_is_left(
     rest = run_ranks(_train, after[0], str(tmp_path), kind, *after[1:], 0)
     assert len([number for seen in rest for number in seen]) > 0
     assert sorted(number for seen in first + rest for number in seen) == _every(kind, before[0])
+
+
+def test_the_rest_of_a_batch_that_the_place_is_inside_of_is_given() -> None:
+    loader = _alone().loader(DataLoader(_numbers(20), batch_size=8))
+    loader.load_state(loader.state() | {"position": 5})
+    assert [x.flatten().tolist() for (x,) in loader] == [[5.0, 6.0, 7.0], [*range(8, 16)], [*range(16, 20)]]
 
 
 def test_streams_go_on_after_the_shorter_one_has_ended(run_ranks: Ranks, tmp_path: Path) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -602,3 +604,22 @@ def test_a_split_that_differs_between_workers_is_refused(run_ranks: Ranks) -> No
 
 def test_the_plain_net_is_what_it_says() -> None:
     assert any(isinstance(layer, nn.BatchNorm1d) for layer in Net().modules())
+
+
+def _largest(workers: Workers) -> tuple[float, Tensor, float, int]:
+    world = world_of(workers)
+    value = float("nan") if world.rank == 1 else 1.0
+    return (
+        world.max(value),
+        world.max(torch.tensor([value, float(world.rank), -float("inf")])),
+        world.sum(numpy.float32(0.5)),
+        world.sum(numpy.int64(3)),
+    )
+
+
+def test_the_largest_of_values_with_a_nan_is_nan_and_numpy_s_numbers_are_numbers(run_ranks: Ranks) -> None:
+    for largest, several, half, count in run_ranks(_largest, 2):
+        assert math.isnan(largest)
+        assert math.isnan(several[0])
+        assert several[1:].tolist() == [1.0, -math.inf]
+        assert (half, count) == (1.0, 6)

@@ -161,3 +161,10 @@ def test_a_class_with_the_methods_of_a_task_is_told_to_be_one(tmp_path: Path) ->
         f"the task {path} was named, but its class Net has the methods of a task and is no subclass of stormo.Task; "
         "write class Net(stormo.Task)."
     ]
+
+
+def test_a_script_with_a_loop_of_its_own_is_not_run(tmp_path: Path) -> None:
+    script = tmp_path / "loop.py"
+    script.write_text("import stormo\nworld = stormo.World()\nraise SystemExit('it ran')\n", encoding="utf-8")
+    with pytest.raises(SettingError, match=r"uses stormo.World and holds no stormo.Task; run it by stormo run .*"):
+        find_task(str(script))

@@ -145,9 +145,26 @@ def test_its_own_defaults_are_effective() -> None:
     assert set(LanguageModel.defaults) <= names
 
 
-def _start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "stormo", "train", "language-model", *arguments]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+# Stops for good in a pass of the training where HOLD_AT says so, until it is killed.
+_HELD = """
+import os, time
+from stormo.tasks.language_model import LanguageModel
+
+class Held(LanguageModel):
+    num_calls = 0
+
+    def loss(self, model, batch):
+        self.num_calls += 1
+        while self.num_calls == int(os.environ.get("HOLD_AT", 0)):
+            time.sleep(0.1)
+        return super().loss(model, batch)
+"""
+
+
+def _start(folder: Path, *arguments: str, hold_at: int = 0) -> subprocess.Popen[str]:
+    (folder / "held.py").write_text(_HELD, encoding="utf-8")
+    command = [sys.executable, "-m", "stormo", "train", "held.py", *arguments]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "HOLD_AT": str(hold_at)}
     pipe = subprocess.PIPE
     return subprocess.Popen(
         command, cwd=folder, env=environ, stdout=pipe, stderr=pipe, text=True, start_new_session=True
@@ -169,10 +186,10 @@ def _write_folder(folder: Path) -> Path:
 
 
 def test_killed_and_resumed_it_ends_with_the_same_weights(tmp_path: Path) -> None:
-    # 2000 bytes in windows of 8: 63 steps an epoch with batches of 4.
-    settings = ["--task.block", "8", "--task.train-bytes", "2000", "--task.validation-bytes", "200"]
+    # 640 bytes in windows of 8: 20 steps an epoch with batches of 4.
+    settings = ["--task.block", "8", "--task.train-bytes", "641", "--task.validation-bytes", "200"]
     settings += ["--batch-size", "2", "--epochs", "2", "--num-gpus", "2", "--deterministic", "--run-name", "one"]
-    settings += ["--checkpoint-every", "10", "--no-tensorboard"]
+    settings += ["--checkpoint-every", "5", "--no-tensorboard"]
     (tmp_path / "whole").mkdir()
     (tmp_path / "killed").mkdir()
     output = _run(tmp_path / "whole", *settings)
@@ -189,8 +206,8 @@ def test_killed_and_resumed_it_ends_with_the_same_weights(tmp_path: Path) -> Non
     )
     assert re.search(rf"^data .* SHA-256 {read_corpus().sha256}$", output, re.MULTILINE)
     run = tmp_path / "killed" / "runs" / "one"
-    with _start(tmp_path / "killed", *settings) as process:
-        assert wait_until((run / "checkpoints" / "step-00000030").exists, timeout_s=120)
+    with _start(tmp_path / "killed", *settings, hold_at=30) as process:  # in the second epoch
+        assert wait_until((run / "checkpoints" / "step-00000025").exists, timeout_s=120)
         process.kill()
         assert process.wait(timeout=60) == -signal.SIGKILL
         assert wait_until(lambda: not session(process.pid))

@@ -112,3 +112,8 @@ def test_parameters_that_backward_has_not_reached_are_found() -> None:
     total: Tensor = model["used"](torch.ones(1, 2)).sum()
     total.backward()
     assert without_gradient(model) == ["spare.weight", "spare.bias"]
+
+
+def test_a_model_without_values_is_refused() -> None:
+    with pytest.raises(SettingError, match="a model on the device meta, but its weights have no values"):
+        check_model(object(), nn.Linear(2, 2, device="meta"))
