@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,6 +30,14 @@ def _pool() -> Iterator[Pool]:
 def run_ranks(_pool: Pool) -> Callable[..., list[Any]]:
     """Call a function in several ranks of one Gloo group; see `tests.ranks`."""
     return _pool.run
+
+
+@pytest.fixture(autouse=True)
+def _default_dtype() -> Iterator[None]:
+    """A test that computes in double precision must not make the next one do so."""
+    yield
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_default_dtype(sys.modules["torch"].float32)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
