@@ -33,9 +33,16 @@ def run_ranks(_pool: Pool) -> Callable[..., list[Any]]:
 
 
 @pytest.fixture(autouse=True)
-def _default_dtype() -> Iterator[None]:
-    """A test that computes in double precision must not make the next one do so."""
+def _process_as_before() -> Iterator[None]:
+    """What a test sets for its whole process must not reach the next one, nor the programs that one starts.
+
+    A run inside this process ends with stop signals ignored, and double precision is a default of torch's.
+    """
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     yield
+    for number, handler in handlers.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
     if "torch" in sys.modules:
         sys.modules["torch"].set_default_dtype(sys.modules["torch"].float32)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -75,7 +76,7 @@ class SamplerOrder:
                 "let the sampler end after its len, or make it an iterable data set",
             )
         flat = [index for batch in batches for index in batch]
-        wrong = next((index for index in flat if not isinstance(index, int)), None)
+        wrong = next((index for index in flat if not hasattr(index, "__index__")), None)
         if wrong is not None:
             raise SettingError(
                 f"a loader whose sampler gives {type(wrong).__name__} was passed to world.loader()",
@@ -83,7 +84,8 @@ class SamplerOrder:
                 "let the sampler give whole numbers",
             )
         sizes = torch.tensor([len(batch) for batch in batches], dtype=torch.int64)
-        return {"order": torch.tensor(flat, dtype=torch.int64), "sizes": sizes}
+        numbers = [operator.index(index) for index in flat]  # NumPy's and torch's whole numbers, too
+        return {"order": torch.tensor(numbers, dtype=torch.int64), "sizes": sizes}
 
     def generators(self) -> list[torch.Generator]:
         """Those the user has given to the loader and its sampler."""

@@ -229,6 +229,7 @@ def _optimizers(loop: Loop, group: Group) -> dict[str, Tensor]:
 def _group_state(group: Group) -> dict[str, Any]:
     return {
         "num_steps": group.num_steps,
+        "kinds": _kinds(group),
         "model": _rest(group),
         "settings": [
             [{key: value for key, value in settings.items() if key != "params"} for settings in optimizer.param_groups]
@@ -236,6 +237,10 @@ def _group_state(group: Group) -> dict[str, Any]:
         ],
         "others": [_own_state(other) for other in group.others],
     }
+
+
+def _kinds(group: Group) -> list[str]:
+    return [type(part).__name__ for part in (*group.optimizers, *group.others)]
 
 
 def _own_state(other: Any) -> Any:
@@ -263,6 +268,13 @@ def _load_group(
     ):
         if here != there:
             raise _other_count(path, here, what, there)
+    if _kinds(group) != saved["kinds"]:
+        here, there = (", ".join(kinds) for kinds in (_kinds(group), saved["kinds"]))
+        raise SettingError(
+            f"world.load() was called in a script that has wrapped {here}",
+            f"{path} holds the state of {there}",
+            "wrap the same ones, or start in another folder",
+        )
     for index, each in enumerate(group.optimizers):
         start = f"{prefix}{index}/"
         state = {name.removeprefix(start): t for name, t in optimizer.items() if name.startswith(start)}

@@ -308,3 +308,14 @@ def test_a_script_that_only_predicts_goes_on_in_the_middle(tmp_path: Path) -> No
     world.load(tmp_path)
     assert sum(len(x) for x, _ in loader) == 38 - 16
     assert sum(len(x) for x, _ in loader) == 38
+
+
+def test_another_optimizer_is_refused_at_load(tmp_path: Path) -> None:
+    world = world_of(Workers(alone(), torch.device("cpu")))
+    world.wrap(*make())
+    world.save(tmp_path)
+    model, _ = make()
+    other = world_of(Workers(alone(), torch.device("cpu")))
+    other.wrap(model, torch.optim.Adam(model.parameters()))
+    with pytest.raises(SettingError, match=r"has wrapped Adam, but .* holds the state of SGD; wrap the same ones"):
+        other.load(tmp_path)

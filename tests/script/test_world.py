@@ -18,6 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from benchmarks.command import relative_difference
 from stormo.errors import SettingError
+from stormo.launch import alone
 from stormo.world.world import World as Workers
 from tests.script.loops import Net, Ranks, Weights, data, make, plain_loop, weights, world_loop, world_of
 
@@ -623,3 +624,10 @@ def test_the_largest_of_values_with_a_nan_is_nan_and_numpy_s_numbers_are_numbers
         assert math.isnan(several[0])
         assert several[1:].tolist() == [1.0, -math.inf]
         assert (half, count) == (1.0, 6)
+
+
+@pytest.mark.parametrize("numbers", [numpy.random.default_rng(0).permutation(38), torch.arange(38)])
+def test_a_sampler_may_give_any_whole_numbers(numbers: Any) -> None:
+    world = world_of(Workers(alone(), torch.device("cpu")))
+    found = torch.cat([x for x, _ in world.loader(DataLoader(data(), batch_size=8, sampler=numbers))])
+    assert torch.equal(found, torch.cat([x for x, _ in DataLoader(data(), batch_size=8, sampler=numbers)]))
