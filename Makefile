@@ -27,7 +27,7 @@ check: $(READY)
 test: check
 	$(RUN)/python -c 'import triton' 2>/dev/null || $(RUN)/pip install --quiet --disable-pip-version-check triton==3.6.0 \
 		|| echo 'triton cannot be installed here: the tests of the GPU kernels are skipped'
-	$(RUN)/python -m pytest
+	$(RUN)/python -m tests
 
 format: $(READY)
 	$(RUN)/ruff check --fix .
