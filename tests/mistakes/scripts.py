@@ -120,24 +120,17 @@ IN_A_SCRIPT = [
 
 IN_A_SCRIPT_ON_TWO_WORKERS = [
     _script(
-        "batches smaller than the workers",
-        ("batch_size=16", "batch_size=1"),
-        "a DataLoader with batch_size 1 was passed to world.loader(), but 2 workers × 1 passes cut it into 2 parts of "
-        "at least one sample; set 2 or more, or start fewer workers.",
-        2,
-    ),
-    _script(
         "`break` on one worker",
         (_STEP, _STEP + "    if world.is_main:\n        break\n"),
         "rank 0 is at: world.sum of a number in my_script.py line 19, but rank 1 is at: world.backward in my_script.py "
-        "line 15, " + _TOGETHER,
+        "line 15, over 2 parameters (26d1effe), " + _TOGETHER,
         2,
     ),
     _script(
         "`continue` on one worker",
         (_BACKWARD, "    if world.is_main:\n        continue\n" + _BACKWARD),
         "rank 0 is at: the batch at sample 16 of epoch 1 of loader 1 in my_script.py line 12, but rank 1 is at: "
-        "world.backward in my_script.py line 17, " + _TOGETHER,
+        "world.backward in my_script.py line 17, over 2 parameters (26d1effe), " + _TOGETHER,
         2,
     ),
     _script(
