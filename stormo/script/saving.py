@@ -269,10 +269,9 @@ def _load_group(
         if here != there:
             raise _other_count(path, here, what, there)
     if _kinds(group) != saved["kinds"]:
-        here, there = (", ".join(kinds) for kinds in (_kinds(group), saved["kinds"]))
         raise SettingError(
-            f"world.load() was called in a script that has wrapped {here}",
-            f"{path} holds the state of {there}",
+            f"world.load() was called in a script that has wrapped {', '.join(_kinds(group))}",
+            f"{path} holds the state of {', '.join(saved['kinds'])}",
             "wrap the same ones, or start in another folder",
         )
     for index, each in enumerate(group.optimizers):
