@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -62,9 +63,7 @@ def _pids(process: subprocess.Popen[str], count: int) -> dict[int, int]:
     while len(pids) < count:
         line = process.stdout.readline()
         assert line, process.communicate()[1]
-        found = re.search(r"rank (\d+) has pid (\d+)", line)
-        if found:
-            pids[int(found[1])] = int(found[2])
+        pids |= {int(rank): int(pid) for rank, pid in re.findall(r"rank (\d+) has pid (\d+)", line)}
     return pids
 
 
@@ -198,7 +197,18 @@ def test_a_script_that_never_asks_for_the_world_runs_on_each_worker(tmp_path: Pa
     code, out, err = _end(_start("-m", "stormo", "run", script, "--num-gpus", "2", "--device", "cpu", "--timeout", "1"))
     assert code == 0
     assert out.count("done") == 2
-    assert err == "stormo: no worker called stormo.World(), so that each of the 2 ran alone\n"
+    assert (
+        err == "stormo: no worker called stormo.World(), so that each of the 2 ran alone (a task is for stormo train)\n"
+    )
+
+
+def test_lines_are_written_whole_even_without_a_buffer(tmp_path: Path) -> None:
+    tmp_path.joinpath("plain.py").write_text("import stormo\nworld = stormo.World()\nprint('one', 1)\nprint('two')\n")
+    ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)  # keeps the writes apart, as a pipe does not
+    with ours, theirs:
+        subprocess.run([sys.executable, "-u", "plain.py"], stdout=theirs, cwd=tmp_path, env=_environ(), check=True)
+        theirs.close()
+        assert list(iter(lambda: ours.recv(100), b"")) == [b"one 1\n", b"two\n"]
 
 
 def test_a_syntax_error_is_shown_once_with_its_line(tmp_path: Path) -> None:

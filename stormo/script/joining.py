@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
+import io
 import multiprocessing
 import os
 import signal
@@ -39,6 +40,7 @@ class Joined:
 def join(device: str | None, backend: str | None, timeout_s: float | None) -> Joined:
     """Meet the other workers; None stands for what `stormo run` was told, or else the default."""
     _require_own_process()
+    _write_whole_lines()
     place = detect(os.environ) or alone()
     lifeline = open_lifeline(place) if place.launcher in ("local", "alone") else None
     if lifeline is not None:
@@ -97,6 +99,13 @@ def _require_own_process() -> None:
             "such a process runs the whole file again to find what it needs",
             'put all but definitions under if __name__ == "__main__":',
         )
+
+
+def _write_whole_lines() -> None:
+    """With PYTHONUNBUFFERED set, print writes a line and its end apart, and another worker's can come between."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.write_through:
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def _tell_failures(place: Place, lifeline: Lifeline) -> None:

@@ -5,6 +5,7 @@ With one worker every collective returns at once and no process group exists.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import json
 import os
@@ -24,6 +25,15 @@ from stormo.launch.place import Place
 from stormo.world.store import PeerFailedError, Store
 
 _FETCH_TIMEOUT = timedelta(hours=24)  # a download may be slow; a dead fetcher ends the job by other means
+
+
+def _keep_groups() -> None:
+    """A forked process has the groups without their threads, for which taking them down at its end would wait."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+os.register_at_fork(after_in_child=_keep_groups)
 
 
 class World:
