@@ -182,11 +182,13 @@ def test_one_process_ends_as_python_does(tmp_path: Path) -> None:
 
 def test_the_last_worker_may_go_on_alone() -> None:
     began_s = time.monotonic()
-    code, out, err = _run(2, "--alone", "8")
+    ours = _start(*_words(2, "--alone", "8"))
+    torchrun = _start("-m", "torch.distributed.run", "--nproc-per-node", "2", str(SCRIPT), "--alone", "8")
+    code, out, err = _end(ours)
     assert (code, err) == (0, "")
     assert "of 2 workers" in out
     assert time.monotonic() - began_s > 8
-    code, _, err = _end(_start("-m", "torch.distributed.run", "--nproc-per-node", "2", str(SCRIPT), "--alone", "8"))
+    code, _, err = _end(torchrun)
     assert code == 0, err
 
 
@@ -206,7 +208,9 @@ def test_lines_are_written_whole_even_without_a_buffer(tmp_path: Path) -> None:
     tmp_path.joinpath("plain.py").write_text("import stormo\nworld = stormo.World()\nprint('one', 1)\nprint('two')\n")
     ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)  # keeps the writes apart, as a pipe does not
     with ours, theirs:
-        subprocess.run([sys.executable, "-u", "plain.py"], stdout=theirs, cwd=tmp_path, env=_environ(), check=True)
+        subprocess.run(
+            [sys.executable, "-u", "plain.py"], stdout=theirs.fileno(), cwd=tmp_path, env=_environ(), check=True
+        )
         theirs.close()
         assert list(iter(lambda: ours.recv(100), b"")) == [b"one 1\n", b"two\n"]
 

@@ -104,7 +104,7 @@ def _check(case: dict[str, Tensor], *, residual: bool, tolerance: float, **chang
 
 
 # More rows than one tile (128), tails in both directions, channel counts that are odd, below and above a block of 32.
-SHAPES = [(9, 16, 5, 5), (300, 160), (3, 7, 11, 13), (2, 33, 4, 4), (2, 1, 3, 3), (6, 40, 1, 1)]
+SHAPES = [(9, 16, 5, 5), (140, 96), (3, 7, 11, 13), (2, 33, 4, 4), (2, 1, 3, 3), (6, 40, 1, 1)]
 
 
 @interpreted
@@ -115,7 +115,7 @@ def test_interpreted_float32_equals_float64_torch(shape: tuple[int, ...], residu
 
 
 @interpreted
-@pytest.mark.parametrize("shape", [(300, 160), (3, 7, 11, 13)])
+@pytest.mark.parametrize("shape", [(140, 40), (3, 7, 5, 13)])
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("training", [False, True])
 def test_interpreted_residual_bias_and_its_gradient_equal_float64_torch(
@@ -158,7 +158,7 @@ def test_interpreted_tile_shapes_change_neither_results_nor_masks(
     from stormo.layers.fused_norm import norm_act
     from stormo.layers.norm_tiles import TILES, Tile
 
-    case, settings = _case((300, 160), torch.bfloat16), SETTINGS | {"dropout": 0.3}
+    case, settings = _case((140, 144), torch.bfloat16), SETTINGS | {"dropout": 0.3}
     torch.manual_seed(5)
     expected = _run(norm_act, case, residual=True, residual_bias=True, wide=False, **settings)
     tile = Tile(
@@ -225,7 +225,7 @@ def _operands(case: dict[str, Tensor]) -> list[Any]:
 
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(1000, 40), (3, 33, 11, 11)])
+@pytest.mark.parametrize("shape", [(400, 40), (2, 33, 9, 9)])
 def test_interpreted_dropout_has_one_mask_in_both_directions(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     _check_dropout(_case(shape, dtype), dropout=0.3)
 
