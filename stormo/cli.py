@@ -73,7 +73,7 @@ def _new(arguments: list[str]) -> int:
     kinds = "|".join(new.KINDS)
     parser.add_argument("--kind", default="classification", metavar=kinds, help="(default: classification)")
     parsed = parser.parse_args(arguments)
-    return new.main(Path(parsed.file), parsed.kind)
+    return new.main(parsed.file, parsed.kind)
 
 
 def _run(arguments: list[str]) -> int:

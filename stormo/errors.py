@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
+EXIT_DIVERGED = 65  # sysexits' "data error": the loss is lost, and the same command would lose it again
 EXIT_RESUMABLE = 75  # sysexits' "try again": stopped by SIGTERM or SIGUSR1, saved, resumable
 EXIT_INTERRUPTED = 130  # Ctrl-C, as shells report it
 
@@ -39,6 +40,12 @@ class MissingPackageError(StormoError, ImportError):
             f"{needed_for} needs the package {package}, which is not installed; "
             f"install it with: pip install 'stormo[{extra}]'."
         )
+
+
+def counted(count: int | str, noun: str) -> str:
+    """A number and what it counts: 1 worker, 2 workers, 3 batches."""
+    ending = "" if str(count) == "1" else "es" if noun.endswith(("s", "tch")) else "s"
+    return f"{count} {noun}{ending}"
 
 
 def unknown_name(kind: str, name: str, choices: Iterable[str]) -> SettingError:

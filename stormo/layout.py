@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stormo.config import TrainConfig
-from stormo.errors import SettingError
+from stormo.errors import SettingError, counted
 from stormo.hardware import Gpu
 
 _PORTS = (1024, 49151)
@@ -65,13 +65,12 @@ def resolve_layout(config: TrainConfig, gpus: Sequence[Gpu], launched: Launched 
     backend, backend_reason = _backend(config, device_type, world_size)
     strategy, strategy_reason = _strategy(config, world_size, devices_per_worker)
     unit = "GPU" if device_type == "cuda" else "CPU process"
-    plural = "es" if unit == "CPU process" else "s"
     count = per_node * devices_per_worker
-    total = f"{world_size} = {num_nodes} node{'s' * (num_nodes > 1)} × {count} {unit}{plural * (count > 1)}"
+    total = f"{world_size} = {counted(num_nodes, 'node')} × {counted(count, unit)}"
     if strategy_is_dp:
-        total = f"1 process that drives {count} GPU{'s' * (count > 1)}"
+        total = f"1 process that drives {counted(count, 'GPU')}"
     elif world_size != per_node * num_nodes:
-        total = f"{world_size} on {num_nodes} nodes, {per_node} of them on this one"
+        total = f"{world_size} on {counted(num_nodes, 'node')}, {per_node} of them on this one"
     return Layout(
         device_type=device_type,
         gpu=gpus[0] if device_type == "cuda" else None,
@@ -142,7 +141,7 @@ def _check_gpus(config: TrainConfig, per_node: int, num_visible: int, launched: 
     shared_on_purpose = config.workers.backend == "gloo"  # NCCL refuses two ranks on a GPU, Gloo takes them
     if per_node > num_visible and not bound_one_each and not shared_on_purpose:
         raise SettingError(
-            f"{per_node} workers were asked for on this node",
+            f"{counted(per_node, 'worker')} {'was' if per_node == 1 else 'were'} asked for on this node",
             f"it shows {num_visible} GPU{'s' * (num_visible != 1)} and each worker needs its own",
             f"set --num-gpus {num_visible}, or --device cpu, or --backend gloo to let workers share a GPU",
         )
@@ -188,7 +187,8 @@ def _strategy(config: TrainConfig, world_size: int, devices_per_worker: int) -> 
             "set --strategy ddp, or --num-gpus 1 --num-nodes 1",
         )
     if asked == "dp":
-        return "dp", f"DataParallel, threads of one process over {devices_per_worker} GPUs, as set; ddp is faster"
+        gpus = counted(devices_per_worker, "GPU")
+        return "dp", f"DataParallel, threads of one process over {gpus}, as set; ddp is faster"
     if asked == "ddp":
         return "ddp", "as set" if world_size > 1 else "as set; with one worker there is nothing to average"
     if world_size == 1:

@@ -15,12 +15,17 @@ KINDS = {
 }
 
 
-def main(path: Path, kind: str) -> int:
+def main(named: str, kind: str) -> int:
     """Write the file, say what to type next, return the exit code."""
+    path = Path(named)
     if kind not in KINDS:
         raise unknown_name("--kind", kind, KINDS)
+    if not named or path.is_dir():
+        what = f"the folder {path} was named" if named else "an empty name was given"
+        raise SettingError(what, "a task is a Python file", f"name one, such as {path / 'my_task.py'}")
     if path.suffix != ".py":
-        raise SettingError(f"the file {path} was named", "a task is a Python file", f"name it {path}.py")
+        better = path.with_suffix(".py") if path.name != ".py" else path.with_name("my_task.py")
+        raise SettingError(f"the file {path} was named", "a task is a Python file", f"name it {better}")
     check_file_name(path)
     text = Path(__file__).with_name("templates").joinpath(KINDS[kind]).read_text(encoding="utf-8")
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import json
 import math
 import re
@@ -146,12 +147,21 @@ def defaults_of_task(
     checked: dict[str, Any] = {}
     for name, value in defaults.items():
         if name not in open_to_tasks:
-            raise unknown_name(f"setting in the defaults of task {task}", name, open_to_tasks)
+            raise _not_a_default(name, task, open_to_tasks, options)
         checked[name] = open_to_tasks[name].convert(value, f"{name} in the defaults of task {task}")
     return checked, [
         dataclasses.replace(option, default=checked[option.key]) if option.key in checked else option
         for option in options
     ]
+
+
+def _not_a_default(name: str, task: str, open_to_tasks: Iterable[str], options: Iterable[Option]) -> SettingError:
+    said = f"{name!r} is in the defaults of task {task}"
+    if any(option.name == name for option in options):
+        return SettingError(said, "it is no part of how a task is trained", "leave it out, and set it with its flag")
+    close = difflib.get_close_matches(name, list(open_to_tasks), n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return SettingError(said, "there is no setting of that name", f"{hint}stormo train --help lists them all")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -79,8 +79,12 @@ def save(
             # The names inside must be durable before the folder gets its public name.
             _sync_folder(temporary)
             path = _publish(temporary, folder, step, notices)
-        except BaseException:
+        except BaseException as error:
+            # Before the temporary folder goes: afterwards there is room again for what has failed for want of it.
+            told = _write_error(folder, step, num_bytes, error) if isinstance(error, OSError) else None
             shutil.rmtree(temporary, ignore_errors=True)
+            if told is not None:
+                raise told from error
             raise
     except OSError as error:
         raise _write_error(folder, step, num_bytes, error) from error
@@ -238,8 +242,7 @@ def _sync_folder(folder: Path) -> None:
 def _write_error(folder: Path, step: int, num_bytes: int, error: OSError) -> CheckpointWriteError:
     try:
         existing = next(level for level in (folder, *folder.parents) if level.is_dir())
-        # Measured after the temporary folder is gone again: what the next attempt would find.
-        free = f"{shutil.disk_usage(existing).free:,} bytes are free there"
+        free = f"{shutil.disk_usage(existing).free:,} bytes were free there when it failed"
     except OSError as unknown:
         free = f"how much is free there is unknown ({unknown.strerror})"
     at = f" at {error.filename}" if error.filename else ""

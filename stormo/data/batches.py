@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from stormo.errors import SettingError
+from stormo.errors import SettingError, counted
 
 Collate = Callable[[list[Any]], Any]
 
@@ -95,7 +95,7 @@ def _check_rows(batch: Any) -> None:
     for place, length in lengths[1:]:
         if length != lengths[0][1]:
             raise SettingError(
-                f"{lengths[0][0]} has {lengths[0][1]} rows",
+                f"{lengths[0][0]} has {counted(lengths[0][1], 'row')}",
                 f"{place} has {length}, so that it is not clear which rows are one sample",
                 "let the first dimension of everything in a batch be the samples",
             )

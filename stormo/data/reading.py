@@ -10,10 +10,11 @@ from typing import Any
 from torch.utils.data import Dataset, IterableDataset
 
 from stormo.data.batches import Collate
+from stormo.data.generators import generators_kept, seed_host
 from stormo.data.order import derive_seed
 from stormo.data.sending import Travels
-from stormo.data.streaming import Answering, Refusal, generators_kept, seed_host
-from stormo.errors import SettingError
+from stormo.data.streaming import Answering, Refusal
+from stormo.errors import SettingError, counted
 
 _END = object()
 
@@ -117,7 +118,7 @@ class Reading(Travels, Dataset[Any]):
         self._iterator = None
         if surplus is not _END:
             raise SettingError(
-                f"train_data() gave a stream of {self._num_samples} samples by its own length",
+                f"train_data() gave a stream of {counted(self._num_samples, 'sample')} by its own length",
                 f"it went on with sample {self._num_samples + 1}",
                 "let its __len__ return the true number, or set --epoch-samples to what makes an epoch",
             )
@@ -130,7 +131,7 @@ class Reading(Travels, Dataset[Any]):
                 "let its __iter__ begin from the first sample each time",
             )
         return SettingError(
-            f"train_data() gave a stream of {self._num_samples} samples by its own length",
+            f"train_data() gave a stream of {counted(self._num_samples, 'sample')} by its own length",
             f"it ended after {position}",
             "let its __len__ return the true number, or set --epoch-samples to what makes an epoch",
         )

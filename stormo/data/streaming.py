@@ -5,19 +5,17 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
-import random
 import select
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-import numpy
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from stormo.data.batches import Collate, collate, is_opaque, move, tensors_in
+from stormo.data.generators import generators_kept, seed_host
 from stormo.data.sending import Travels
 from stormo.errors import SettingError
 
@@ -156,25 +154,6 @@ def _may_draw(data: Any) -> bool:
     while type(data) is Subset:
         data = data.dataset
     return type(data) is not TensorDataset
-
-
-@contextmanager
-def generators_kept() -> Iterator[None]:
-    """Put the host's generators back afterwards."""
-    before = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(before[0])
-        random.setstate(before[1])
-        numpy.random.set_state(before[2])
-
-
-def seed_host(seed: int) -> None:
-    """Seed the generators of the host; a GPU's, which dropout draws from, is not touched."""
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)
 
 
 def _ending_with_this_process() -> Callable[[int], None]:

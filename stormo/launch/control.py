@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from stormo.errors import SettingError, StormoError
+from stormo.errors import SettingError, StormoError, counted
 from stormo.launch.failure import Failure, printable
 from stormo.launch.link import Link
 
@@ -209,7 +209,7 @@ def misfit(own: Hello, message: Mapping[str, Any], taken: Mapping[int, str], nou
     own_count, their_count, their_id = (
         (f"--num-nodes {own.num_members}", f"--num-nodes {count}", f"--node-id {member}")
         if noun == "node"
-        else (f"a world of {own.num_members} ranks", f"a world of {count} ranks", f"rank {member}")
+        else (*(f"a world of {counted(number, 'rank')}" for number in (own.num_members, count)), f"rank {member}")
     )
     if count != own.num_members:
         return SettingError(

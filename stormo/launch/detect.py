@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from stormo.errors import SettingError
+from stormo.errors import SettingError, counted
 from stormo.launch import local, mpi, slurm, torchrun
 from stormo.launch.place import Place
 
@@ -17,7 +17,7 @@ class Launcher:
     detect: Callable[[Mapping[str, str]], bool]
     place: Callable[[Mapping[str, str]], Place]
     command: str
-    workers: str  # what it calls the processes it starts
+    worker: str  # what it calls a process that it starts
     set_local_size: str  # the option for the number of processes on a node
     set_num_nodes: str
     names_master: bool  # whether it says itself where rank 0 is
@@ -30,7 +30,7 @@ LAUNCHERS: Mapping[str, Launcher] = {
         detect=local.detect,
         place=local.place,
         command="stormo",
-        workers="workers",
+        worker="worker",
         set_local_size="--num-gpus {}",
         set_num_nodes="--num-nodes {}",
         names_master=True,
@@ -39,7 +39,7 @@ LAUNCHERS: Mapping[str, Launcher] = {
         detect=torchrun.detect,
         place=torchrun.place,
         command="torchrun",
-        workers="workers",
+        worker="worker",
         set_local_size="--nproc-per-node {}",
         set_num_nodes="--nnodes {}",
         names_master=True,
@@ -48,7 +48,7 @@ LAUNCHERS: Mapping[str, Launcher] = {
         detect=mpi.detect,
         place=mpi.place,
         command="mpirun",
-        workers="ranks",
+        worker="rank",
         set_local_size="{} ranks on each node (Open MPI: --map-by ppr:{}:node; MPICH and Intel MPI: -ppn {})",
         set_num_nodes="a list of {} hosts",
         names_master=False,
@@ -57,7 +57,7 @@ LAUNCHERS: Mapping[str, Launcher] = {
         detect=slurm.detect,
         place=slurm.place,
         command="srun",
-        workers="tasks",
+        worker="task",
         set_local_size="--ntasks-per-node {}",
         set_num_nodes="--nodes {}",
         names_master=False,
@@ -96,13 +96,13 @@ def check_flags(
     if num_gpus is not None and num_gpus != place.local_size:
         raise SettingError(
             f"--num-gpus {num_gpus} was set",
-            f"{command} started {_count(place.local_size, launcher.workers)} on this node",
+            f"{command} started {counted(place.local_size, launcher.worker)} on this node",
             f"drop --num-gpus or start {command} with {launcher.set_local_size.replace('{}', str(num_gpus))}",
         )
     if num_nodes is not None and num_nodes != place.num_nodes:
         raise SettingError(
             f"--num-nodes {num_nodes} was set",
-            f"{command} started the job on {_count(place.num_nodes, 'nodes')}",
+            f"{command} started the job on {counted(place.num_nodes, 'node')}",
             f"drop --num-nodes or start {command} with {launcher.set_num_nodes.replace('{}', str(num_nodes))}",
         )
     if node_id is not None and node_id != place.node_id:
@@ -123,7 +123,3 @@ def check_flags(
                 f"{command} says {actual}",
                 f"drop {flag} or give it to {command} instead",
             )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun.removesuffix('s') if number == 1 else noun}"

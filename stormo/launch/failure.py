@@ -12,13 +12,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from stormo.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USAGE, StormoError
+from stormo.errors import EXIT_DIVERGED, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USAGE, StormoError
 
 MAX_DETAILS_CHARACTERS = 24_000
 _MAX_SENTENCE_CHARACTERS = 4_000
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _OUT_OF_MEMORY = "The kernel's out-of-memory killer may have done this; dmesg would say so.\n"
-ORDERLY_EXIT_CODES = (0, EXIT_RESUMABLE, EXIT_INTERRUPTED)
+ORDERLY_EXIT_CODES = (0, EXIT_DIVERGED, EXIT_RESUMABLE, EXIT_INTERRUPTED)
 _KINDS = ("exception", "setting", "signal", "exit", "early", "silent", "gone", "stopped")
 
 
@@ -138,7 +138,7 @@ def combined_exit_code(codes: Iterable[int]) -> int:
     seen = set(codes)
     if not seen <= set(ORDERLY_EXIT_CODES):
         return EXIT_FAILURE
-    return next((code for code in (EXIT_INTERRUPTED, EXIT_RESUMABLE) if code in seen), 0)
+    return next((code for code in (EXIT_INTERRUPTED, EXIT_DIVERGED, EXIT_RESUMABLE) if code in seen), 0)
 
 
 def signal_name(number: int) -> str:

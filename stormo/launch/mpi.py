@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from stormo.errors import SettingError
+from stormo.errors import SettingError, counted
 from stormo.launch.place import DEFAULT_MASTER_PORT, Place, derived_port, host_name, read_int
 
 
@@ -75,7 +75,7 @@ def _node(rank: int, world_size: int, local_rank: int, local_size: int) -> tuple
     """Number of nodes and this node's id, which MPI does not tell: both follow when all nodes hold equally many."""
     if local_size < 1 or world_size % local_size != 0:
         raise SettingError(
-            f"mpirun started {world_size} ranks with {local_size} of them on host {host_name()}",
+            f"mpirun started {counted(world_size, 'rank')} with {local_size} of them on host {host_name()}",
             f"every node must hold equally many and {world_size} is no multiple of {local_size}",
             "start the same number on each node (Open MPI: --map-by ppr:N:node; MPICH and Intel MPI: -ppn N)",
         )

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from stormo.errors import SettingError
+from stormo.errors import SettingError, counted
 
 LAUNCHERS = ("local", "torchrun", "slurm", "mpi", "alone")
 
@@ -61,7 +61,7 @@ class Place:
             )
         if self.num_nodes == 1 and self.local_size != self.world_size:
             raise self._contradiction(
-                f"one node with {self.local_size} ranks on it and a world size of {self.world_size}",
+                f"one node with {counted(self.local_size, 'rank')} on it and a world size of {self.world_size}",
                 "on one node both must be the same",
             )
         if not self.master_addr:

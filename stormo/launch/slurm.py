@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from stormo.errors import SettingError
+from stormo.errors import SettingError, counted
 from stormo.launch.place import Place, derived_port, host_name, read_int
 
 # Slurm numbers the steps nobody asked for (batch script, interactive shell, extern, pending) from the top of 32 bits.
@@ -40,7 +40,7 @@ def place(environ: Mapping[str, str]) -> Place:
     if not 0 <= node_id < len(tasks_per_node):
         raise SettingError(
             f"{tasks_name}={environ.get(tasks_name)!r} was set",
-            f"it lists {len(tasks_per_node)} nodes and this is node {node_id}",
+            f"it lists {counted(len(tasks_per_node), 'node')} and this is node {node_id}",
             "start again with srun, which sets both",
         )
     step_name = _present(environ, "SLURM_STEP_ID", "SLURM_STEPID")

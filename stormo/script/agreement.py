@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from stormo.world.world import World
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _STANDARD_LIBRARY = str(Path(contextlib.__file__).parent)
 _KIND, _NUMBER, _FLAG = range(3)  # columns of an announcement
+_REFUSAL = -1  # a kind that no words have
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +69,11 @@ class Agreement:
         if self._world.size == 1:
             self.agreed_flag = max(self.agreed_flag, self._flag())
             return
+        self._send(zlib.crc32(what.encode()))
+
+    def _send(self, kind: int) -> None:
         # New ones every time: the last exchange may still be read from by a slower worker.
-        self._row = torch.tensor([zlib.crc32(what.encode()), number, self._flag()])
+        self._row = torch.tensor([kind, self._number, self._flag()])
         self._table = torch.empty(self._world.size, 3, dtype=torch.int64)
         # Half the messages of a sum.
         self._work = self._guard(lambda: dist.all_gather([*self._table], self._row, async_op=True))
@@ -84,7 +88,7 @@ class Agreement:
         if work is not None:
             self._guard(work.wait)
             kinds: Tensor = self._table[:, _KIND]
-            if bool((kinds != kinds[0]).any()):
+            if bool((kinds != kinds[0]).any()) or int(kinds[0]) == _REFUSAL:
                 self._raise_difference(kinds.tolist())
             self.agreed_flag = max(self.agreed_flag, int(self._table[:, _FLAG].max()))
         return Agreed(self._table[:, _NUMBER].tolist(), self.agreed_flag)
@@ -94,6 +98,18 @@ class Agreement:
         self.cast(what, where, number)
         return self.settle()
 
+    def refuse(self, error: SettingError) -> NoReturn:
+        """Raise an error on all workers, whatever the others announce next: they would wait for this one in vain."""
+        self.settle()
+        if self._world.size > 1:
+            self._said = str(error)
+            try:
+                self._send(_REFUSAL)
+                self.settle()
+            except PeerFailedError:
+                pass  # nobody is left to be told
+        raise error
+
     def break_off(self, error: StormoError) -> None:
         """Nothing can be done together any more: from now on everything raises this."""
         if self._world.size > 1 and self._broken is None:
@@ -101,6 +117,9 @@ class Agreement:
 
     def _raise_difference(self, kinds: list[int]) -> None:
         words = self._guard(lambda: self._world.share_json(self._world.gather_json(self._said)))
+        if _REFUSAL in kinds:
+            self._broken = SettingError.__new__(SettingError, words[kinds.index(_REFUSAL)])  # it is whole already
+            raise self._broken
         rank = next(rank for rank, kind in enumerate(kinds) if kind != kinds[0])
         self._broken = SettingError(
             f"rank 0 is at: {_brief(words[0])}",

@@ -68,13 +68,6 @@ class Backward:
             if giver.given is None or giver.given is not given or giver.trains:
                 continue
             giver.check_first(given)
-            parts = self._loop.world.size * giver.accumulate
-            if given.step_samples is not None and given.step_samples < parts:
-                raise SettingError(
-                    f"a training loop began with a batch of {given.step_samples}",
-                    f"{self._loop.world.size} workers × {giver.accumulate} passes need at least {parts} in the first",
-                    "give larger batches, or start fewer workers",
-                )
             giver.trains = True
         if given is None:
             return

@@ -8,9 +8,10 @@ from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
 
-from stormo.errors import SettingError
+from stormo.errors import SettingError, counted
 from stormo.script.indexed import IndexedLoader, PlainOrder, SamplerOrder, taken_settings
 from stormo.script.loop import Loop
+from stormo.script.samples import require_same_samples
 from stormo.script.streams import ShardedLoader, StreamLoader
 
 Loaded = IndexedLoader | StreamLoader | ShardedLoader
@@ -54,10 +55,8 @@ def make_loader(
                 "a stream can only be read in its own order",
                 "shuffle inside the data set",
             )
-        if is_stream and not isinstance(data, IterableDataset):
-            data = _Stream(data)
         reader: DataLoader[Any] = DataLoader(
-            data,
+            _Stream(data) if is_stream and not isinstance(data, IterableDataset) else data,
             batch_size=total,
             num_workers=num_workers,
             collate_fn=collate_fn,
@@ -66,7 +65,7 @@ def make_loader(
         )
         kind = ShardedLoader if sharded else StreamLoader
         return kind(loop, reader, data, accumulate=accumulate, seed=seed)
-    _require_samples(loop, data, accumulate)
+    _require_samples(loop, data, accumulate, num_workers)
     order = PlainOrder(len(data), total, shuffle=shuffle, seed=seed)
     settings = {"num_workers": num_workers, "collate_fn": collate_fn, "persistent_workers": num_workers > 0}
     return IndexedLoader(loop, data, order, accumulate=accumulate, seed=seed, **settings)
@@ -83,7 +82,7 @@ def _of_loader(loop: Loop, data: DataLoader[Any], *, accumulate: int, sharded: b
         )
     if isinstance(data.dataset, IterableDataset) or data.batch_sampler is None:
         return StreamLoader(loop, data, data.dataset, accumulate=accumulate, seed=seed)
-    _require_samples(loop, data.dataset, accumulate)
+    _require_samples(loop, data.dataset, accumulate, data.num_workers)
     _require_end(data.batch_sampler)
     order = SamplerOrder(data, loop)
     return IndexedLoader(loop, data.dataset, order, accumulate=accumulate, seed=seed, **taken_settings(data))
@@ -138,25 +137,27 @@ def _global_size(loop: Loop, batch_size: int | None, total: int | None, accumula
 def _require_parts(loop: Loop, total: int, accumulate: int) -> None:
     parts = loop.world.size * accumulate
     if total < parts:
-        product = f"{loop.world.size} workers × {accumulate} passes"
+        product = f"{counted(loop.world.size, 'worker')} × {counted(accumulate, 'pass')}"
         raise SettingError(
             f"global_batch_size {total} was passed to world.loader()",
-            f"{product} cut it into {parts} parts of at least one sample",
+            f"{product} cut it into {counted(parts, 'part')} of at least one sample",
             f"set {parts} or more, or start fewer workers",
         )
 
 
-def _require_samples(loop: Loop, data: Any, accumulate: int) -> None:
+def _require_samples(loop: Loop, data: Any, accumulate: int, num_processes: int) -> None:
     count, parts = len(data), loop.world.size * accumulate
     # Once training has begun every worker draws numbers of its own: a split drawn then differs between them.
     loop.world.require_same({"length of the data set": count, "choice of samples": _chosen(data)})
     if count < parts:
-        product = f"{loop.world.size} workers" + (f" × {accumulate} passes" if accumulate > 1 else "")
+        product = counted(loop.world.size, "worker") + (f" × {accumulate} passes" if accumulate > 1 else "")
         raise SettingError(
-            f"a data set of {count} samples was passed to world.loader()",
+            f"a data set of {counted(count, 'sample')} was passed to world.loader()",
             f"it is shared by {product}, and each needs at least one",
-            f"start at most {max(count // accumulate, 1)} workers, or give more data",
+            f"start at most {counted(max(count // accumulate, 1), 'worker')}, or give more data",
         )
+    # A file that is opened with the first sample must not be shared by all processes that read.
+    require_same_samples(loop.world, data, may_read=num_processes == 0)
 
 
 def _chosen(data: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Sampler
 from stormo.data.batches import move
 from stormo.data.order import derive_seed, epoch_order, part
 from stormo.data.streaming import Key, Seeded
-from stormo.errors import SettingError
+from stormo.errors import SettingError, counted
 from stormo.script.agreement import call_site
 from stormo.script.loop import Given, Giver, Loop
 
@@ -29,7 +29,8 @@ class PlainOrder:
     def __init__(self, num_samples: int, global_batch_size: int, *, shuffle: bool, seed: int) -> None:
         self.num_samples = num_samples
         self.seed = seed
-        self._size = global_batch_size
+        self.global_batch_size = global_batch_size
+        self.own: DataLoader[Any] | None = None
         self._shuffle = shuffle
 
     def __call__(self, epoch: int, position: int) -> tuple[Tensor, Tensor]:
@@ -37,8 +38,8 @@ class PlainOrder:
         count = self.num_samples
         order = epoch_order(count, self.seed, epoch) if self._shuffle else torch.arange(count)
         # What is behind us is one stretch: it may have been cut into batches of another size.
-        full, rest = divmod(count - position, self._size)
-        sizes = [position] * (position > 0) + [self._size] * full + [rest] * (rest > 0)
+        full, rest = divmod(count - position, self.global_batch_size)
+        sizes = [position] * (position > 0) + [self.global_batch_size] * full + [rest] * (rest > 0)
         return order, torch.tensor(sizes, dtype=torch.int64)
 
     def generators(self) -> list[torch.Generator]:
@@ -46,14 +47,15 @@ class PlainOrder:
         return []
 
     def __len__(self) -> int:
-        return math.ceil(self.num_samples / self._size)
+        return math.ceil(self.num_samples / self.global_batch_size)
 
 
 class SamplerOrder:
     """The batches of a user's own loader, drawn on the main worker exactly as that loader would, and shared."""
 
     def __init__(self, loader: DataLoader[Any], loop: Loop) -> None:
-        self._loader = loader
+        self.own = loader
+        self.global_batch_size = loader.batch_size
         self._loop = loop
 
     def __call__(self, epoch: int, position: int) -> tuple[Tensor, Tensor]:
@@ -63,12 +65,12 @@ class SamplerOrder:
         return shared["order"], shared["sizes"]
 
     def _draw(self) -> dict[str, Tensor]:
-        assert self._loader.batch_sampler is not None
+        assert self.own.batch_sampler is not None
         # A torch loader draws this seed before its sampler draws anything: the numbers after it must be the same.
-        torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
+        torch.empty((), dtype=torch.int64).random_(generator=self.own.generator)
         # A length may be an estimate; what goes far beyond it would fill the memory before the first batch is given.
         limit = 2 * len(self) + 1
-        batches = [list(batch) for batch in itertools.islice(self._loader.batch_sampler, limit + 1)]
+        batches = [list(batch) for batch in itertools.islice(self.own.batch_sampler, limit + 1)]
         if len(batches) > limit:
             raise SettingError(
                 f"a loader was passed to world.loader() whose sampler has len {len(self)} in batches",
@@ -89,13 +91,13 @@ class SamplerOrder:
 
     def generators(self) -> list[torch.Generator]:
         """Those the user has given to the loader and its sampler."""
-        batch_sampler = self._loader.batch_sampler
-        owners = (self._loader, batch_sampler, getattr(batch_sampler, "sampler", None))
+        batch_sampler = self.own.batch_sampler
+        owners = (self.own, batch_sampler, getattr(batch_sampler, "sampler", None))
         found = [getattr(owner, "generator", None) for owner in owners]
         return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
 
     def __len__(self) -> int:
-        return len(self._loader.batch_sampler)  # type: ignore[arg-type]
+        return len(self.own.batch_sampler)  # type: ignore[arg-type]
 
 
 class _Shares(Sampler[list[Key]]):
@@ -114,7 +116,7 @@ class IndexedLoader(Giver):
     def __init__(
         self, loop: Loop, data: Any, order: PlainOrder | SamplerOrder, *, accumulate: int, seed: int, **settings: Any
     ) -> None:
-        super().__init__(loop, data, accumulate)
+        super().__init__(loop, data, accumulate, global_batch_size=order.global_batch_size, own=order.own)
         self._draw_order = order
         self._seed = seed
         self._samples = Seeded(data)
@@ -127,6 +129,7 @@ class IndexedLoader(Giver):
             generator=torch.Generator().manual_seed(0),  # reading draws nothing from the script's own generators
             **settings,
         )
+        self.num_workers, self.collate_fn = self._reader.num_workers, self._reader.collate_fn
         self._drawn: tuple[Tensor, Tensor] | None = None  # of the epoch under way
         self._position = 0
         self._step_stop = 0
@@ -185,8 +188,7 @@ class IndexedLoader(Giver):
         return [(sample, derive_seed(self._seed, self.epoch, start + n)) for n, sample in enumerate(samples)]
 
     def _stand_in(self, order: Tensor, start: int) -> Any:
-        collate: Callable[[list[Any]], Any] = self._reader.collate_fn
-        return collate([self._samples[self._keys(order, start, start + 1)[0]]])
+        return self.collate_fn([self._samples[self._keys(order, start, start + 1)[0]]])
 
     def _step_done(self) -> None:
         self._position = self._step_stop
@@ -206,8 +208,9 @@ class IndexedLoader(Giver):
 
     def _load_position(self, state: dict[str, Any]) -> None:
         if state.get("num_samples") != len(self.dataset):
+            had = counted(state["num_samples"], "sample") if "num_samples" in state else "a stream"
             raise SettingError(
-                f"a checkpoint was loaded whose loader {self.number + 1} had {state.get('num_samples')} samples",
+                f"a checkpoint was loaded whose loader {self.number + 1} had {had}",
                 f"here it has {len(self.dataset)}, so that its place in the epoch means nothing",
                 "load it with the same data, and make the loaders in the same order",
             )

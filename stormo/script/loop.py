@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from stormo.errors import SettingError
+from stormo.data.order import part
+from stormo.errors import SettingError, counted
 from stormo.layers.sync_batch_norm import set_absent
 from stormo.script.agreement import Agreement
 from stormo.world.world import World
@@ -93,6 +95,9 @@ class SumInModel:
 
     def __call__(self, vector: Tensor) -> object:
         """Sum in place over all workers."""
+        for loader in self._loop.iterating:
+            if loader.given is not None and not loader.trains:
+                loader.check_first(loader.given)  # a worker without a sample has passed this batch over
         self._loop.agreement.settle()
         return self._loop.world.sum(vector)
 
@@ -112,12 +117,35 @@ def _keep(vector: Tensor) -> object:
 
 
 class Giver:
-    """A loader as `backward`, `step` and `save` see it."""
+    """A loader as `backward`, `step` and `save` see it, and with what scripts read from a DataLoader.
 
-    def __init__(self, loop: Loop, dataset: Any, accumulate: int) -> None:
+    Args:
+        loop: it takes part in.
+        dataset: as the script has given it.
+        accumulate: passes of a step.
+        global_batch_size: samples of all workers in a step; None where the batches come as they are.
+        own: the script's own DataLoader, where it has one.
+    """
+
+    num_workers: int  # processes that read
+    collate_fn: Callable[[list[Any]], Any]
+
+    def __init__(
+        self,
+        loop: Loop,
+        dataset: Any,
+        accumulate: int,
+        *,
+        global_batch_size: int | None,
+        own: DataLoader[Any] | None,
+    ) -> None:
         self.loop = loop
         self.dataset = dataset
         self.accumulate = accumulate
+        self.global_batch_size = global_batch_size
+        self.sampler: Any = None if own is None else own.sampler
+        self.batch_sampler: Any = None if own is None else own.batch_sampler
+        self.drop_last = own is not None and own.drop_last
         self.number = loop.add_loader(self)
         self.epoch = 0
         self.given: Given | None = None
@@ -138,6 +166,15 @@ class Giver:
                 "ask inside the loop",
             )
         return self.given.num_samples
+
+    @property
+    def batch_size(self) -> int | None:
+        """The most samples that this worker gets in one pass; None where the batches come as they are."""
+        if self.global_batch_size is None:
+            return None
+        world = self.loop.world
+        start, stop = part(0, self.global_batch_size, world.rank, world.size)
+        return -(-(stop - start) // self.accumulate)
 
     @contextmanager
     def _under_way(self, where: str) -> Iterator[object]:
@@ -196,13 +233,24 @@ class Giver:
             self._step_done()
 
     def check_first(self, given: Given) -> None:
-        """Refuse a batch that no training can begin with, for reasons of the loader's own."""
+        """Refuse, on all workers, a first batch of a training that is too small for each to have a part of it."""
+        size = self.loop.world.size
+        parts = size * self.accumulate
+        if given.step_samples is not None and given.step_samples < parts:
+            product = f"{counted(size, 'worker')} × {counted(self.accumulate, 'pass')}"
+            self.loop.agreement.refuse(
+                SettingError(
+                    f"a training loop began with a batch of {given.step_samples}",
+                    f"{product} need at least {parts} in the first",
+                    "give larger batches, or start fewer workers",
+                )
+            )
 
     def place(self) -> str:
         """Where a load would go on, in words."""
         state = self.state()
         behind = state["position"] if isinstance(state["position"], list) else [state["position"]]
-        return f"epoch {state['epoch'] + 1} behind {' + '.join(str(count) for count in behind)} samples"
+        return f"epoch {state['epoch'] + 1} behind {counted(' + '.join(str(count) for count in behind), 'sample')}"
 
     def state(self) -> dict[str, Any]:
         """Where it is, as plain values and tensors."""

@@ -26,8 +26,8 @@ _LISTS: dict[str, type[Any]] = {"tuple": tuple, "deque": deque, "set": set, "fro
 _MAPS: dict[str, type[Any]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 
 
-def encode(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
-    """A value as JSON; its tensors are put into `tensors` by where they were."""
+def encode(value: Any, tensors: dict[str, Tensor], where: str, *, done: str = "saved") -> Any:
+    """A value as JSON; its tensors are put into `tensors` by where they were. `done`: what is to be done with it."""
     if isinstance(value, Tensor):
         tensors[where] = value.detach()
         return {_TYPE: "tensor", _VALUE: where}
@@ -38,20 +38,20 @@ def encode(value: Any, tensors: dict[str, Tensor], where: str) -> Any:
         is_nameless = type(value) is float and not math.isfinite(value)  # JSON has no word for it
         return {_TYPE: "float", _VALUE: str(value)} if is_nameless else value
     if type(value) is list:
-        return [encode(item, tensors, f"{where}/{index}") for index, item in enumerate(value)]
+        return [encode(item, tensors, f"{where}/{index}", done=done) for index, item in enumerate(value)]
     for name, kind in _LISTS.items():
         if type(value) is kind:
-            return {_TYPE: name, _VALUE: encode(list(value), tensors, where)}
+            return {_TYPE: name, _VALUE: encode(list(value), tensors, where, done=done)}
     if isinstance(value, Mapping):
         kind_name = type(value).__name__ if type(value) in _MAPS.values() else "dict"
         if type(value) not in (*_MAPS.values(), defaultdict):
-            raise _refusal(value, where)
+            raise _refusal(value, where, done)
         pairs = [
-            [encode(key, tensors, f"{where}/{n}/key"), encode(item, tensors, f"{where}/{n}/{key}")]
+            [encode(part, tensors, f"{where}/{n}/{name}", done=done) for part, name in ((key, "key"), (item, key))]
             for n, (key, item) in enumerate(value.items())
         ]
         return {_TYPE: kind_name, _VALUE: pairs}
-    raise _refusal(value, where)
+    raise _refusal(value, where, done)
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -71,10 +71,10 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     return _MAPS[kind]({decode(key, tensors): decode(item, tensors) for key, item in inner})
 
 
-def pack(value: Any) -> bytes:
-    """A value as bytes."""
+def pack(value: Any, done: str) -> bytes:
+    """A value as bytes; `done` says in errors what is to be done with it."""
     tensors: dict[str, Tensor] = {}
-    words = json.dumps(encode(value, tensors, "value")).encode()
+    words = json.dumps(encode(value, tensors, "value", done=done)).encode()
     # Clones: tensors that share memory, or have gaps, are refused otherwise.
     content = safetensors.torch.save({name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()})
     return len(words).to_bytes(8, "little") + words + content
@@ -87,9 +87,9 @@ def unpack(payload: bytes) -> Any:
     return decode(json.loads(words), safetensors.torch.load(stream.read()))
 
 
-def _refusal(value: Any, where: str) -> SettingError:
+def _refusal(value: Any, where: str, done: str) -> SettingError:
     return SettingError(
-        f"a {type(value).__name__} was to be saved ({where})",
-        "a checkpoint holds numbers, text, tensors and lists, tuples, sets and dicts of them, and never code",
-        "save what it is made of, such as its state_dict()",
+        f"a {type(value).__name__} was to be {done} ({where})",
+        f"numbers, text, tensors and lists, tuples, sets and dicts of them can be {done}, and never code",
+        "give what it is made of, such as its state_dict()",
     )

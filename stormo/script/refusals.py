@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from stormo.errors import SettingError
+from stormo.errors import SettingError, counted
 
 if TYPE_CHECKING:
     from stormo.script.stepping import Group
@@ -46,7 +46,7 @@ def check_new(model: nn.Module, parts: tuple[Any, ...], groups: list[Group]) -> 
     wrapped = [each for group in groups for each in (*group.optimizers, *group.others)]
     again = next((part for part in parts if any(part is each for each in wrapped)), None)
     if num_shared or again is not None:
-        what = f"{num_shared} parameters" if num_shared else f"a {type(again).__name__}"
+        what = counted(num_shared, "parameter") if num_shared else f"a {type(again).__name__}"
         raise SettingError(
             f"world.wrap() was given {what} for the second time",
             "gradients are summed over the workers once",
@@ -61,7 +61,7 @@ def check_optimizers(parts: tuple[Any, ...], model: nn.Module) -> None:
         strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
         if strangers:
             raise SettingError(
-                f"world.wrap() was given an optimizer with {len(strangers)} tensors that are not of the model",
+                f"world.wrap() was given an optimizer with {counted(len(strangers), 'tensor')} not of the model",
                 "their gradients would stay different on every worker",
                 "make the optimizer from model.parameters(), and pass all models it moves in one call",
             )

@@ -7,17 +7,15 @@ the workers' streams may be of any lengths: who has no batch left keeps the othe
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy
-import torch
 from torch.utils.data import DataLoader
 
 from stormo.data.batches import batch_length, cut, move
+from stormo.data.generators import generators_kept, host_states, seed_host, set_host_states
 from stormo.data.order import derive_seed, part
-from stormo.errors import SettingError
+from stormo.errors import SettingError, counted
 from stormo.script.agreement import call_site
 from stormo.script.loop import Given, Giver, Loop
 
@@ -28,37 +26,25 @@ class _Generators:
     """Random generators of a stream's own, in place of the script's while it is read: all workers read alike."""
 
     def __init__(self, seed: int) -> None:
-        outer = _states()
-        torch.default_generator.manual_seed(seed)  # the host's only: torch.manual_seed would move the GPU's too
-        random.seed(seed)
-        numpy.random.seed(seed % 2**32)
-        self._states = _states()
-        _set_states(outer)
+        with generators_kept():
+            seed_host(seed)
+            self._states = host_states()
 
     def __enter__(self) -> None:
-        self._outer = _states()
-        _set_states(self._states)
+        self._outer = host_states()
+        set_host_states(self._states)
 
     def __exit__(self, *error: object) -> None:
-        self._states = _states()
-        _set_states(self._outer)
-
-
-def _states() -> tuple[Any, Any, Any]:
-    return torch.get_rng_state(), random.getstate(), numpy.random.get_state()
-
-
-def _set_states(states: tuple[Any, Any, Any]) -> None:
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    numpy.random.set_state(states[2])
+        self._states = host_states()
+        set_host_states(self._outer)
 
 
 class _Reading(Giver):
     """What both kinds of streams do: read under generators of their own, and find a position again by reading."""
 
     def __init__(self, loop: Loop, batches: DataLoader[Any], dataset: Any, *, accumulate: int, seed: int) -> None:
-        super().__init__(loop, dataset, accumulate)
+        super().__init__(loop, dataset, accumulate, global_batch_size=batches.batch_size, own=batches)
+        self.num_workers, self.collate_fn = batches.num_workers, batches.collate_fn
         self._batches = batches
         self._seed = seed
         self._position = self._under_way_position = [0] * self._num_streams  # samples of each stream behind us
@@ -91,7 +77,7 @@ class _Reading(Giver):
     def _require_more(self, batch: Any, num_read: int, position: int) -> None:
         if batch is _END:
             raise SettingError(
-                f"a checkpoint was loaded that is {position} samples into a stream",
+                f"a checkpoint was loaded that is {counted(position, 'sample')} into a stream",
                 f"the stream gives only {num_read}",
                 "give it the same data as before",
             )
@@ -112,9 +98,10 @@ class _Reading(Giver):
             )
         if any(position) and len(position) != self._num_streams:
             raise SettingError(
-                f"a checkpoint was loaded whose loader {self.number + 1} was in the middle of {len(position)} streams",
+                f"a checkpoint was loaded whose loader {self.number + 1} was in the middle of "
+                f"{counted(len(position), 'stream')}",
                 f"here it reads {self._num_streams}, and no place in one is a place in another",
-                f"start {len(position)} workers, or save between two epochs to go on with other streams",
+                f"start {counted(len(position), 'worker')}, or save between two epochs to go on with other streams",
             )
         self._position = position if any(position) else [0] * self._num_streams
         self._seed = state["seed"]
@@ -197,14 +184,23 @@ class StreamLoader(_Reading):
 class ShardedLoader(_Reading):
     """A stream for each worker: every batch counts, however unequally long the streams are."""
 
+    def __init__(self, loop: Loop, batches: DataLoader[Any], dataset: Any, *, accumulate: int, seed: int) -> None:
+        super().__init__(loop, batches, dataset, accumulate=accumulate, seed=seed)
+        self.global_batch_size = None  # what the workers' streams happen to give at the same time
+
     @property
     def _num_streams(self) -> int:
         return self.loop.world.size
 
+    @property
+    def batch_size(self) -> int | None:
+        """The most samples that this worker gets in one pass; None where the batches come as they are."""
+        return self._batches.batch_size
+
     def check_first(self, given: Given) -> None:
-        """Refuse to begin a training with a batch that one worker has no sample of."""
+        """Refuse, on all workers, to begin a training with a batch that one of them has no sample of."""
         if given.lacking is not None:
-            raise self._nothing_for(given.lacking)
+            self.loop.agreement.refuse(self._nothing_for(given.lacking))
 
     def __iter__(self) -> Iterator[Any]:
         """The batches of the next pass over this worker's stream, on its device."""

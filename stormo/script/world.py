@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from stormo.data.order import derive_seed, seed_generators
 from stormo.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE, SettingError
 from stormo.launch import Lifeline
-from stormo.layers.sync_batch_norm import SynchronisedNorm, convert_sync_batch_norm
+from stormo.layers.sync_batch_norm import LocalNorm, SynchronisedNorm, convert_sync_batch_norm
 from stormo.script import joining, saving
 from stormo.script.agreement import Agreement, call_site
 from stormo.script.backward import Backward
@@ -146,6 +146,7 @@ class World:
                 their optimizer was wrapped.
             sync_batch_norm: batch-norm statistics over all workers' samples, so that the result does not depend on
                 their number; without it each has its own, and their running averages are averaged after every step.
+                Layers with ghost batch norm (`convert_ghost_batch_norm`) keep it in either case.
         """
         models = [part for part in parts if isinstance(part, nn.Module)]
         group = None if models else late_group(parts, self._loop.groups)
@@ -161,10 +162,13 @@ class World:
             model.to(self.device)
             if sync_batch_norm and self.size > 1:
                 convert_sync_batch_norm(model, SumInModel(self._loop))
-                self._loop.sums_in_models |= any(isinstance(layer, SynchronisedNorm) for layer in model.modules())
+                synchronised = (layer for layer in model.modules() if isinstance(layer, SynchronisedNorm))
+                self._loop.sums_in_models |= any(layer.reduce is not None for layer in synchronised)
         check_optimizers(parts, together)
         self._share_weights(together)
-        group = Group(self._loop, together, parts, average_buffers=not sync_batch_norm)
+        # Ghost batch norm stays what it is, and its running statistics are a worker's own.
+        has_local = any(isinstance(layer, LocalNorm) for layer in together.modules())
+        group = Group(self._loop, together, parts, average_buffers=has_local or not sync_batch_norm)
         self._loop.groups.append(group)
         return parts[0] if len(parts) == 1 else parts
 
@@ -255,12 +259,13 @@ class World:
     def share(self, value: Any) -> Any:
         """The main worker's value, on all workers: numbers, text, tensors, lists, tuples, sets and dicts."""
         self._agree("world.share")
-        return unpack(self._share_bytes([pack(value)] if self.is_main else None)[0])
+        return unpack(self._share_bytes([pack(value, "shared")] if self.is_main else None)[0])
 
     def gather(self, value: Any) -> list[Any]:
         """Every worker's value, by rank, on all workers: numbers, text, tensors, lists, tuples, sets and dicts."""
         self._agree("world.gather")
-        return [unpack(payload) for payload in self._share_bytes(self._workers.gather_bytes(pack(value)))]
+        payloads = self._workers.gather_bytes(pack(value, "gathered"))
+        return [unpack(payload) for payload in self._share_bytes(payloads)]
 
     def barrier(self) -> None:
         """Wait until all workers are here."""

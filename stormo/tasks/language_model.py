@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from stormo.config import option
-from stormo.errors import SettingError, unknown_name
+from stormo.errors import SettingError, counted, unknown_name
 from stormo.plan import Facts
 from stormo.tasks.gpt_sizes import SIZES
 from stormo.tasks.python_source import Corpus, read_corpus
@@ -77,7 +77,7 @@ class LanguageModel(Task):
             unit="tokens",
             units_per_sample=self.block,
             has_accuracy=False,
-            data=f"{num_train * self.block} bytes of the {corpus.num_files} files of {corpus.origin}",
+            data=f"{num_train * self.block} bytes of the {counted(corpus.num_files, 'file')} of {corpus.origin}",
             data_sha256=corpus.sha256,
         )
 
@@ -134,7 +134,7 @@ class LanguageModel(Task):
             if num_bytes <= self.block:
                 raise SettingError(
                     f"windows of {self.block} + 1 bytes were asked for",
-                    f"the {name} part has {num_bytes} bytes",
+                    f"the {name} part has {counted(num_bytes, 'byte')}",
                     f"set a smaller --task.block, or a larger --task.{name}-bytes or --task.data-folder",
                 )
             counts.append((num_bytes - 1) // self.block)

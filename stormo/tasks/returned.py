@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset
 
 from stormo.data.reading import is_stream
-from stormo.errors import SettingError
+from stormo.errors import SettingError, counted
 
 
 def check_model(owner: object, model: Any) -> nn.Module:
@@ -47,8 +47,8 @@ def check_model(owner: object, model: Any) -> nn.Module:
         )
     if not any(parameter.requires_grad for parameter in parameters):
         raise SettingError(
-            f"{said} a model of {len(parameters)} parameters",
-            "none of them requires a gradient, so there is nothing to train",
+            f"{said} a model of {counted(len(parameters), 'parameter')}",
+            "none requires a gradient, so there is nothing to train",
             "call requires_grad_(True) on those that are to be trained",
         )
     return model
@@ -73,7 +73,7 @@ def check_data(owner: object, method: str, data: Any) -> Any:
         )
     if isinstance(data, Mapping) or _is_columns(data):
         raise SettingError(
-            f"{said} {_kind(data)} of {len(data)} parts",
+            f"{said} {_kind(data)} of {counted(len(data), 'part')}",
             "a data set gives one sample for each index",
             "return stormo.data.TensorData(x, y) of tensors whose rows are the samples",
         )

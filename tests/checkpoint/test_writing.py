@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from stormo.checkpoint import (
     newest_good,
     read_manifest,
     save,
+    writing,
 )
 from stormo.errors import SettingError
 
@@ -291,7 +293,7 @@ def failed(folder: Path, snapshot: Snapshot, step: int) -> str:
         store(folder, snapshot, step)
     message = str(caught.value)
     assert str(folder) in message
-    assert re.search(r"needs [\d,]+ bytes, [\d,]+ bytes are free there", message), message
+    assert re.search(r"needs [\d,]+ bytes, [\d,]+ bytes were free there when it failed", message), message
     return message
 
 
@@ -305,6 +307,21 @@ def test_a_file_size_limit_leaves_nothing_half_written(tmp_path: Path, make_snap
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert names(tmp_path) == ["step-00000001"]
+
+
+def test_what_is_free_is_counted_before_a_failed_attempt_is_cleaned_away(
+    tmp_path: Path, make_snapshot: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def usage(folder: Path) -> SimpleNamespace:
+        return SimpleNamespace(free=7 if names(folder) else 10**9)  # nothing published: what is there is the attempt
+
+    monkeypatch.setattr(writing, "_sync_folder", full)
+    monkeypatch.setattr("shutil.disk_usage", usage)
+    assert " bytes, 7 bytes were free there when it failed; " in failed(tmp_path, make_snapshot(1), 1)
+    assert names(tmp_path) == []
 
 
 @pytest.fixture
@@ -332,7 +349,7 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_its_space(
     assert "No space left on device" in message
     needed, free = (int(text.replace(",", "")) for text in re.findall(r"([\d,]+) bytes", message))
     assert needed > 1_200_000
-    assert 500_000 < free < 1024 * 1024  # counted after the failed attempt gave its space back
+    assert free < 100_000  # counted before the failed attempt gives its space back
     assert names(folder) == ["step-00000001"]
     assert_same(load(find(folder)[0].path), make_snapshot(1))
     store(folder, make_snapshot(3), 3)

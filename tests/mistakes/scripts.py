@@ -87,7 +87,7 @@ IN_A_SCRIPT = [
     _script(
         "the optimizer of another model",
         ("optim.SGD(model.parameters()", "optim.SGD(nn.Linear(8, 3).parameters()"),
-        "world.wrap() was given an optimizer with 2 tensors that are not of the model, but their gradients would stay "
+        "world.wrap() was given an optimizer with 2 tensors not of the model, but their gradients would stay "
         "different on every worker; make the optimizer from model.parameters(), and pass all models it moves in one "
         "call.",
     ),

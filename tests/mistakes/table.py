@@ -182,7 +182,7 @@ IN_THE_CLASS = [
         before_workers=True,
         says=(
             "3 workers were asked for, but the training set has 2 samples, fewer than one for each; set "
-            "--num-gpus so that at most 2 workers take part."
+            "--num-gpus for at most 2 workers."
         ),
     ),
 ]
@@ -217,7 +217,7 @@ IN_THE_FIRST_BATCH = [
         name="a model whose parameters are all frozen",
         change=(_MODEL, _MODEL.rstrip() + ".requires_grad_(False)\n"),
         says=(
-            "Net.model() returned a model of 2 parameters, but none of them requires a gradient, so there "
+            "Net.model() returned a model of 2 parameters, but none requires a gradient, so there "
             "is nothing to train; call requires_grad_(True) on those that are to be trained."
         ),
     ),
@@ -424,8 +424,8 @@ ON_TWO_WORKERS = [
         change=(_TRAIN_DATA, "        return TensorData(torch.ones(1, 8), torch.ones(1).long())\n"),
         num_workers=2,
         says=(
-            "2 workers were asked for, but the training set has 1 samples, fewer than one for each; set "
-            "--num-gpus so that at most 1 workers take part."
+            "2 workers were asked for, but the training set has 1 sample, fewer than one for each; set "
+            "--num-gpus for at most 1 worker."
         ),
     ),
 ]

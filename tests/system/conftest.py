@@ -90,7 +90,7 @@ def _nothing_is_left(hosts: tuple[Host, Host]) -> Iterator[None]:
     """However a job ended: no process, no listening port and nothing in shared memory may outlive it for long."""
     yield
     try:
-        wait_until(lambda: not any(host.leftovers() for host in hosts), 5.0, lambda: _leftovers(hosts))
+        wait_until(lambda: not any(host.leftovers() for host in hosts), 30.0, lambda: _leftovers(hosts))
     finally:
         for host in hosts:
             host.end_jobs()

@@ -89,7 +89,7 @@ def test_a_python_without_sources_says_what_was_looked_for(tmp_path: Path, monke
 
 def test_a_folder_with_nothing_for_one_part_is_refused_with_the_count(tmp_path: Path) -> None:
     _write(tmp_path, {_names(False, 1)[0]: b"aaa"})
-    with pytest.raises(SettingError, match=r"its 1 \*\.py and \*\.txt files make 3 bytes for training and 0 for val"):
+    with pytest.raises(SettingError, match=r"its \*\.py and \*\.txt files \(1\) make 3 bytes for training and 0 for "):
         read_corpus(tmp_path)
 
 

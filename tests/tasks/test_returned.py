@@ -60,7 +60,7 @@ def test_whatever_gives_samples_is_a_data_set(data: Any) -> None:
     [
         (
             {"x": torch.ones(3)},
-            "Net.train_data() returned a dict of 1 parts, but a data set gives one sample for each ",
+            "Net.train_data() returned a dict of 1 part, but a data set gives one sample for each ",
         ),
         (
             3,
