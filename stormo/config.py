@@ -39,6 +39,17 @@ class Batch:
     batch_size: int | Literal["auto"] = option(32, "samples of one worker in one pass; auto finds the most that fit")
     global_batch_size: int | None = option(None, "samples of all workers in one step, instead of --batch-size")
     accumulate: int = option(1, "passes whose gradients are summed before a step")
+    ghost_batch_size: int | None = option(
+        None, "samples whose batch-norm statistics are taken together; default all of a worker's pass"
+    )
+    grow_batch: str | None = option(
+        None,
+        "grow the global batch instead of lowering the rate; 30:2x,60:2x doubles it after 30 epochs and after 60",
+        metavar="PLAN",
+    )
+    max_batch_size: int | None = option(
+        None, "most samples of one worker in one pass of a batch that has grown; default as at the start"
+    )
     epoch_samples: int | None = option(
         None, "samples that make an epoch, for a stream whose length is not known; it goes on from epoch to epoch"
     )
@@ -48,10 +59,21 @@ class Batch:
 class Optimizer:
     """Optimizer: how the weights move."""
 
-    optimizer: Literal["sgd", "adamw"] = option("sgd", "the rule of a step")
-    base_lr: float = option(0.01, "learning rate for one worker")
+    optimizer: Literal["sgd", "adamw", "lars", "larc", "lamb", "novograd"] = option("sgd", "the rule of a step")
+    base_lr: float = option(0.01, "learning rate for one worker, or for --base-batch-size")
+    base_batch_size: int | None = option(
+        None, "global batch for which --base-lr is right; default one worker's, or a --global-batch-size as set"
+    )
     lr_rule: Literal["linear", "sqrt", "none"] = option("linear", "how the rate follows a batch that grew")
-    momentum: float = option(0.9, "momentum of sgd, or the first beta of adamw")
+    momentum: float = option(0.9, "momentum of sgd, lars, larc; first beta of adamw, lamb, novograd")
+    beta2: float | None = option(
+        None, "second beta of adamw (default 0.999), lamb (default 0.999), novograd (default 0.98)"
+    )
+    eps: float | None = option(
+        None, "added to the denominator of adamw (default 1e-08), lamb (default 1e-06), novograd (default 1e-08)"
+    )
+    trust_coefficient: float | None = option(None, "of the rates of lars and larc for each layer (default 0.001)")
+    grad_averaging: bool = option(False, "novograd's momentum as a mean, not a sum")
     nesterov: bool = option(False, "Nesterov's momentum")
     weight_decay: float = option(0.0, "weight decay; never on biases and norms")
     warmup_epochs: float = option(5.0, "epochs of linear warm-up, iteration by iteration")
@@ -62,6 +84,37 @@ class Optimizer:
     decay_every: float = option(10.0, "epochs between the steps of --decay step")
     decay_factor: float = option(0.1, "factor of each step of --decay step")
     clip_norm: float | None = option(None, "clip the gradient to this norm")
+    gradient_noise_batch: int | None = option(
+        None, "give the gradient the noise of a batch as small as this, by a random factor for each sample"
+    )
+    gradient_noise: float | None = option(
+        None, "add normal noise to the gradient, of this variance at first; it fades as steps are done"
+    )
+    gradient_noise_decay: float = option(
+        0.55, "how fast that noise fades: the power of 1 + step that its variance is divided by"
+    )
+    noise_scale: bool | None = option(
+        None, "measure the gradient noise scale, the batch beyond which more workers stop paying"
+    )
+
+    def of_its_own(self) -> dict[str, float]:
+        """What this optimizer takes beside rate, momentum and decay, as set or by default."""
+        return {
+            name: default if getattr(self, name) is None else getattr(self, name)
+            for name, default in OPTIMIZER_DEFAULTS[self.optimizer].items()
+        }
+
+
+# What each optimizer takes of the settings that not all of them know, and the default of its paper.
+OPTIMIZER_DEFAULTS: dict[str, dict[str, float]] = {
+    "sgd": {},
+    "adamw": {"beta2": 0.999, "eps": 1e-8},
+    "lars": {"trust_coefficient": 0.001},
+    "larc": {"trust_coefficient": 0.001},
+    "lamb": {"beta2": 0.999, "eps": 1e-6},
+    "novograd": {"beta2": 0.98, "eps": 1e-8, "grad_averaging": False},
+}
+NESTEROV_OPTIMIZERS = ("sgd", "lars", "larc")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +142,11 @@ class Stop:
     target_accuracy: float = option(0.85, "stop once this validation accuracy is held")
     target_loss: float | None = option(None, "stop once the validation loss is held at or below this")
     patience: int = option(2, "epochs in a row that must reach the target")
+    on_divergence: Literal["stop", "rollback", "ignore"] = option(
+        "stop", "once the loss is lost: stop, or go back to the last good checkpoint with a lower rate"
+    )
+    rollback_factor: float = option(0.5, "factor of the rate at each rollback")
+    max_rollbacks: int = option(3, "rollbacks of a run before it stops")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +174,12 @@ class Command:
 
     config: str | None = option(None, "read settings from a TOML file; flags win over it", metavar="FILE.toml")
     dry_run: bool = option(False, "print every effective value with its arithmetic, then stop")
+    plot_schedule: str | None = option(
+        None,
+        "with --dry-run: draw the rate of every step, here or into FILE.png, .svg or .csv",
+        metavar="FILE",
+        optional_value=True,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import sys
 import time
@@ -14,13 +15,16 @@ import torch
 
 from stormo import checkpoint
 from stormo.config import Effective, TrainConfig
-from stormo.errors import SettingError
+from stormo.divergence import STEADYING
+from stormo.errors import SettingError, StormoError, counted
+from stormo.optim.noise_scale import NoiseScale
 from stormo.options import to_toml
 from stormo.plan import Plan
+from stormo.plan.stages import stage_of
 from stormo.process import SetUp
 from stormo.state import RunState
 from stormo.telemetry.console import PlainConsole, make_console
-from stormo.telemetry.files import EventFile, RunFolder, collect_environment, write_json, write_whole
+from stormo.telemetry.files import EventFile, RunFolder, collect_environment, read_summary, write_json, write_whole
 from stormo.telemetry.record import CheckpointSaved, Notice, Record, RunEnded, RunStarted, Sink
 from stormo.telemetry.tensorboard import TensorBoardFile
 from stormo.telemetry.text import run_reference
@@ -86,7 +90,7 @@ class Journal:
             path = self._checkpoint_to_resume(run.resume)
             if path is not None:
                 snapshot, found = checkpoint.load(path), True
-                self._set_aside_later_than(path)
+                self.set_aside_later_than(path)
                 self._weights_sha256 = checkpoint.read_manifest(path).weights_sha256
         if self._world.share_json(found):
             self._state.restore(self._world, snapshot, run.seed)
@@ -98,11 +102,14 @@ class Journal:
         published = checkpoint.find(self.folder.checkpoints)
         return published[0].path if published else None
 
-    def _set_aside_later_than(self, path: Path) -> None:
-        """Going on from an older checkpoint makes the later ones history: they are kept, but not resumed from."""
-        step = checkpoint.read_manifest(path).step
+    def set_aside_later_than(self, path: Path | None) -> None:
+        """Going on from an older checkpoint makes the later ones history: they are kept, but not resumed from.
+
+        None stands for the beginning of the run.
+        """
+        step = -1 if path is None else checkpoint.read_manifest(path).step
         for found in checkpoint.find(self.folder.checkpoints):
-            if found.step < step or found.path.resolve() == path.resolve():
+            if found.step < step or (path is not None and found.path.resolve() == path.resolve()):
                 return
             found.path.rename(found.path.with_name(f"superseded-{found.path.name}-{time.time_ns()}"))
 
@@ -118,6 +125,9 @@ class Journal:
             warmup_start=plan.warmup_start,
             data_sha256=plan.facts.data_sha256,
         )
+        summary: Mapping[str, Any] = {}
+        with contextlib.suppress(StormoError):  # one that cannot be read is about to be replaced
+            summary = read_summary(self.folder) or {}
         write_whole(self.folder.config, to_toml(named, effective))
         write_json(self.folder.environment, collect_environment(_versions(self._world)))
         self._sinks = [EventFile(self.folder)]
@@ -141,11 +151,21 @@ class Journal:
             )
         )
         if progress.num_resumes and progress.epoch > plan.epochs:
-            text = f"{self.folder.name} has done its {plan.epochs} epochs; raise --epochs to train on"
+            text = f"{self.folder.name} has done its {counted(plan.epochs, 'epoch')}; raise --epochs to train on"
             self.record(Notice(kind="info", text=text))
         if config.run.resume is not None and not progress.num_resumes:
             text = f"{self.folder.name} has no checkpoint yet: it starts from the beginning"
             self.record(Notice(kind="info", text=text))
+        if progress.num_rollbacks:
+            times = counted(progress.num_rollbacks, "rollback")
+            text = f"after {times} the learning rate is × {progress.rate_factor:g} of the schedule"
+            self.record(Notice(kind="info", text=text))
+        lost_at = summary.get("diverged_at_step") if summary.get("stopped_by") == "divergence" else None
+        if config.run.resume is not None and lost_at is not None:
+            text = f"{self.folder.name} diverged at step {lost_at}; it goes on from step {progress.step}"
+            if not config.given & STEADYING:
+                text += " with the same settings and would diverge there again: set a lower --base-lr, or --clip-norm"
+            self.record(Notice(kind="warning", text=text))
 
     def record(self, record: Record) -> None:
         """Hand a record to every sink; on other workers there is none."""
@@ -189,7 +209,10 @@ class Journal:
             step = self._state.progress.step
             text = f"stopped at step {step}, saved; go on with: stormo train --resume {reference}"
             self.record(Notice(kind="info", text=text))
-        self.record(RunEnded(summary=self._summary(stopped_by) | more))
+        summary = self._summary(stopped_by) | more
+        if summary["noise_scale_advice"] is not None:
+            self.record(Notice(kind="info", text=summary["noise_scale_advice"]))
+        self.record(RunEnded(summary=summary))
         sinks, self._sinks = self._sinks, []
         for sink in sinks:
             sink.close()
@@ -229,7 +252,27 @@ class Journal:
             "weights_sha256": self._weights_sha256,
             "sample_order_sha256": progress.sample_order_sha256,
             "num_resumes": progress.num_resumes,
+            "num_rollbacks": progress.num_rollbacks,
+            **self._noise_scale(stopped_by),
             "stopped_by": stopped_by,
+        }
+
+    def _noise_scale(self, stopped_by: str) -> dict[str, Any]:
+        """The batch beyond which more workers stop paying, its range, and what that means for this run."""
+        meter, found, advice = self._state.strategy.noise_scale, NoiseScale(value=None), None
+        if meter is None:
+            found = replace(found, reason=self._plan.noise_scale_reason)
+        elif self._world.is_main and stopped_by != "error":  # a device that failed cannot be asked
+            found = meter.read()
+            if found.high is not None or self._config.optimizer.noise_scale:  # asked for, it says why it cannot tell
+                epoch = min(self._state.progress.epoch, self._plan.epochs)
+                advice = found.advice(stage_of(self._plan.stages, epoch).global_batch_size)
+        return {
+            "noise_scale": found.value,
+            "noise_scale_low": found.low,
+            "noise_scale_high": found.high,
+            "noise_scale_reason": found.reason or None,
+            "noise_scale_advice": advice,
         }
 
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from stormo.config import TrainConfig
+from stormo.data.batches import tensors_in
 from stormo.data.loaders import Loader
+from stormo.divergence import Diverged, patience_steps
+from stormo.errors import counted
+from stormo.losses import LossWatch, Moment
 from stormo.metrics import Validation
 from stormo.optim.schedule import Schedule
 from stormo.plan import Plan
@@ -38,52 +42,104 @@ class Training:
     record: Callable[[Record], None]  # does nothing except on the main worker
     save: Callable[[float | None], None]  # publishes a checkpoint; its argument is the metric that ranks it
     sign_of_life: Callable[[int], None]
+    recover: Callable[[Diverged], bool] = lambda diverged: False  # goes back to a good state, where that is asked for
+
+    def learning_rate(self, position: int) -> float:
+        """Of the step that begins at this position of the epoch."""
+        progress = self.state.progress
+        return self.schedule(self.plan.schedule_step(progress.epoch, position)) * progress.rate_factor
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How training ended: `stopped_by` is target, epochs or signal."""
+    """How training ended: `stopped_by` is target, epochs, signal or divergence."""
 
     stopped_by: str
     signal_number: int = 0
+    diverged: Diverged | None = None
 
 
 def train(run: Training) -> Outcome:
-    """Train until the target is held, the epochs are done or a signal comes."""
+    """Train until the target is held, the epochs are done, a signal comes or the loss is lost for good."""
+    while True:
+        outcome = _train(run)
+        if outcome.diverged is None:
+            return outcome
+        outcome = replace(outcome, diverged=_inspected(run, outcome.diverged))
+        assert outcome.diverged is not None
+        if not run.recover(outcome.diverged):
+            return outcome
+
+
+def _train(run: Training) -> Outcome:
     progress, strategy, plan = run.state.progress, run.state.strategy, run.plan
     vote = Vote(run.world)
     watch = Stopwatch(run.world, run.loader, progress)
+    losses = LossWatch(
+        run.world,
+        progress.trend,
+        is_on=run.settings.stop.on_divergence != "ignore",
+        batch_size=plan.global_batch_size,
+        patience=patience_steps(plan.steps_per_epoch),
+    )
     strategy.module.train()
     while progress.epoch <= plan.epochs and not _target_held(run):
-        learning_rate = run.schedule(max(progress.step - 1, 0))  # of an epoch that is only validated again
+        _follow_growth(run)
+        size = run.loader.share.global_batch_size
+        learning_rate = run.learning_rate((progress.position - 1) // size * size if progress.position else 0)
         watch.start()
         for batch in run.loader.epoch(progress.epoch, progress.position):
             if batch.span.is_first:
-                vote.cast(run.flag.signal_number)
+                vote.cast(run.flag.signal_number, losses.share())
             loss = strategy.forward_backward(batch)
             run.state.loss_sum += loss * batch.span.step_samples
+            losses.add(loss)
             if not batch.span.is_last:
                 continue
-            learning_rate = run.schedule(progress.step)
+            learning_rate = run.learning_rate(progress.position)
             strategy.step(learning_rate)
             progress.advance(run.loader.samples(batch.span))
+            position = batch.span.step_start
+            moment = Moment(epoch=progress.epoch, step=progress.step, position=position, learning_rate=learning_rate)
+            losses.note(moment)
             run.sign_of_life(progress.step)
             if run.world.is_main and watch.since_last_s() > _SECONDS_BETWEEN_RECORDS:
                 run.record(_step_record(run, watch, learning_rate))
-            stop = vote.outcome()
-            due = plan.checkpoint_steps is not None and progress.step % plan.checkpoint_steps == 0
-            if stop or (due and progress.position < run.loader.num_samples):
+            stop, diverged = vote.outcome(), losses.hear(vote.total())
+            due = plan.is_checkpoint_due(progress.epoch, progress.step)
+            losses.owes_checkpoint |= due and progress.position < run.loader.num_samples
+            if diverged is None and (stop or (losses.owes_checkpoint and losses.is_calm)):
                 watch.pause()
-                run.save(None)
-                if stop:
-                    return Outcome("signal", stop)
+                diverged = losses.settle(strategy.module)
+                if diverged is None and (stop or losses.is_calm):
+                    run.save(None)
+                    losses.owes_checkpoint = False
+                    if stop:
+                        return Outcome("signal", stop)
                 watch.start()
+            if diverged is not None:
+                watch.pause()
+                return Outcome("divergence", diverged=diverged)
         watch.pause()
-        stop = _finish_epoch(run, watch, vote, learning_rate)
-        if stop:
+        found = losses.settle(strategy.module) or _finish_epoch(run, watch, vote, losses, learning_rate)
+        if isinstance(found, Diverged):
+            return Outcome("divergence", diverged=found)
+        if found:
             run.save(None)  # the signal came during validation, which is done anew after a resume
-            return Outcome("signal", stop)
+            return Outcome("signal", found)
     return Outcome("target" if _target_held(run) else "epochs")
+
+
+def _follow_growth(run: Training) -> None:
+    """Take the batch of the epoch that begins, where it has grown."""
+    plan, loader = run.plan.at_epoch(run.state.progress.epoch), run.loader
+    before = loader.share.global_batch_size
+    if plan.global_batch_size != before:
+        loader.share = replace(loader.share, global_batch_size=plan.global_batch_size, accumulate=plan.accumulate)
+        run.state.strategy.cut_as(plan)
+        change = "grown" if plan.global_batch_size > before else "gone back"
+        text = f"The batch has {change} to {plan.global_batch_size} samples in {counted(plan.accumulate, 'pass')}."
+        run.record(Notice(kind="info", text=text))
 
 
 def _target_held(run: Training) -> bool:
@@ -91,13 +147,31 @@ def _target_held(run: Training) -> bool:
     return run.state.progress.target_streak >= run.settings.stop.patience
 
 
-def _finish_epoch(run: Training, watch: Stopwatch, vote: Vote, learning_rate: float) -> int:
+def _inspected(run: Training, diverged: Diverged) -> Diverged:
+    """Look at the batch that has given no finite loss, of which every worker reads its share again."""
+    if diverged.kind != "loss" or run.plan.facts.is_stream:  # a stream would be read from its beginning
+        return diverged
+    is_bad = False
+    for batch in run.loader.epoch(diverged.epoch, diverged.position):
+        floats = [tensor for tensor in tensors_in(batch.data) if tensor.is_floating_point()]
+        is_bad = is_bad or not all(bool(tensor.isfinite().all()) for tensor in floats)
+        if batch.span.is_last:
+            break
+    return replace(diverged, has_bad_inputs=bool(run.world.max(torch.tensor([float(is_bad)])).item()))
+
+
+def _finish_epoch(
+    run: Training, watch: Stopwatch, vote: Vote, losses: LossWatch, learning_rate: float
+) -> int | Diverged:
     """Validate, record and save at the end of an epoch; return the signal that cut the validation short, or 0."""
     progress, plan = run.state.progress, run.plan
     began = time.perf_counter()
     metrics = _validate(run, vote)
     if isinstance(metrics, int):
         return metrics
+    if run.settings.stop.on_divergence != "ignore" and not math.isfinite(metrics.get("loss", 0.0)):
+        last = Moment(epoch=progress.epoch, step=progress.step, position=0, learning_rate=learning_rate)
+        return losses.verdict("validation", last, metrics["loss"])
     train_loss = float(run.world.sum(run.state.loss_sum.clone())) / run.loader.num_samples
     samples_per_s = run.loader.num_samples / max(progress.epoch_time_s, 1e-9)
     progress.validation = metrics
@@ -128,10 +202,15 @@ def _finish_epoch(run: Training, watch: Stopwatch, vote: Vote, learning_rate: fl
     if _target_held(run):
         run.record(Notice(kind="stop", text=f"Early stopping after epoch {done.epoch}"))
     is_end = progress.epoch > plan.epochs or _target_held(run)
-    is_due = plan.checkpoint_steps is not None and progress.step % plan.checkpoint_steps == 0
+    is_due = plan.is_checkpoint_due(done.epoch, progress.step)
     is_best = plan.checkpoint_steps is not None and progress.best_validation is progress.validation
-    if is_end or is_due or is_best:
+    if is_end or ((is_due or is_best) and losses.is_calm):
         run.save(_rank(metrics))
+    elif is_due or is_best:
+        losses.owes_checkpoint = True
+    warning = progress.trend.not_learning(progress.epochs_done, run.settings.optimizer.warmup_epochs)
+    if warning is not None:
+        run.record(Notice(kind="warning", text=warning))
     return 0
 
 
@@ -179,7 +258,9 @@ def _step_record(run: Training, watch: Stopwatch, learning_rate: float) -> StepD
     return StepDone(
         epoch=progress.epoch,
         step=progress.step,
-        step_in_epoch=-(-progress.position // run.plan.global_batch_size),
+        step_in_epoch=-(-progress.position // run.loader.share.global_batch_size),
+        steps_in_epoch=-(-run.loader.num_samples // run.loader.share.global_batch_size),
+        global_batch_size=run.loader.share.global_batch_size,
         samples_seen=progress.samples_seen,
         loss=loss,
         learning_rate=learning_rate,
@@ -187,6 +268,7 @@ def _step_record(run: Training, watch: Stopwatch, learning_rate: float) -> StepD
         units_per_s=samples_per_s * run.plan.facts.units_per_sample,
         input_wait_fraction=wait_fraction,
         train_time_s=progress.train_time_s + watch.running_s(),
+        noise_scale=meter.read().value if (meter := run.state.strategy.noise_scale) else None,
         unit=run.plan.facts.unit,
         mfu=run.plan.mfu(samples_per_s),
     )

@@ -28,6 +28,7 @@ from stormo.world.world import World
 
 # A batch's slot and its data; no slot for a stand-in, from which a worker without a batch learns what is measured.
 _Turn = tuple[int | None, Any]
+Sums = dict[str, Tensor]
 
 
 class Validation:
@@ -70,10 +71,13 @@ class Validation:
         """Batches of the busiest worker, as far as they are known: all workers go through as many rounds."""
         return math.ceil(self.num_batches / self._world.size)
 
-    def run(self, model: nn.Module, autocast: Callable[[], Any]) -> Iterator[dict[str, float] | None]:
+    def run(
+        self, model: nn.Module, autocast: Callable[[], Any], look: Callable[[Any, Sums], None] | None = None
+    ) -> Iterator[dict[str, float] | None]:
         """Yield None after every round but the last, and the metrics of all samples after the last.
 
-        The caller may give up between rounds; every worker yields equally often.
+        The caller may give up between rounds; every worker yields equally often. `look` is shown every batch and its
+        sums, while the model is as it is for a validation.
         """
         rows: dict[int, Tensor] = {}  # slot -> sums
         names: tuple[list[str], list[str]] | None = None  # of sums, of objects
@@ -88,8 +92,10 @@ class Validation:
                     continue
                 slot, data = turn
                 with torch.no_grad(), autocast():
-                    returned = self._task.metrics(model, move(answered(data), self._world.device))
-                sums, objects = read_metrics(self._task, returned, self._world.device)
+                    batch = move(answered(data), self._world.device)
+                    sums, objects = read_metrics(self._task, self._task.metrics(model, batch), self._world.device)
+                    if look is not None:
+                        look(batch, sums)
                 names = self._same_names(names, (sorted(sums), sorted(objects)))
                 self._same_objects(objects, is_first=not rows)
                 if slot is None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from torch import Tensor
+
+from stormo.divergence import Trend
 
 
 @dataclass(kw_only=True)
@@ -22,6 +24,9 @@ class Progress:
     wait_s: float = 0.0  # of this worker's loader
     wall_time_s: float = 0.0  # of earlier attempts
     num_resumes: int = 0
+    num_rollbacks: int = 0
+    rate_factor: float = 1.0  # of the learning rate, lowered by every rollback
+    trend: Trend = field(default_factory=Trend)  # of the training loss
     peak_memory_bytes: int | None = None
     epochs_done: int = 0  # validated ones
     target_streak: int = 0  # epochs in a row that reached the target
@@ -45,5 +50,7 @@ class Progress:
 
     def take(self, values: dict[str, Any]) -> None:
         """Put back what `to_json` gave."""
-        for field in fields(self):
-            setattr(self, field.name, values[field.name])
+        for one in fields(self):
+            # What an older release did not save stays at its default.
+            if one.name in values:
+                setattr(self, one.name, Trend(**values[one.name]) if one.name == "trend" else values[one.name])

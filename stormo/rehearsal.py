@@ -6,6 +6,7 @@ generators are what they were.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import pickle
 import re
@@ -14,17 +15,18 @@ import warnings
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from stormo.checkpoint import collect_random_state, restore_random_state
-from stormo.data.batches import tensors_in
-from stormo.data.loaders import Batch, Loader
+from stormo.data.batches import batch_length, cut, tensors_in
+from stormo.data.loaders import Batch, Loader, Share
 from stormo.errors import SettingError
-from stormo.metrics import Validation
+from stormo.metrics import Sums, Validation
 from stormo.strategies.strategy import Strategy
+from stormo.tasks.measured import read_metrics
 from stormo.tasks.returned import without_gradient
 from stormo.tasks.task import Task
 
@@ -61,7 +63,15 @@ _MEANINGS = (
 )
 
 
-def rehearse(strategy: Strategy, loader: Loader, validation: Validation, *, every_shape: bool) -> None:
+def rehearse(
+    strategy: Strategy,
+    loader: Loader,
+    validation: Validation,
+    *,
+    every_shape: bool,
+    may_diverge: bool = False,
+    largest: Share | None = None,
+) -> None:
     """Run the first training passes and the first validation batch, and leave no trace of them.
 
     Args:
@@ -69,17 +79,24 @@ def rehearse(strategy: Strategy, loader: Loader, validation: Validation, *, ever
         loader: of the run.
         validation: of the run.
         every_shape: also run the short last batch, and make ready whatever the first steps would stumble over.
+        may_diverge: only warn of a first loss that is not a finite number.
+        largest: of the batch once it has grown, where its passes are larger than the first ones: it must fit now, and
+            not after a night of training.
     """
-    task = strategy.task
+    task, look = strategy.task, _FirstLook(strategy, may_diverge=may_diverge)
     # torch's own words on what is explained below
     warnings.filterwarnings("ignore", "Got pickle error when attempting to start")
     random_state = collect_random_state()
     try:
         with explained(task, "train_data", "loss", strategy.world.device):
-            batches = _checked(task, loader.first_and_last())
-            strategy.warm_up(loader, batches if every_shape else itertools.islice(batches, 1), _FirstLook(strategy))
+            batches = _checked(task, loader.first_and_last(), look)
+            strategy.warm_up(loader, batches if every_shape else itertools.islice(batches, 1), look)
+            if largest is not None:
+                first, loader.share = loader.share, largest
+                strategy.warm_up(loader, itertools.islice(loader.first_and_last(), 1))
+                loader.share = first
         with explained(task, "validation_data", "metrics", strategy.world.device):
-            rounds = validation.run(strategy.module, strategy.autocast)
+            rounds = validation.run(strategy.module, strategy.autocast, functools.partial(_look_for_means, strategy))
             next(rounds)
             cast("Generator[object]", rounds).close()
     finally:
@@ -89,9 +106,11 @@ def rehearse(strategy: Strategy, loader: Loader, validation: Validation, *, ever
 class _FirstLook:
     """Sees, after the first pass, what no type can tell: parameters without a gradient, a loss that is no number."""
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: Strategy, *, may_diverge: bool) -> None:
         self._strategy = strategy
+        self._may_diverge = may_diverge
         self._has_looked = False
+        self.data: Any = None  # of the pass under way
 
     def __call__(self, loss: Tensor) -> None:
         if self._has_looked:
@@ -101,11 +120,60 @@ class _FirstLook:
         names = without_gradient(strategy.module)
         if names and not strategy.task.find_unused:
             raise _unused(strategy.task, names)
-        # All workers ask, whatever their own loss is, and the main one warns for all.
-        if strategy.world.max(torch.tensor([float(not torch.isfinite(loss))])).item():
+        # All workers ask, whatever their own loss is, and answer alike.
+        floats = [tensor for tensor in tensors_in(self.data) if tensor.is_floating_point()]
+        has_bad_inputs = not all(bool(tensor.isfinite().all()) for tensor in floats)
+        seen = torch.tensor([float(not torch.isfinite(loss)), float(has_bad_inputs)])
+        is_bad, has_bad_inputs = (bool(flag) for flag in strategy.world.max(seen).tolist())
+        if is_bad and self._may_diverge:
             strategy.notices.append(
                 f"{type(strategy.task).__name__}.loss() is not a finite number in the very first batch: look for a "
                 "division by zero, a log of zero, and inputs that are not scaled."
+            )
+        elif is_bad:
+            raise _not_finite(strategy.task, has_bad_inputs)
+
+
+def _not_finite(task: Task, has_bad_inputs: bool) -> SettingError:
+    name = type(task).__name__
+    if has_bad_inputs:
+        return SettingError(
+            f"{name}.train_data() gave inputs that are not finite numbers in the very first batch",
+            f"{name}.loss() of them is not finite either, and no step can be learned from it",
+            "clean the data (torch.isfinite finds such values), or set --on-divergence ignore to train all the same",
+        )
+    return SettingError(
+        f"{name}.loss() returned a number that is not finite in the very first batch",
+        "its inputs are finite, and no step can be learned from it",
+        "look for a division by zero, a log of zero, inputs that are not scaled or overflow in fp16, or set "
+        "--on-divergence ignore to train all the same",
+    )
+
+
+def _look_for_means(strategy: Strategy, batch: Any, whole: Sums) -> None:
+    """Warn of values that are no sums: of a batch that is cut in two, a sum is that of both halves, a mean is not."""
+    task = strategy.task
+    if type(task).metrics is Task.metrics:
+        return
+    try:
+        length = batch_length(batch)
+        middle = length // 2
+        first, second = (
+            read_metrics(task, task.metrics(strategy.module, cut(batch, *half)), strategy.world.device)[0]
+            for half in ((0, middle), (middle, length))
+        )
+    except Exception:
+        return  # a batch that has no halves, or a task that takes whole batches only
+    for name in sorted(whole.keys() & first.keys() & second.keys()):
+        total, a, b = (float(sums[name]) for sums in (whole, first, second))
+        largest = max(abs(total), abs(a), abs(b))
+        mean = (middle * a + (length - middle) * b) / max(length, 1)
+        # The bounds are wide apart, for numbers of 16 bits.
+        if middle and abs(total - mean) <= 0.01 * largest and abs(total - (a + b)) > 0.1 * largest:
+            strategy.notices.append(
+                f"{type(task).__name__}.metrics() returned {name!r} as {total:.4g} for the first batch, and as {a:.4g} "
+                f"and {b:.4g} for its halves, as if it were a mean: return the sum over the samples (a mean times "
+                "their number), which is divided by the number of all samples."
             )
 
 
@@ -121,8 +189,9 @@ def _unused(task: Task, names: list[str]) -> SettingError:
     )
 
 
-def _checked(task: Task, batches: Iterator[Batch]) -> Iterator[Batch]:
+def _checked(task: Task, batches: Iterator[Batch], look: _FirstLook) -> Iterator[Batch]:
     for batch in batches:
+        look.data = batch.data
         if next(tensors_in(batch.data), None) is None:
             raise SettingError(
                 f"{type(task).__name__}.train_data() gives batches of type {type(batch.data).__name__}",

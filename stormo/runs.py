@@ -20,7 +20,7 @@ from stormo.telemetry.text import encodable, format_duration, format_figure, for
 
 MISSING = "n/a"
 _SILENT_AFTER_S = 300.0  # validation and saving write no events; longer silence means a dead run
-_STATES = {"target": "done", "epochs": "done", "signal": "stopped", "error": "failed"}
+_STATES = {"target": "done", "epochs": "done", "signal": "stopped", "divergence": "diverged", "error": "failed"}
 _STATE_STYLES = {"running": "cyan", "done": "green", "stopped": "yellow", "interrupted": "yellow"}
 _TITLES = ("name", "task", "state", "epochs", "accuracy", "loss", "speed", "time", "workers")
 _DROPPED_FIRST = ("workers", "speed", "time", "loss", "task", "epochs")  # in this order when the terminal is too narrow

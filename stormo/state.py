@@ -38,9 +38,13 @@ class RunState:
     strategy: Strategy
     loss_sum: Tensor  # this worker's part of the epoch's summed loss, on the device
 
+    def __post_init__(self) -> None:
+        self.strategy.clock = self.progress
+
     def snapshot(self, world: World, seed: int) -> Snapshot | None:
         """The state of all workers, on the main one; None on the others. Every worker must call it."""
         strategy = self.strategy
+        noise_scale = strategy.noise_scale.state() if strategy.noise_scale is not None else None
         random_tensors, random_json = collect_random_state()
         own = {_RANDOM + name: tensor for name, tensor in random_tensors.items()}
         own |= {_BUFFER + name: buffer.detach() for name, buffer in strategy.module.named_buffers()}
@@ -66,6 +70,7 @@ class RunState:
                 "seed": seed,
                 "random": random_states,
                 "scaler": strategy.scaler_state(),
+                "noise_scale": noise_scale,
             },
         )
 
@@ -80,6 +85,8 @@ class RunState:
         restore_optimizer(strategy.optimizer, _names(strategy), optimizer)
         if state["scaler"]:
             strategy.scaler.load_state_dict(state["scaler"])
+        if strategy.noise_scale is not None and state.get("noise_scale"):
+            strategy.noise_scale.take(state["noise_scale"])
         self.progress.take(state["progress"])
         self.progress.num_resumes += 1
         if state["world_size"] == world.size:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stormo import __version__, options
+from stormo import __version__, dry_run, options
 from stormo.config import EFFECTIVE, Effective, Optimizer, TrainConfig
 from stormo.errors import EXIT_FAILURE, SettingError, StormoError
 from stormo.hardware import visible_gpus
@@ -24,8 +24,8 @@ from stormo.tasks.task import Task
 from stormo.telemetry.files import RunFolder, find_run, list_runs
 
 # What makes a run the run it is: a resume cannot change it.
-_FIXED = ("task", "seed", "optimizer", "epoch_samples")
-_BATCH_AND_RATE = ("batch_size", "global_batch_size", "base_lr", "lr_rule", "warmup_from")
+_FIXED = ("task", "seed", "optimizer", "epoch_samples", "grow_batch")
+_BATCH_AND_RATE = ("batch_size", "global_batch_size", "base_lr", "base_batch_size", "lr_rule", "warmup_from")
 
 
 def main(arguments: list[str]) -> int:
@@ -36,12 +36,12 @@ def main(arguments: list[str]) -> int:
     layout = resolve_layout(config, visible_gpus(), launched_by(place))
     task = task_class(config.task_options)
     check_made(task)
+    dry_run.check(config)
     if config.command.dry_run:
         if place is None or place.is_main:
             if task.needs_data_for_facts():
                 task.fetch()
-            for line in resolve(config, layout, task.facts()).lines():
-                print(line)  # noqa: T201
+            dry_run.show(config, resolve(config, layout, task.facts()), sys.stdout)
         return 0
     if place is None and layout.world_size > 1:
         if not task.needs_data_for_facts():

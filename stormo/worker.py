@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -16,17 +17,18 @@ from stormo.data.loaders import Loader, ResidentLoader, Share, StreamedLoader
 from stormo.data.order import derive_seed, seed_generators
 from stormo.data.reading import is_stream
 from stormo.data.tensors import TensorData
-from stormo.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE
+from stormo.errors import EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_RESUMABLE
 from stormo.hardware import num_cores
 from stormo.journal import Journal
 from stormo.launch import Lifeline, Place
 from stormo.layout import Layout
 from stormo.loop import Training, train
 from stormo.metrics import Validation
-from stormo.optim.schedule import Schedule
+from stormo.optim.schedule import make_schedule
 from stormo.plan import Plan, resolve
 from stormo.process import SetUp
 from stormo.progress import Progress
+from stormo.recovery import Recovery
 from stormo.rehearsal import explained, rehearse
 from stormo.state import RunState
 from stormo.strategies.fit import find_passes
@@ -126,15 +128,27 @@ def _train(
             plan = find_passes(config, plan, strategy, loader)
         set_up.done("batch size")
     is_cold = world.size > 1 or world.device.type == "cuda" or plan.compile or plan.loader == "streamed"
-    rehearse(strategy, loader, validation, every_shape=is_cold)
+    may_diverge = config.stop.on_divergence == "ignore"
+    grown = max(map(plan.at_epoch, (stage.first_epoch for stage in plan.stages)), key=lambda at: at.batch_per_pass)
+    largest = replace(loader.share, global_batch_size=grown.global_batch_size, accumulate=grown.accumulate)
+    rehearse(
+        strategy,
+        loader,
+        validation,
+        every_shape=is_cold,
+        may_diverge=may_diverge,
+        largest=largest if grown.batch_per_pass > plan.batch_per_pass else None,
+    )
     set_up.done("first passes")
     journal = Journal(config, plan, world, state, set_up)
     journal.resume()
     set_up.done("run folder")
     journal.start()
+    recovery = Recovery(config, plan, world, state, journal)
     for text in strategy.notices:
         journal.record(Notice(kind="warning", text=text))
     try:
+        recovery.prepare()
         outcome = train(
             Training(
                 world=world,
@@ -143,20 +157,27 @@ def _train(
                 state=state,
                 loader=loader,
                 validation=validation,
-                schedule=_schedule(config, plan, strategy.rate_factor),
+                schedule=make_schedule(config, plan, strategy.rate_factor),
                 flag=flag,
                 record=journal.record,
                 save=journal.save,
                 sign_of_life=sign_of_life,
+                recover=recovery.roll_back,
             )
         )
     except BaseException:
         with contextlib.suppress(OSError):  # a full disk must not hide what went wrong
             journal.end("error")
         raise
-    journal.end(outcome.stopped_by)
+    if outcome.diverged is not None:
+        recovery.give_up(outcome.diverged)
+        journal.end(outcome.stopped_by, diverged_at_step=outcome.diverged.step)
+    else:
+        journal.end(outcome.stopped_by)
     loader.close()
     validation.close()
+    if outcome.diverged is not None:
+        return EXIT_DIVERGED
     if outcome.signal_number == signal.SIGINT:
         return EXIT_INTERRUPTED
     return EXIT_RESUMABLE if outcome.signal_number else 0
@@ -201,16 +222,3 @@ def _num_loader_workers(config: TrainConfig, world: World) -> int:
     if config.speed.loader_workers is not None:
         return config.speed.loader_workers
     return min(8, max(1, num_cores() // world.place.local_size - 1))
-
-
-def _schedule(config: TrainConfig, plan: Plan, factor: float) -> Schedule:
-    return Schedule(
-        peak=plan.learning_rate * factor,
-        start=plan.warmup_start * factor,
-        warmup_steps=plan.warmup_steps,
-        total_steps=plan.total_steps,
-        decay=config.optimizer.decay,
-        steps_per_epoch=plan.steps_per_epoch,
-        decay_every=config.optimizer.decay_every,
-        decay_factor=config.optimizer.decay_factor,
-    )

@@ -309,13 +309,13 @@ def test_either_target_may_stop_and_none_is_reached_by_no_number() -> None:
     by_loss = prepare(task_class=_scripted([9.0, 9.0, 0.5], [0.1] * 3), target_accuracy=0.8, **flags)
     assert train(by_loss.training) == Outcome("target")
     assert by_loss.parts.state.progress.epochs_done == 3
-    never = prepare(task_class=_scripted([nan] * 3), target_accuracy=0.0, **flags)
+    never = prepare(task_class=_scripted([nan] * 3), target_accuracy=0.0, on_divergence="ignore", **flags)
     assert train(never.training) == Outcome("epochs")
 
 
 def test_without_accuracy_the_epoch_of_the_lowest_loss_is_the_best_and_saved() -> None:
     task = _scripted([float("nan"), 3.0, 1.0, 2.0])
-    run = prepare(task_class=task, epochs=4, checkpoint_every="99ep", validation_batch_size=30)
+    run = prepare(task_class=task, epochs=4, checkpoint_every="99ep", validation_batch_size=30, on_divergence="ignore")
     train(run.training)
     best = run.parts.state.progress.best_validation
     assert best == {"loss": 1.0}

@@ -299,7 +299,8 @@ def test_sections_keys_and_spellings_of_a_toml_file() -> None:
         (
             "[batch]\nbatch_sise = 1",
             "key in section [batch] of my.toml 'batch_sise' was asked for, but there is none of that name; "
-            "did you mean batch_size? choose one of: accumulate, batch_size, epoch_samples, global_batch_size.",
+            "did you mean batch_size? choose one of: accumulate, batch_size, epoch_samples, "
+            "ghost_batch_size, global_batch_size, grow_batch, max_batch_size.",
         ),
         ("[task_options]\nwidht = 1", "key in section [task_options] of my.toml 'widht' was asked for"),
         ("[batch]\nbatch_size = 1.5", "batch_size in my.toml was set to 1.5, but it takes a whole number or "),

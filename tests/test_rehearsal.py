@@ -22,9 +22,9 @@ from tests.tiny_task import Tiny
 Ranks = Callable[..., list[Any]]
 
 
-def _rehearse(parts: Parts, *, every_shape: bool = True) -> None:
-    data = parts.task.validation_data()
-    rehearse(parts.strategy, parts.loader, Validation(parts.task, data, 64, parts.world), every_shape=every_shape)
+def _rehearse(parts: Parts, *, every_shape: bool = True, may_diverge: bool = False) -> None:
+    validation = Validation(parts.task, parts.task.validation_data(), 64, parts.world)
+    rehearse(parts.strategy, parts.loader, validation, every_shape=every_shape, may_diverge=may_diverge)
 
 
 class Drawing(Tiny):
@@ -128,19 +128,51 @@ class NotANumber(Tiny):
         return loss / 0 if is_last else loss
 
 
-def _notices(world: World) -> list[str]:
+def _notices_of_nan(world: World) -> list[str]:
     parts = build(world, task_class=NotANumber)
-    _rehearse(parts)
+    _rehearse(parts, may_diverge=True)
     return parts.strategy.notices
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_loss_that_is_not_finite_is_warned_of_on_the_main_worker(run_ranks: Ranks, size: int) -> None:
-    for notices in run_ranks(_notices, size):
+    for notices in run_ranks(_notices_of_nan, size):
         assert notices == [
             "NotANumber.loss() is not a finite number in the very first batch: look for a division by zero, a log of "
             "zero, and inputs that are not scaled."
         ]
+
+
+class BadInputs(Tiny):
+    """One value of the training set is infinite; every batch of the test is the whole set."""
+
+    def train_data(self) -> Any:
+        data: Any = super().train_data()
+        data.tensors[0][3, 2] = float("inf")
+        return data
+
+
+def _refusal(world: World, task_class: type[Tiny]) -> str:
+    parts = build(world, {"num_train": 32}, task_class=task_class, global_batch_size=32)
+    with pytest.raises(SettingError) as caught:
+        _rehearse(parts)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_first_loss_that_is_not_finite_is_refused_by_all_workers(run_ranks: Ranks, size: int) -> None:
+    of_loss = (
+        "NotANumber.loss() returned a number that is not finite in the very first batch, but its inputs are finite, "
+        "and no step can be learned from it; look for a division by zero, a log of zero, inputs that are not scaled "
+        "or overflow in fp16, or set --on-divergence ignore to train all the same."
+    )
+    of_inputs = (
+        "BadInputs.train_data() gave inputs that are not finite numbers in the very first batch, but "
+        "BadInputs.loss() of them is not finite either, and no step can be learned from it; clean the data "
+        "(torch.isfinite finds such values), or set --on-divergence ignore to train all the same."
+    )
+    assert run_ranks(_refusal, size, NotANumber) == [of_loss] * size
+    assert run_ranks(_refusal, size, BadInputs) == [of_inputs] * size
 
 
 class Failing(Tiny):
@@ -207,3 +239,40 @@ def test_numbers_of_several_types_are_explained(run_ranks: Ranks) -> None:
     (said,) = run_ranks(_mixed_types, 1)
     assert said.startswith("Halved.loss() mixes tensors (test_rehearsal.py, line ")
     assert "must be of one type; let the data set give torch.float32 (.float())" in said
+
+
+class Means(Tiny):
+    """Returns one sum, and two values that are none."""
+
+    def metrics(self, model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        scores = model(x)
+        right = (scores.argmax(dim=1) == y).float()
+        return {"loss": cross_entropy(scores, y), "accuracy": right.sum(), "share": right.mean()}
+
+
+class Whole(Means):
+    """Takes no batch but a whole one."""
+
+    def metrics(self, model: nn.Module, batch: Any) -> Any:
+        if len(batch[0]) != 64:
+            raise ValueError("64 samples are taken")
+        return super().metrics(model, batch)
+
+
+def _found_means(world: World, task_class: type[Tiny]) -> list[str]:
+    parts = build(world, task_class=task_class, global_batch_size=64)
+    _rehearse(parts)
+    return parts.strategy.notices
+
+
+def test_a_mean_among_the_metrics_is_noticed_and_a_sum_is_not(run_ranks: Ranks) -> None:
+    (notices,) = run_ranks(_found_means, 1, Means)
+    assert [text.split("'")[1] for text in notices] == ["loss", "share"]
+    assert notices[0].startswith("Means.metrics() returned 'loss' as ")
+    assert notices[0].endswith(
+        " for its halves, as if it were a mean: return the sum over the samples (a mean times their number), which is "
+        "divided by the number of all samples."
+    )
+    assert run_ranks(_found_means, 1, Tiny) == [[]]
+    assert run_ranks(_found_means, 1, Whole) == [[]]

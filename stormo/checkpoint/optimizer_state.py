@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from stormo.errors import StormoError
+from stormo.errors import StormoError, counted
 
 Names = Mapping[Tensor, str] | Sequence[str]
 
@@ -87,13 +87,14 @@ def restore_optimizer(optimizer: Optimizer, names: Names, tensors: Mapping[str, 
 def _named_parameters(optimizer: Optimizer, names: Names) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
     """Name, parameter and its group, in the order of the groups; each name once."""
     pairs = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
+    all_of_them = f"the optimizer's {counted(len(pairs), 'parameter')}"
     if isinstance(names, Mapping):
         if num_unnamed := sum(parameter not in names for parameter, _ in pairs):
-            raise OptimizerStateError(f"{num_unnamed} of the optimizer's {len(pairs)} parameters have no name.")
+            raise OptimizerStateError(f"{num_unnamed} of {all_of_them} without a name.")
         ordered = [names[parameter] for parameter, _ in pairs]
     else:
         if len(names) != len(pairs):
-            raise OptimizerStateError(f"{len(names)} names were given for the optimizer's {len(pairs)} parameters.")
+            raise OptimizerStateError(f"{counted(len(names), 'name')} for {all_of_them}.")
         ordered = list(names)
     if len(set(ordered)) != len(ordered):
         raise OptimizerStateError(

@@ -32,6 +32,10 @@ class SynchronisedNorm:
     absent: bool = False  # this rank's samples are ghosts: they count in no statistic
 
 
+class LocalNorm:
+    """A normalisation layer whose statistics are meant to be those of this rank's samples: it is left as it is."""
+
+
 def pack_moments(count: int, mean: Tensor, variance: Tensor) -> Tensor:
     """Local moments as the float64 vector [count, sums, sums of squares] that the ranks add up."""
     # Around zero, because the ranks share no common shift before they have spoken; in float64 the cancellation
@@ -208,9 +212,13 @@ def _check_forward(layer: nn.Module) -> None:
 
 
 def convert_sync_batch_norm(module: nn.Module, reduce: Reduce) -> nn.Module:
-    """Makes every batch norm and `NormAct` sum its statistics, in place; returns the module."""
+    """Makes every batch norm and `NormAct` sum its statistics, in place; returns the module.
+
+    Layers with ghost batch norm stay what they are: their statistics are those of a few of one rank's samples.
+    """
     # The very layers, so that hooks, references and `isinstance` hold on. All are checked before any is changed.
-    norms = [layer for layer in module.modules() if isinstance(layer, (SynchronisedNorm, *_BATCH_NORMS))]
+    kinds = (SynchronisedNorm, *_BATCH_NORMS)
+    norms = [layer for layer in module.modules() if isinstance(layer, kinds) and not isinstance(layer, LocalNorm)]
     plain: list[Any] = [layer for layer in norms if not isinstance(layer, SynchronisedNorm)]
     for layer in plain:
         _check_forward(layer)

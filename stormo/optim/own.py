@@ -14,7 +14,8 @@ from stormo import config
 from stormo.errors import SettingError
 from stormo.optim.table import spare_compiler
 
-_ITS_OWN = ("optimizer", "momentum", "nesterov", "weight_decay")  # settings that say nothing of such an optimizer
+# Settings that say nothing of such an optimizer.
+_ITS_OWN = ("optimizer", "momentum", "beta2", "eps", "trust_coefficient", "grad_averaging", "nesterov", "weight_decay")
 _NUM_NAMED = 3  # of the parameters that it leaves out
 
 

@@ -18,17 +18,26 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stormo import config
+from stormo.optim.lamb import LAMB
+from stormo.optim.lars import LARC, LARS
+from stormo.optim.layerwise import LayerwiseOptimizer
+from stormo.optim.novograd import NovoGrad
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)  # whatever their shape
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups: weights, which decay, and biases and norms, which do not."""
+def parameter_groups(model: nn.Module, weight_decay: float, *, layerwise: bool = False) -> list[dict[str, Any]]:
+    """Two groups: weights, which decay, and biases and norms, which do not; `layerwise` adapts the weights alone."""
     norms = {id(p) for layer in model.modules() if isinstance(layer, _NORMS) for p in layer.parameters(recurse=False)}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     weights = [p for p in trained if p.ndim > 1 and id(p) not in norms]
     others = [p for p in trained if p.ndim <= 1 or id(p) in norms]
-    groups = [{"params": weights, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [
+        {"params": weights, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    if layerwise:
+        groups[0]["adapt"], groups[1]["adapt"] = True, False
     return [group for group in groups if group["params"]]
 
 
@@ -53,13 +62,44 @@ def _sgd(groups: list[dict[str, Any]], settings: config.Optimizer, fused: bool) 
 
 
 def _adamw(groups: list[dict[str, Any]], settings: config.Optimizer, fused: bool) -> Optimizer:
-    return _light(torch.optim.AdamW)(groups, lr=settings.base_lr, betas=(settings.momentum, 0.999), fused=fused)
+    return _light(torch.optim.AdamW)(groups, lr=settings.base_lr, **_betas_and_eps(settings), fused=fused)
+
+
+def _lars(
+    kind: type[LARS], groups: list[dict[str, Any]], settings: config.Optimizer, fused: bool
+) -> LayerwiseOptimizer:
+    trust = settings.of_its_own()["trust_coefficient"]
+    return kind(
+        groups,
+        lr=settings.base_lr,
+        momentum=settings.momentum,
+        trust_coefficient=trust,
+        nesterov=settings.nesterov,
+    )
+
+
+def _lamb(groups: list[dict[str, Any]], settings: config.Optimizer, fused: bool) -> LayerwiseOptimizer:
+    return LAMB(groups, lr=settings.base_lr, **_betas_and_eps(settings))
+
+
+def _novograd(groups: list[dict[str, Any]], settings: config.Optimizer, fused: bool) -> LayerwiseOptimizer:
+    return NovoGrad(groups, lr=settings.base_lr, **_betas_and_eps(settings), grad_averaging=settings.grad_averaging)
+
+
+def _betas_and_eps(settings: config.Optimizer) -> dict[str, Any]:
+    own = settings.of_its_own()
+    return {"betas": (settings.momentum, own["beta2"]), "eps": own["eps"]}
 
 
 OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], config.Optimizer, bool], Optimizer]] = {
     "sgd": _sgd,
     "adamw": _adamw,
+    "lars": functools.partial(_lars, LARS),
+    "larc": functools.partial(_lars, LARC),
+    "lamb": _lamb,
+    "novograd": _novograd,
 }
+LAYERWISE = frozenset({"lars", "larc", "lamb", "novograd"})  # rows whose groups know `adapt`
 
 
 def make_optimizer(model: nn.Module, settings: config.Optimizer) -> Optimizer:
@@ -67,4 +107,5 @@ def make_optimizer(model: nn.Module, settings: config.Optimizer) -> Optimizer:
     if "torch._dynamo" not in sys.modules:
         spare_compiler()
     fused = all(parameter.is_floating_point() for parameter in model.parameters())  # one kernel for all, on CPU and GPU
-    return OPTIMIZERS[settings.optimizer](parameter_groups(model, settings.weight_decay), settings, fused)
+    groups = parameter_groups(model, settings.weight_decay, layerwise=settings.optimizer in LAYERWISE)
+    return OPTIMIZERS[settings.optimizer](groups, settings, fused)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from stormo.errors import StormoError
+from stormo.errors import StormoError, counted
 from stormo.strategies.buckets import Bucket, make_buckets, take_mark
 from stormo.world.world import World
 
@@ -147,7 +147,7 @@ class GradientExchange:
         self._places = {id(p): (bucket, index) for bucket in self._buckets for index, p in enumerate(bucket.parameters)}
         self._addresses = addresses
         described = "\n".join(f"{name} {tuple(parameter.shape)} {parameter.dtype}" for name, parameter in named)
-        self._signature = f"{len(named)} parameters ({zlib.crc32(described.encode()):08x})"
+        self._signature = f"{counted(len(named), 'parameter')} ({zlib.crc32(described.encode()):08x})"
         for name, parameter in named:
             self._names[id(parameter)] = name
             if id(parameter) not in self._hooks:

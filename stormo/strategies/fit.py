@@ -16,7 +16,7 @@ import torch
 from stormo.config import TrainConfig
 from stormo.data.batches import repeat_rows
 from stormo.data.loaders import Loader
-from stormo.errors import SettingError, StormoError
+from stormo.errors import SettingError, StormoError, counted
 from stormo.plan import Plan, with_passes
 from stormo.strategies.memory import GPU_SHARE, Memory, memory_of
 from stormo.strategies.strategy import Strategy
@@ -184,7 +184,7 @@ def is_out_of_memory(error: BaseException, in_doubt: bool = False) -> bool:
 def _nothing_fits(plan: Plan, strategy: Strategy, last: Try) -> StormoError:
     if plan.share == 1 and last.verdict == _NO_STATISTICS:
         return SettingError(
-            f"a global batch of {plan.global_batch_size} was set for {plan.layout.world_size} worker(s)",
+            f"a global batch of {plan.global_batch_size} was set for {counted(plan.layout.world_size, 'worker')}",
             f"that is one sample for each and {last}",
             "set a larger --global-batch-size, or --sync-batch-norm",
         )

@@ -33,6 +33,9 @@ class Replicate(Strategy):
             find_unused_parameters=self.task.find_unused,
             **_KEEP_BUFFERS,
         )
+        if self.noise_scale is not None:
+            # No method itself: torch reads annotations, and does not know them as text.
+            self._replica.register_comm_hook(self.noise_scale, lambda meter, bucket: meter.average(bucket))
         return self._replica
 
     def _gradient_sync(self, is_last: bool) -> AbstractContextManager[Any]:

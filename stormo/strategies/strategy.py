@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +17,30 @@ from stormo.data.loaders import Batch, Loader
 from stormo.data.order import part
 from stormo.errors import SettingError
 from stormo.layers.compile_ahead import compile_ahead
+from stormo.layers.ghost_batch_norm import convert_ghost_batch_norm
 from stormo.layers.sync_batch_norm import convert_sync_batch_norm, local_statistics, set_absent
 from stormo.optim.own import group_rates, left_out, notice, own_optimizer
 from stormo.optim.table import make_optimizer
 from stormo.plan import Plan
 from stormo.strategies.graph import CaptureRefusedError, PassGraph, capture
+from stormo.strategies.noise import GradientNoise
+from stormo.strategies.noise_scale import NoiseScaleMeter, total_norm
 from stormo.tasks.returned import check_loss, check_model
 from stormo.tasks.task import Task
 from stormo.world.world import World
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Clock(Protocol):
+    """How far the run is: its randomness belongs to the epoch and the step, not to the worker."""
+
+    epoch: int
+    step: int
+
+
+class _Start:
+    epoch, step = 1, 0
 
 
 class Strategy:
@@ -42,17 +56,24 @@ class Strategy:
         self._autocast_dtype = _AUTOCAST.get(plan.precision)
         self.module = self._place(check_model(task, task.model()))  # the user's model itself
         own = own_optimizer(task.optimizer, self.module)
+        self.has_own_optimizer = own is not None  # the task's
         frozen = [] if own is None else left_out(own, self.module)
         self.optimizer = make_optimizer(self.module, settings.optimizer) if own is None else own
         # Every group keeps its ratio to the first, whose rate is given to `step`.
         self._rate_ratios = [rate / group_rates(self.optimizer)[0] for rate in group_rates(self.optimizer)]
         self.rate_factor = group_rates(self.optimizer)[0] / settings.optimizer.base_lr  # of the first to the plan's
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=plan.precision == "fp16")
+        self.clock: Clock = _Start()  # the run's progress, once there is one
+        self._noise = GradientNoise(settings)
+        self._is_sparse = any(getattr(layer, "sparse", False) for layer in self.module.modules())
+        self.noise_scale = self._meter()
         self._eager = self._wrap(self.module)
         self._model: nn.Module = torch.compile(self._eager, dynamic=False) if plan.compile else self._eager  # type: ignore[assignment]
         self._graph: PassGraph | None = None
         # What the user should know once the run has begun.
         self.notices: list[str] = [] if own is None else [notice(own, frozen, settings, plan.learning_rate)]
+        if plan.noise_scale and self._is_sparse:
+            self.notices.append("The gradient noise scale is not measured, as the model has sparse gradients.")
 
     def _place(self, model: nn.Module) -> nn.Module:
         model = model.to(self.world.device)
@@ -62,6 +83,8 @@ class Strategy:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if self._settings.speed.sync_batch_norm and self.world.size > 1:
             model = convert_sync_batch_norm(model, self.world.sum)
+        if self._settings.batch.ghost_batch_size is not None:
+            model = convert_ghost_batch_norm(model, self._settings.batch.ghost_batch_size)
         return model
 
     def _wrap(self, model: nn.Module) -> nn.Module:
@@ -89,16 +112,24 @@ class Strategy:
             loss = self._graph.replay(batch.data)
             if loss is not None:
                 return loss
+        model, span = self._model if is_full else self._eager, batch.span
+        if self.noise_scale is not None and span.is_first:
+            self.noise_scale.begin(span, self._noise.sigma(span.step_samples), self.clock.step)
         try:
-            with self._gradient_sync(batch.span.is_last), _absent(self.module, batch.is_ghost):
-                return self._pass(self._model if is_full else self._eager, batch.data, batch.weight)
+            with self._gradient_sync(span.is_last), _absent(self.module, batch.is_ghost):
+                with self._noise.on_samples(model, batch, self.clock.epoch):
+                    loss = self._pass(model, batch.data, batch.weight)
+                if self.noise_scale is not None:
+                    self.noise_scale.see_pass(span, self.module.parameters())
+                return loss
         except ValueError as error:
             if batch.span.num_samples == 1 and "more than 1 value per channel" in str(error):
                 raise SettingError(
                     f"a global batch of {self._plan.global_batch_size} was set for {self.world.size} worker(s)",
                     f"a batch of {batch.span.step_samples} leaves one of them a single sample, of which batch norm can "
                     "make no statistics",
-                    "set another --batch-size or --global-batch-size, or --sync-batch-norm",
+                    "set another --batch-size or --global-batch-size, or --sync-batch-norm"
+                    + " instead of --ghost-batch-size" * (self._settings.batch.ghost_batch_size is not None),
                 ) from error
             raise
 
@@ -123,12 +154,33 @@ class Strategy:
             group["lr"] = learning_rate * ratio
         if self.scaler.is_enabled() and not self.optimizer.state:
             _start_momentum(self.optimizer)
-        if self._settings.optimizer.clip_norm is not None:
-            self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.module.parameters(), self._settings.optimizer.clip_norm, foreach=True)
+        self._finish_gradients()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
+
+    def _finish_gradients(self) -> None:
+        """Measure and clip the gradient of the whole batch, then add noise to it."""
+        # Not noise before clipping: over d elements it is as long as its spread times the root of d, so that clipping
+        # both would leave next to nothing of the gradient. Clipped first, each keeps the size that was asked for.
+        clip_norm, adds_noise = self._settings.optimizer.clip_norm, self._settings.optimizer.gradient_noise is not None
+        meter = self.noise_scale if self.noise_scale is not None and self.noise_scale.is_due else None
+        norm = scale = None
+        if meter is not None and self.scaler.is_enabled():
+            scale = self.scaler.scale(torch.ones((), device=self.world.device))  # without waiting for the device
+        if clip_norm is not None or adds_noise:
+            self.scaler.unscale_(self.optimizer)
+        elif scale is not None:
+            norm = total_norm(self._gradients()) / scale
+        if clip_norm is not None:
+            norm = nn.utils.clip_grad_norm_(self.module.parameters(), clip_norm, foreach=True)
+        if meter is not None:
+            meter.end(total_norm(self._gradients()) if norm is None else norm, scale)
+        if adds_noise:
+            self._noise.add(self._gradients(), self.clock.step)
+
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
 
     def warm_up(
         self, loader: Loader, batches: Iterable[Batch] | None = None, look: Callable[[Tensor], None] | None = None
@@ -154,6 +206,8 @@ class Strategy:
                 self.optimizer.zero_grad(set_to_none=True)
                 if self._plan.graph and self._graph is None and self._is_full(batch):
                     self._capture(batch)
+        if self.noise_scale is not None:
+            self.noise_scale.forget()
         for name, buffer in self.module.named_buffers():
             if name in buffers:  # a module may make some in its first pass
                 buffer.copy_(buffers[name])
@@ -188,6 +242,12 @@ class Strategy:
     def cut_as(self, plan: Plan) -> None:
         """Go on by a plan with the same model and another cut of the batch into passes."""
         self._plan = plan
+        meter = self._meter()
+        if self.world.size == 1 and (meter is None) != (self.noise_scale is None):  # it compares passes
+            self.noise_scale = meter
+
+    def _meter(self) -> NoiseScaleMeter | None:
+        return NoiseScaleMeter(self.world) if self._plan.noise_scale and not self._is_sparse else None
 
     def _capture(self, batch: Batch) -> None:
         """Replay such batches from now on, where the task allows it."""

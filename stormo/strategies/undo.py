@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 
+from stormo.data.generators import host_states, set_host_states
 from stormo.strategies.strategy import Strategy
 
 
@@ -36,7 +35,7 @@ class Before:
             for owner, state in optimizer.state.items()
         }
         self._gpus = [device for device in strategy.devices() if device.type == "cuda"]
-        self._random = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+        self._random = host_states()
         self._gpu_random = [torch.cuda.get_rng_state(device) for device in self._gpus]
         optimizer.zero_grad(set_to_none=True)  # none may be added to
 
@@ -57,9 +56,7 @@ class Before:
             group.update(values)
         for layer, mode in self._modes:
             layer.training = mode
-        torch.set_rng_state(self._random[0])
-        random.setstate(self._random[1])
-        numpy.random.set_state(self._random[2])
+        set_host_states(self._random)
         for device, gpu_random in zip(self._gpus, self._gpu_random, strict=True):
             torch.cuda.set_rng_state(gpu_random, device)
 

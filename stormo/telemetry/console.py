@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TextIO
 
 from stormo.telemetry.record import (
+    DivergenceNoticed,
     EpochDone,
     Notice,
     Record,
@@ -46,6 +47,8 @@ class PlainConsole:
             self._print(epoch_line(record))
         elif isinstance(record, Notice):
             self._print(f"Warning: {record.text}" if record.kind == "warning" else record.text)
+        elif isinstance(record, DivergenceNoticed):
+            self._print(record.text)
 
     def close(self) -> None:
         """Nothing to do: every line is flushed and the stream belongs to the caller."""

@@ -180,13 +180,15 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def current_events(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The events that still hold: a resume at step 100 makes every earlier record of a later step obsolete."""
+    """The events that still hold: a resume at step 100, or a rollback to it, makes records of later steps obsolete."""
     kept: list[Mapping[str, Any]] = []
     for event in events:
         if event["event"] == "run_started":
             resumed_at_step = event.get("resumed_at_step")
             # Started anew in the same folder: nothing that was there before belongs to this run.
             kept = [] if resumed_at_step is None else [old for old in kept if old.get("step", 0) <= resumed_at_step]
+        elif event["event"] == "divergence_noticed" and event.get("rolled_back_to_step") is not None:
+            kept = [old for old in kept if old.get("step", 0) <= event["rolled_back_to_step"]]
         kept.append(event)
     return kept
 

@@ -39,8 +39,11 @@ class StepDone:
     units_per_s: float
     input_wait_fraction: float
     train_time_s: float
+    steps_in_epoch: int | None = None  # where the batch grows, later epochs have fewer
+    global_batch_size: int | None = None
     unit: str = "samples"  # what the task counts its speed in: images, tokens, ...
     mfu: float | None = None  # share of the devices' published peak, where that is known
+    noise_scale: float | None = None  # in samples, averaged over the last steps; None where it is not measured (yet)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,13 +96,29 @@ class Notice:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DivergenceNoticed:
+    """The loss is lost; the run ends, or goes on from `rolled_back_to_step` with a lower rate."""
+
+    epoch: int
+    step: int
+    kind: str  # loss, weights, validation, exploded, lost
+    loss: float
+    learning_rate: float
+    rolled_back_to_step: int | None
+    rate_factor: float  # from here on
+    text: str  # what happened, the likely cause, and what to try or what is done
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunEnded:
     """The end of a run and its summary (the content of `summary.json`)."""
 
     summary: Mapping[str, Any]
 
 
-Record = RunStarted | StepDone | ValidationProgress | EpochDone | CheckpointSaved | Notice | RunEnded
+Record = (
+    RunStarted | StepDone | ValidationProgress | EpochDone | CheckpointSaved | Notice | DivergenceNoticed | RunEnded
+)
 
 
 class Sink(Protocol):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-from stormo.telemetry.record import EpochDone, Record, RunEnded, RunStarted, StepDone
+from stormo.telemetry.record import DivergenceNoticed, EpochDone, Record, RunEnded, RunStarted, StepDone
 
 _CRC32C_POLYNOMIAL = 0x82F63B78  # Castagnoli, bits reversed
 _CRC_MASK_DELTA = 0xA282EAD8
@@ -44,6 +44,7 @@ class TensorBoardFile:
         self._folder = folder
         self._clock = clock
         self._file: BinaryIO | None = None
+        self._num_opened = 0
 
     def write(self, record: Record) -> None:
         """Write the scalars of one record."""
@@ -53,6 +54,8 @@ class TensorBoardFile:
             self._write_scalars(record.step, _step_scalars(record))
         elif isinstance(record, EpochDone):
             self._write_scalars(record.step, _epoch_scalars(record))
+        elif isinstance(record, DivergenceNoticed) and record.rolled_back_to_step is not None:
+            self._open(record.rolled_back_to_step)  # what was written of later steps is discarded, as by a resume
         elif isinstance(record, RunEnded):
             self.close()
 
@@ -67,8 +70,9 @@ class TensorBoardFile:
         self._folder.mkdir(parents=True, exist_ok=True)
         now_unix_s = self._clock()
         # TensorBoard reads the files of a folder in the order of their names, hence the time first.
-        name = f"events.out.tfevents.{int(now_unix_s):010d}.{socket.gethostname()}.{os.getpid()}.0"
+        name = f"events.out.tfevents.{int(now_unix_s):010d}.{socket.gethostname()}.{os.getpid()}.{self._num_opened}"
         self._file = (self._folder / name).open("ab")
+        self._num_opened += 1
         # Only in files of version 2 does TensorBoard look at the session log below.
         self._write_event(0, _field(3, _BYTES, b"brain.Event:2"), time_unix_s=now_unix_s)
         # TensorBoard discards every point of the older files from the step of a session start onwards.
@@ -138,6 +142,7 @@ def _step_scalars(record: StepDone) -> dict[str, float]:
         f"train/{record.unit}_per_second": record.units_per_s,
         "train/input_wait_fraction": record.input_wait_fraction,
         **({} if record.mfu is None else {"train/mfu": record.mfu}),
+        **({} if record.noise_scale is None else {"train/noise_scale": record.noise_scale}),
     }
 
 

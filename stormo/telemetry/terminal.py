@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from stormo.telemetry.record import (
     CheckpointSaved,
+    DivergenceNoticed,
     EpochDone,
     Notice,
     Record,
@@ -53,6 +54,7 @@ _ENDINGS = {
     "target": "target reached",
     "epochs": "all epochs done",
     "signal": "stopped by a signal",
+    "divergence": "diverged",
     "error": "failed",
 }
 
@@ -112,6 +114,8 @@ class TerminalConsole:
                 self._show_epoch(record)
             case Notice():
                 self._show_notice(record)
+            case DivergenceNoticed():
+                self._console.print(self._text(record.text, "bold red"))
             case CheckpointSaved():
                 self._checkpoint_path = record.path
             case RunEnded():
@@ -152,7 +156,7 @@ class TerminalConsole:
             self._samples_per_s += change * (_RATE_SMOOTHING if self._samples_per_s else 1.0)
         if not self._may_redraw():
             return
-        num_steps = max(self._run.steps_per_epoch, 1)
+        num_steps = max(record.steps_in_epoch or self._run.steps_per_epoch, 1)
         fraction = min(record.step_in_epoch / num_steps, 1.0)
         parts = [
             _Part(text=f"{math.floor(100 * fraction):3d} %", drop_order=1),
@@ -163,7 +167,8 @@ class TerminalConsole:
         if record.mfu is not None and record.unit != "images":
             parts.append(_Part(text=f"MFU {100 * record.mfu:.0f} %", drop_order=2))
         if self._samples_per_s:
-            left_s = (num_steps - record.step_in_epoch) * self._run.global_batch_size / self._samples_per_s
+            batch = record.global_batch_size or self._run.global_batch_size
+            left_s = (num_steps - record.step_in_epoch) * batch / self._samples_per_s
             parts.append(_Part(text=f"ETA {format_clock(left_s)}", drop_order=6))
         if record.input_wait_fraction > _INPUT_WAIT_SHOWN_ABOVE:
             wait = f"wait {100 * record.input_wait_fraction:.0f} %"
@@ -225,6 +230,7 @@ class TerminalConsole:
             (unit_rate(unit), f"{unit}_per_s", format_rate),
             ("MFU", "mfu", format_share),
             ("time to target", "time_to_target_s", format_duration),
+            ("noise scale", "noise_scale", lambda value: f"{value:,.0f} samples"),
         ]
         rows += [(label, show(summary[key])) for label, key, show in figures if summary.get(key) is not None]
         if self._checkpoint_path is not None:

@@ -199,26 +199,42 @@ class World:
 
 
 class Vote:
-    """A number on which all workers agree without waiting: cast at the start of a step, read at its end.
+    """A number and a sum on which all workers agree without waiting: cast at the start of a step, read at its end.
 
     The exchange runs in the background while the step computes, and every worker reads the same outcome at the
     same step.
     """
 
+    _LARGEST = 64  # no signal has a larger number
+
     def __init__(self, world: World) -> None:
         self._world = world
-        self._ballot = torch.zeros(1, dtype=torch.int32)
+        # One exchange for both: the sum in place 0, and a mark in the place of each number that was proposed.
+        self._ballot = torch.zeros(1 + self._LARGEST, dtype=torch.float64)
+        self._marks = self._ballot.numpy()  # the same memory, of which a single number is read faster
         self._work: dist.Work | None = None
 
-    def cast(self, number: int) -> None:
-        """Propose a number; the largest wins."""
-        self._ballot.fill_(number)
+    def cast(self, number: int, share: float = 0.0) -> None:
+        """Propose a number, of which the largest wins, and give a share of the sum."""
+        self._marks.fill(0.0)
+        self._marks[0] = share
+        if number:
+            self._marks[number] = 1.0
         if self._world.size > 1:
-            self._work = dist.all_reduce(self._ballot, op=dist.ReduceOp.MAX, async_op=True)
+            self._work = dist.all_reduce(self._ballot, async_op=True)
 
     def outcome(self) -> int:
-        """What was agreed in the last cast."""
+        """The number that was agreed on in the last cast."""
+        self._finish()
+        proposed = self._marks[1:].nonzero()[0]
+        return int(proposed[-1]) + 1 if len(proposed) else 0
+
+    def total(self) -> float:
+        """The sum of all shares of the last cast."""
+        self._finish()
+        return float(self._marks[0])
+
+    def _finish(self) -> None:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        return int(self._ballot)

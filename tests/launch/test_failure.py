@@ -115,7 +115,16 @@ def test_printable_text_can_always_be_written_and_is_bounded(text: str, limit: i
 
 @pytest.mark.parametrize(
     ("codes", "expected"),
-    [([0, 0], 0), ([0, 75], 75), ([130, 75, 0], 130), ([0, 1], 1), ([75, 2], 1), ([0, -9], 1)],
+    [
+        ([0, 0], 0),
+        ([0, 75], 75),
+        ([130, 75, 0], 130),
+        ([65, 65], 65),
+        ([75, 65], 65),
+        ([0, 1], 1),
+        ([75, 2], 1),
+        ([0, -9], 1),
+    ],
 )
 def test_the_whole_is_0_only_if_all_parts_are(codes: list[int], expected: int) -> None:
     assert combined_exit_code(codes) == expected

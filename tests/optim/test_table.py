@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 from torch import nn
 
 from stormo import config
-from stormo.optim.table import OPTIMIZERS, make_optimizer, parameter_groups
+from stormo.config import OPTIMIZER_DEFAULTS
+from stormo.optim import LAMB, LARC, LARS, NovoGrad
+from stormo.optim.table import LAYERWISE, OPTIMIZERS, make_optimizer, parameter_groups
 from stormo.options import options_of
 
 
@@ -44,7 +47,54 @@ def test_every_trained_parameter_is_in_one_group_and_frozen_ones_in_none() -> No
 
 def test_every_optimizer_that_can_be_set_has_its_row() -> None:
     (declared,) = (option for option in options_of("optimizer", config.Optimizer) if option.name == "optimizer")
-    assert set(declared.choices) == set(OPTIMIZERS)
+    assert set(declared.choices) == set(OPTIMIZERS) == set(OPTIMIZER_DEFAULTS)
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZER_DEFAULTS))
+def test_the_help_says_every_default_of_an_optimizer(name: str) -> None:
+    declared = {option.name: option.help for option in options_of("optimizer", config.Optimizer)}
+    for setting, default in OPTIMIZER_DEFAULTS[name].items():
+        assert name in declared[setting]
+        if default is not False:
+            assert re.search(rf"{name}\b[^(]*\(default {default}\)", declared[setting]), declared[setting]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "expected"),
+    [
+        ("lars", LARS, {"momentum": 0.8, "nesterov": True, "trust_coefficient": 0.001}),
+        ("larc", LARC, {"momentum": 0.8, "nesterov": True, "trust_coefficient": 0.001}),
+        ("lamb", LAMB, {"betas": (0.8, 0.999), "eps": 1e-6, "norm_bounds": None}),
+        ("novograd", NovoGrad, {"betas": (0.8, 0.98), "eps": 1e-8, "grad_averaging": False}),
+    ],
+)
+def test_a_layerwise_optimizer_takes_its_settings_or_the_defaults_of_its_paper(
+    name: Any, kind: type[Any], expected: dict[str, Any]
+) -> None:
+    settings = config.Optimizer(optimizer=name, base_lr=0.3, momentum=0.8, nesterov=True, weight_decay=0.1)
+    optimizer = make_optimizer(_model(), settings)
+    assert type(optimizer) is kind
+    for group, adapt in zip(optimizer.param_groups, (True, False), strict=True):
+        assert {key: group[key] for key in expected} == expected
+        assert (group["lr"], group["adapt"], group["weight_decay"]) == (0.3, adapt, 0.1 if adapt else 0.0)
+
+
+def test_settings_of_one_optimizer_reach_it() -> None:
+    settings = config.Optimizer(optimizer="novograd", beta2=0.5, eps=0.25, grad_averaging=True)
+    group = make_optimizer(_model(), settings).param_groups[0]
+    assert (group["betas"], group["eps"], group["grad_averaging"]) == ((0.9, 0.5), 0.25, True)
+    group = make_optimizer(_model(), config.Optimizer(optimizer="larc", trust_coefficient=0.5)).param_groups[0]
+    assert group["trust_coefficient"] == 0.5
+    group = make_optimizer(_model(), config.Optimizer(optimizer="adamw", beta2=0.5, eps=0.25)).param_groups[0]
+    assert (group["betas"], group["eps"]) == ((0.9, 0.5), 0.25)
+
+
+def test_norms_of_any_shape_are_told_by_their_layer() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm([3, 3]))
+    weights, others = parameter_groups(model, 0.1, layerwise=True)
+    assert (weights["adapt"], others["adapt"]) == (True, False)
+    assert {id(p) for p in others["params"]} == {id(model[0].bias), id(model[1].weight), id(model[1].bias)}
+    assert all("adapt" not in group for group in parameter_groups(model, 0.1))
 
 
 @pytest.mark.parametrize(
@@ -73,7 +123,7 @@ def test_parameters_that_no_fused_kernel_takes_fall_to_the_plain_one() -> None:
     assert make_optimizer(Complex(), config.Optimizer()).param_groups[0]["fused"] is False
 
 
-@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - LAYERWISE))
 def test_a_fused_step_is_the_step_of_the_reference_implementation(name: Any) -> None:
     settings = config.Optimizer(optimizer=name, weight_decay=0.1, momentum=0.9)
     fused, plain = _model().double(), _model().double()

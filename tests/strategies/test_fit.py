@@ -220,7 +220,7 @@ def test_batch_norm_is_not_asked_for_statistics_of_one_sample(run_ranks: Ranks) 
     assert "and batch norm can make no statistics of a single sample beside the model" in sentence
     (sentence,) = run_ranks(_refused, 1, {}, "* 100", {"global_batch_size": 1})
     assert sentence == (
-        "a global batch of 1 was set for 1 worker(s), but that is one sample for each and batch norm can make no "
+        "a global batch of 1 was set for 1 worker, but that is one sample for each and batch norm can make no "
         "statistics of a single sample; set a larger --global-batch-size, or --sync-batch-norm."
     )
 

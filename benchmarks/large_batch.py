@@ -1,0 +1,232 @@
+"""Validation accuracy after the same epochs, by batch and by recipe: what a large batch loses, and what saves it.
+
+    python -m benchmarks.large_batch [--batches 512,4096,16384] [--recipes lars,lamb] [--seeds 1] [--budget-s 540]
+
+Every cell is one `stormo train fashion-mnist`. A measured cell is kept in the results file and not measured again, so
+the table can be filled over several short runs; --budget-s starts no cell that would probably not end in time. A run
+that diverges counts as 10 %, which is chance. `tuned` is the best of the grid in `TUNED` (Nado et al., arXiv
+2102.06356): an ordinary optimizer deserves a search as well. The last line is
+`RESULT accuracy_512=… best_accuracy_16384=… plain_accuracy_16384=…`, `nan` for what was not measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmarks.command import train_command
+
+BATCHES = (512, 1024, 2048, 4096, 8192, 16384)
+FIRST = (512, 4096, 16384)  # what is measured first
+BASE = 512
+CHANCE = 0.1
+RESULTS = Path(__file__).with_name("results") / "large_batch.jsonl"
+# Beside --global-batch-size, --epochs and --seed.
+ALWAYS = "--nesterov --weight-decay 0.0005 --decay linear --task.augment --target-accuracy 2 --checkpoint-every 0"
+_LAYER_WISE = f"--lr-rule sqrt --base-batch-size {BASE} --warmup-epochs 5 --decay linear --task.augment"
+_LAYER_WISE += " --target-accuracy 2 --checkpoint-every 0"
+_LINEAR = f"{ALWAYS} --base-lr 0.1 --lr-rule linear --base-batch-size {BASE} --warmup-epochs 5"
+RECIPES = {
+    "sgd": f"{ALWAYS} --base-lr 0.1 --lr-rule none --warmup-epochs 0",
+    "linear": f"{ALWAYS} --base-lr 0.1 --lr-rule linear --base-batch-size {BASE} --warmup-epochs 0",
+    "sqrt": f"{ALWAYS} --base-lr 0.1 --lr-rule sqrt --base-batch-size {BASE} --warmup-epochs 0",
+    "linear+warm-up": _LINEAR,
+    "lars": f"{_LAYER_WISE} --optimizer lars --nesterov --base-lr 5 --weight-decay 0.0005",
+    "larc": f"{_LAYER_WISE} --optimizer larc --nesterov --base-lr 0.1 --weight-decay 0.0005 --trust-coefficient 0.02",
+    "lamb": f"{_LAYER_WISE} --optimizer lamb --base-lr 0.004 --weight-decay 0.01",
+    "novograd": f"{_LAYER_WISE} --optimizer novograd --momentum 0.95 --base-lr 0.01 --weight-decay 0.001",
+    "ghost norm": f"{_LINEAR} --ghost-batch-size 128",
+    "noise": _LINEAR,
+    "growth": f"{ALWAYS} --base-lr 0.1 --decay none --warmup-epochs 1 --warmup-from 0.1",
+}
+# (rate, warm-up epochs) that are tried for plain Nesterov momentum at every batch.
+TUNED = ((0.2, 2), (0.4, 5), (0.8, 5), (0.8, 10), (1.6, 10))
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One measured run."""
+
+    recipe: str
+    batch: int
+    seed: int
+    epochs: int
+    flags: str
+    accuracy: float
+    stopped_by: str
+    steps: int
+    train_time_s: float
+    wall_time_s: float
+    device: str
+
+    @property
+    def key(self) -> tuple[str, int, int, int, str]:
+        """What makes it this cell: another recipe under the same name is another one."""
+        return self.recipe, self.batch, self.seed, self.epochs, self.flags
+
+
+def flags_of(recipe: str, batch: int, epochs: int) -> str:
+    """The flags of a recipe at a batch."""
+    if recipe.startswith("nesterov"):
+        rate, warmup = recipe.split()[1:]
+        flags = f"{ALWAYS} --base-lr {rate} --lr-rule none --warmup-epochs {warmup} --warmup-from 0.05"
+    else:
+        flags = RECIPES[recipe]
+    start = batch
+    if recipe == "growth" and batch > BASE:
+        # In two strides from the batch at which the rate is right, where a decay would have fallen.
+        start, stride = BASE, math.sqrt(batch / BASE)
+        flags += f" --grow-batch {epochs // 3}:{stride:.6g}x,{2 * epochs // 3}:{stride:.6g}x --max-batch-size {batch}"
+    if recipe == "noise" and batch > BASE:
+        flags += f" --gradient-noise-batch {BASE}"
+    return f"--global-batch-size {start} --epochs {epochs} {flags}"
+
+
+def wanted(recipes: Sequence[str], batches: Sequence[int], seeds: int, epochs: int) -> Iterator[tuple[str, int, int]]:
+    """The cells in the order in which they are measured: all recipes once, before any second seed."""
+    names = [name for name in recipes if name != "tuned"]
+    if "tuned" in recipes:
+        names += [f"nesterov {rate:g} {warmup}" for rate, warmup in TUNED]
+    for seed in range(seeds):
+        for batch in sorted(batches, key=lambda size: (size not in FIRST, size)):
+            yield from ((name, batch, seed) for name in names)
+
+
+def measure(recipe: str, batch: int, seed: int, epochs: int, extra: Sequence[str]) -> Cell:
+    """Train once."""
+    flags = flags_of(recipe, batch, epochs)
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        where = ["--runs-folder", folder, "--run-name", "cell", "--seed", str(seed), "--no-tensorboard"]
+        command = train_command("fashion-mnist", *flags.split(), *where, *extra)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        summary_file = Path(folder, "cell", "summary.json")
+        summary = json.loads(summary_file.read_text()) if summary_file.is_file() else {}
+    stopped_by = summary.get("stopped_by", "nothing")
+    if stopped_by not in ("epochs", "divergence"):
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    return Cell(
+        recipe=recipe,
+        batch=batch,
+        seed=seed,
+        epochs=epochs,
+        flags=" ".join([flags, *extra]),
+        accuracy=summary["validation_accuracy"] if stopped_by == "epochs" else CHANCE,
+        stopped_by=stopped_by,
+        steps=summary["steps"],
+        train_time_s=summary["train_time_s"],
+        wall_time_s=time.perf_counter() - began,
+        device=summary["device"],
+    )
+
+
+def read(path: Path) -> list[Cell]:
+    """All cells that were measured so far."""
+    return [Cell(**json.loads(line)) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def means(cells: Sequence[Cell]) -> dict[tuple[str, int], float]:
+    """The mean accuracy over the seeds, by recipe and batch; `tuned` is the best of its grid."""
+    found: dict[tuple[str, int], list[float]] = {}
+    for cell in cells:
+        found.setdefault((cell.recipe, cell.batch), []).append(cell.accuracy)
+    table = {key: statistics.fmean(values) for key, values in found.items()}
+    for (recipe, batch), accuracy in list(table.items()):
+        if recipe.startswith("nesterov"):
+            table["tuned", batch] = max(accuracy, table.get(("tuned", batch), 0.0))
+    return table
+
+
+def table_lines(cells: Sequence[Cell]) -> list[str]:
+    """A Markdown table: a row for each recipe, a column for each batch."""
+    accuracies, batches = means(cells), sorted({cell.batch for cell in cells})
+    lines = ["| recipe | " + " | ".join(str(batch) for batch in batches) + " |", "|---" * (len(batches) + 1) + "|"]
+    for recipe in [*RECIPES, "tuned"]:
+        if any((recipe, batch) in accuracies for batch in batches):
+            values = [accuracies.get((recipe, batch), math.nan) for batch in batches]
+            texts = ["" if math.isnan(v) else "diverged" if v <= CHANCE else f"{100 * v:.2f}" for v in values]
+            lines.append(f"| {recipe} | {' | '.join(texts)} |")
+    return lines
+
+
+def result_line(cells: Sequence[Cell]) -> str:
+    """The figures that the claim rests on."""
+    accuracies = means(cells)
+    largest = [accuracy for (_, batch), accuracy in accuracies.items() if batch == BATCHES[-1]]
+    return (
+        f"RESULT accuracy_512={accuracies.get(('sgd', BASE), math.nan):.4f} "
+        f"best_accuracy_16384={max(largest, default=math.nan):.4f} "
+        f"plain_accuracy_16384={accuracies.get(('sgd', BATCHES[-1]), math.nan):.4f}"
+    )
+
+
+def draw(cells: Sequence[Cell], path: Path) -> None:
+    """The same table as curves."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    accuracies = means(cells)
+    for index, recipe in enumerate([*RECIPES, "tuned"]):
+        points = sorted((batch, accuracy) for (name, batch), accuracy in accuracies.items() if name == recipe)
+        if points:
+            style = "osv^D*XP<>ph"[index % 12] + ("-" if index % 2 else "--")
+            axes.plot([b for b, _ in points], [100 * a for _, a in points], style, label=recipe)
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="global batch", ylabel="validation accuracy, %")
+    axes.legend(fontsize="small", ncols=2)
+    figure.savefig(path)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure what is missing, then print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", default=",".join(map(str, BATCHES)))
+    parser.add_argument("--recipes", default=",".join([*RECIPES, "tuned"]))
+    parser.add_argument("--epochs", type=int, default=30)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--budget-s", type=float, default=math.inf)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--plot", type=Path, help="FILE.png or .svg")
+    options, extra = parser.parse_known_args(arguments)
+    recipes = options.recipes.split(",")
+    if unknown := [name for name in recipes if name not in RECIPES and name != "tuned"]:
+        parser.error(f"there is no recipe {unknown[0]}; there are {', '.join([*RECIPES, 'tuned'])}")
+    cells = read(options.results)
+    known, began, longest_s = {cell.key for cell in cells}, time.perf_counter(), 0.0
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    for recipe, batch, seed in wanted(
+        recipes, [int(size) for size in options.batches.split(",")], options.seeds, options.epochs
+    ):
+        flags = " ".join([flags_of(recipe, batch, options.epochs), *extra])
+        if (recipe, batch, seed, options.epochs, flags) in known:
+            continue
+        if time.perf_counter() - began + longest_s > options.budget_s:
+            print(f"--budget-s {options.budget_s:g} is spent; the rest is for another run")
+            break
+        cell = measure(recipe, batch, seed, options.epochs, extra)
+        longest_s = max(longest_s, cell.wall_time_s)
+        cells.append(cell)
+        with options.results.open("a") as file:
+            file.write(json.dumps(asdict(cell)) + "\n")
+        outcome = f"{100 * cell.accuracy:.2f} % ({cell.stopped_by}), {cell.wall_time_s:.0f} s"
+        print(f"{recipe} at {batch}, seed {seed}: {outcome}", flush=True)
+    shown = [cell for cell in cells if cell.epochs == options.epochs]
+    for line in table_lines(shown):
+        print(line)
+    if options.plot:
+        draw(shown, options.plot)
+    print(result_line(shown))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

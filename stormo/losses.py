@@ -1,0 +1,123 @@
+"""The loss of every global batch, read off the device without waiting for it, and judged by its `Trend`.
+
+On a GPU a step's loss is copied to the host in the background and read a fixed number of steps later, so that every
+worker reads that of the same step; the sum over workers travels with the vote that a step casts anyway.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from stormo.divergence import Diverged, Trend
+from stormo.world.world import World
+
+# Enough that the host never waits for a device that still has work; the host need not be further ahead.
+_LAG_STEPS = {"cuda": 4, "cpu": 1}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """A step that was done."""
+
+    epoch: int
+    step: int
+    position: int  # where its batch begins in the epoch
+    learning_rate: float
+
+
+class LossWatch:
+    """Sees the loss of every step, a few steps late, and says when the run is lost; `is_on` False sees nothing."""
+
+    def __init__(self, world: World, trend: Trend, *, is_on: bool, batch_size: int, patience: int) -> None:
+        self._world = world
+        self._trend = trend
+        self._is_on = is_on
+        self._batch_size = batch_size
+        self._patience = patience
+        self._lag = _LAG_STEPS[world.device.type]
+        self._part: Tensor | None = None  # of the step under way: this worker's part of the global mean
+        self._pending: deque[tuple[Moment, int]] = deque()  # and the slot of its loss
+        self._is_cast = False
+        self._num_noted = 0
+        on_gpu = world.device.type == "cuda"
+        self._slots = torch.zeros(self._lag, dtype=torch.float64, pin_memory=on_gpu and is_on)
+        self._copied = [torch.cuda.Event() for _ in range(self._lag)] if on_gpu and is_on else []
+        self.owes_checkpoint = False  # one was due while the loss was not calm
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether a checkpoint of now would be a good one, as far as is known."""
+        return not self._is_on or self._trend.is_calm(self._patience)
+
+    def add(self, part: Tensor) -> None:
+        """Take a pass's part of the step's mean loss."""
+        if self._is_on:
+            self._part = part if self._part is None else self._part + part
+
+    def note(self, moment: Moment) -> None:
+        """The step of the parts so far is done."""
+        if not self._is_on:
+            return
+        assert self._part is not None
+        slot = self._num_noted % self._lag
+        self._slots[slot].copy_(self._part, non_blocking=True)
+        if self._copied:
+            self._copied[slot].record()
+        self._pending.append((moment, slot))
+        self._num_noted += 1
+        self._part = None
+
+    def share(self) -> float:
+        """This worker's part of the oldest loss not told yet, once that is due: to be cast with the vote."""
+        self._is_cast = len(self._pending) == self._lag
+        return self._read(self._pending[0][1]) if self._is_cast else 0.0
+
+    def hear(self, total: float) -> Diverged | None:
+        """Judge the sum of what all workers have cast."""
+        if not self._is_cast:
+            return None
+        self._is_cast = False
+        return self._judge(self._pending.popleft()[0], total)
+
+    def settle(self, module: nn.Module) -> Diverged | None:
+        """Wait for all losses up to now and judge them and the weights. All workers call it."""
+        if not self._is_on or not self._pending:
+            return None
+        parts = [self._read(slot) for _, slot in self._pending]
+        losses = self._world.sum(torch.tensor(parts, dtype=torch.float64)).tolist()
+        moments = [moment for moment, _ in self._pending]
+        self._pending.clear()
+        for moment, loss in zip(moments, losses, strict=True):
+            if diverged := self._judge(moment, loss):
+                return diverged
+        # A loss can be finite and its gradient not: the weights are broken then before any loss tells.
+        trained = [p.isfinite().all() for p in module.parameters() if p.requires_grad]
+        is_broken = torch.tensor([float(not bool(torch.stack(trained).all()))])
+        return self.verdict("weights", moments[-1], losses[-1]) if self._world.max(is_broken).item() else None
+
+    def verdict(self, kind: str, moment: Moment, loss: float) -> Diverged:
+        """A divergence at this step."""
+        return Diverged(
+            kind=kind,
+            epoch=moment.epoch,
+            step=moment.step,
+            onset_step=moment.step + 1 - self._trend.num_leading(kind, self._patience),
+            position=moment.position,
+            loss=loss,
+            first_loss=self._trend.first[0] if self._trend.first else None,
+            best_loss=self._trend.best_loss,
+            learning_rate=moment.learning_rate,
+        )
+
+    def _judge(self, moment: Moment, loss: float) -> Diverged | None:
+        kind = self._trend.see(loss, batch_size=self._batch_size, patience=self._patience)
+        return self.verdict(kind, moment, loss) if kind else None
+
+    def _read(self, slot: int) -> float:
+        if self._copied:
+            self._copied[slot].synchronize()
+        return float(self._slots[slot])

@@ -1,0 +1,84 @@
+"""LAMB (You et al., arXiv 1904.00962, Algorithm 2): Adam's update, scaled to the norm of its layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from stormo.errors import SettingError
+from stormo.optim.layerwise import Layers, LayerwiseOptimizer, host_numbers, multiply, norms
+
+
+class LAMB(LayerwiseOptimizer):
+    """Adam with decoupled decay, whose update u moves a layer by lr × |w| / |u| × u.
+
+    Args:
+        params: parameters or groups.
+        lr: a number or a 0-dim tensor.
+        betas: of the first and the second moment.
+        eps: added to the root of the second moment.
+        weight_decay: times the weights, added to the update.
+        norm_bounds: between which |w| is held in the ratio, the paper's φ; None leaves it as it is.
+        adapt: see `LayerwiseOptimizer`.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        norm_bounds: tuple[float, float] | None = None,
+        adapt: bool | None = None,
+    ) -> None:
+        if norm_bounds is not None and not 0 <= norm_bounds[0] <= norm_bounds[1]:
+            raise SettingError(
+                f"LAMB was given norm_bounds {norm_bounds}", "they hold a norm between two", "give 0 ≤ low ≤ high"
+            )
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "norm_bounds": norm_bounds,
+            "adapt": adapt,
+        }
+        super().__init__(params, defaults)
+
+    def _update(self, layers: Layers, group: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
+        means, squares = layers.kept("exp_avg"), layers.kept("exp_avg_sq")
+        torch._foreach_lerp_(means, layers.gradients, 1 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, layers.gradients, layers.gradients, 1 - beta2)
+        steps = _counted(layers)
+        below = torch._foreach_sqrt(squares)
+        torch._foreach_div_(below, host_numbers((1 - beta2**steps).sqrt()))
+        torch._foreach_add_(below, group["eps"])
+        updates = list(torch._foreach_div(means, below))
+        torch._foreach_div_(updates, host_numbers(1 - beta1**steps))
+        torch._foreach_add_(updates, layers.weights, alpha=layers.decay)
+        rates = layers.rate
+        if layers.is_adapted:
+            weights, lengths = norms(layers.weights), norms(updates)
+            is_defined = (weights > 0) & (lengths > 0)
+            if group["norm_bounds"] is not None:
+                weights = weights.clamp(*group["norm_bounds"])
+            rates = rates * torch.where(is_defined, weights / lengths, 1.0)
+        multiply(updates, rates)
+        torch._foreach_sub_(layers.weights, updates)
+
+
+def _counted(layers: Layers) -> Tensor:
+    """The steps of each layer, this one included: float64 in host memory, where reading them waits for no device."""
+    for state in layers.states:
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32)  # as torch's own optimizers keep it
+    steps = [state["step"] for state in layers.states]
+    torch._foreach_add_(steps, 1)
+    return torch.stack(steps).double()

@@ -1,0 +1,70 @@
+"""LARS (You, Gitman, Ginsburg, arXiv 1708.03888, Algorithm 1), and LARC, which is LARS clipped to the global rate.
+
+As in the paper the rate is inside the momentum: a step of another rate does not scale the steps before it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from stormo.optim.layerwise import Layers, LayerwiseOptimizer, multiply, norms
+
+
+class LARS(LayerwiseOptimizer):
+    """Momentum with a rate for every layer: lr × trust_coefficient × |w| / (|g| + weight_decay × |w|)."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor,
+        *,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust_coefficient: float = 0.001,
+        nesterov: bool = False,
+        adapt: bool | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "trust_coefficient": trust_coefficient,
+            "nesterov": nesterov,
+            "adapt": adapt,
+        }
+        super().__init__(params, defaults)
+
+    def _update(self, layers: Layers, group: dict[str, Any]) -> None:
+        rates = layers.rate
+        if layers.is_adapted:
+            weights, gradients = norms(layers.weights), norms(layers.gradients)
+            below = gradients + layers.decay * weights
+            local = group["trust_coefficient"] * weights / below
+            rates = self._rates(local, (weights > 0) & (below > 0), layers.rate)
+        updates = list(torch._foreach_add(layers.gradients, layers.weights, alpha=layers.decay))
+        multiply(updates, rates)
+        if momentum := group["momentum"]:
+            buffers = layers.kept("momentum_buffer")
+            torch._foreach_mul_(buffers, momentum)
+            torch._foreach_add_(buffers, updates)
+            if group["nesterov"]:
+                torch._foreach_add_(updates, buffers, alpha=momentum)
+            else:
+                updates = buffers
+        torch._foreach_sub_(layers.weights, updates)
+
+    def _rates(self, local: Tensor, is_defined: Tensor, rate: float | Tensor) -> Tensor:
+        """The rate of each layer from its local one, which means nothing where a norm is 0."""
+        return rate * torch.where(is_defined, local, 1.0)
+
+
+class LARC(LARS):
+    """Momentum with a rate for every layer: trust_coefficient × |w| / (|g| + weight_decay × |w|), at most lr."""
+
+    def _rates(self, local: Tensor, is_defined: Tensor, rate: float | Tensor) -> Tensor:
+        whole = torch.ones_like(local) * rate
+        return torch.where(is_defined, torch.minimum(local, whole), whole)

@@ -1,0 +1,61 @@
+"""Noise on gradients: factors for the samples of a large batch, and a normal term that fades.
+
+The factors (Hoffer et al., arXiv 1705.08741) are drawn from N(1, sigma²): they keep the mean of a batch's gradient and,
+with 1 + sigma² = large batch / small batch, give it the covariance that the small batch has. The term (Neelakantan et
+al., arXiv 1511.06807) is drawn from N(0, eta / (1 + step)^gamma). Seeds come from outside; there is no state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def factor_sigma(num_samples: int, small_batch: int) -> float:
+    """The spread of the factors that give a batch of so many samples the noise of a small one; 0 if it is no larger."""
+    return math.sqrt(max(0.0, num_samples / small_batch - 1.0))
+
+
+def sample_factors(num_samples: int, small_batch: int, seed: int) -> Tensor:
+    """One factor for each sample of a global batch, float64 on the CPU: it depends on the arguments alone."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(num_samples, generator=generator, dtype=torch.float64)
+    return drawn.mul_(factor_sigma(num_samples, small_batch)).add_(1.0)
+
+
+class ScaleRows(torch.autograd.Function):
+    """The tensor itself; on the way back, the gradient of each row (first dimension) times its factor."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, factors: Tensor) -> Tensor:
+        """A view, so that a loss that changes it in place is refused by torch instead of going unnoticed."""
+        ctx.factors = factors
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """In the wider of both number formats, then back to the gradient's own."""
+        factors = ctx.factors.view(-1, *[1] * (gradient.ndim - 1))
+        return (gradient * factors).to(gradient.dtype), None
+
+
+def annealed_sigma(eta: float, gamma: float, step: int) -> float:
+    """The spread of the term that is added in a step, counted from 0."""
+    return math.sqrt(eta / (1.0 + step) ** gamma)
+
+
+@torch.no_grad()
+def add_noise(gradients: Iterable[Tensor], sigma: float, seed: int) -> None:
+    """Add N(0, sigma²) to every element, in place: the same numbers wherever seed, order and kind of device are."""
+    generators: dict[torch.device, torch.Generator] = {}
+    for gradient in gradients:
+        device = gradient.device
+        if device not in generators:
+            generators[device] = torch.Generator(device).manual_seed(seed)
+        # By its shape alone: how a gradient lies in memory may differ from worker to worker, its noise must not.
+        drawn = torch.randn(gradient.shape, generator=generators[device], dtype=gradient.dtype, device=device)
+        gradient.add_(drawn, alpha=sigma)

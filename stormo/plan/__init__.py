@@ -1,0 +1,10 @@
+"""The arithmetic of a run: (settings, devices, facts of the task) -> every effective value, with its reason.
+
+Pure functions of numbers; every check of a user's settings is here, so that it fails before any process starts.
+"""
+
+from stormo.plan.batch import no_validation_samples, num_ghosts
+from stormo.plan.facts import Facts
+from stormo.plan.plan import Plan, resolve, with_passes
+
+__all__ = ["Facts", "Plan", "no_validation_samples", "num_ghosts", "resolve", "with_passes"]

@@ -1,0 +1,49 @@
+"""Gradient noise and the noise scale: what was set, in words, and whether it can be measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from stormo.config import TrainConfig
+from stormo.errors import SettingError
+from stormo.layout import Layout
+from stormo.plan.stages import Stage
+
+
+def noise_lines(config: TrainConfig, stages: Sequence[Stage]) -> list[tuple[str, str]]:
+    """A line of the explanation, where noise was asked for."""
+    optimizer, texts = config.optimizer, list[str]()
+    small = optimizer.gradient_noise_batch
+    largest = max(min(stage.global_batch_size, stage.num_train) for stage in stages)
+    if small is not None:
+        if largest <= small:
+            raise SettingError(
+                f"--gradient-noise-batch {small} was set",
+                f"the global batch of {largest} is no larger and so has that noise of its own",
+                f"set --gradient-noise-batch below {largest}, or leave it out",
+            )
+        sigma = f"σ = {math.sqrt(largest / small - 1):.3g} = √({largest} / {small} - 1)"
+        texts.append(f"each sample's gradient × N(1, σ²), {sigma}" + " in the largest batch" * (len(stages) > 1))
+    if optimizer.gradient_noise is not None:
+        eta, gamma = optimizer.gradient_noise, optimizer.gradient_noise_decay
+        after = " after clipping" * (optimizer.clip_norm is not None)
+        texts.append(f"the gradient + N(0, {eta:g} / (1 + step)^{gamma:g}){after}")
+    return [("gradient noise", "; ".join(texts))] if texts else []
+
+
+def choose_noise_scale(
+    config: TrainConfig, layout: Layout, stages: Sequence[Stage], *, is_found: bool = False
+) -> tuple[bool, str]:
+    """Whether it is measured, and why; `is_found` once --batch-size auto has cut the batch into passes."""
+    asked, most_passes = config.optimizer.noise_scale, max(stage.accumulate for stage in stages)
+    if asked is False:
+        return False, "as set"
+    if layout.world_size > 1:
+        return True, f"the gradients of {layout.world_size} workers are compared with their mean"
+    if most_passes > 1:
+        return True, f"the first of {most_passes} passes is compared with the whole step"
+    reason = "one worker takes a batch in one pass, and the gradients of two sizes of batch are compared"
+    if asked and (is_found or config.batch.batch_size != "auto"):
+        raise SettingError("--noise-scale was set", reason, "set --accumulate 2, or train with several workers")
+    return False, reason

@@ -1,0 +1,218 @@
+"""Every effective value of a run, from (settings, devices, facts of the task)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from stormo.config import TrainConfig
+from stormo.errors import counted
+from stormo.layout import Layout
+from stormo.plan.batch import SEARCHED, choose_batch, choose_stages, growth_line, norm_text, num_train
+from stormo.plan.checks import check_data, check_numbers
+from stormo.plan.choices import (
+    AUTOTUNE_COST_S,
+    AUTOTUNE_SAVES,
+    COMPILE_COST_S,
+    choose_channels_last,
+    choose_checkpoints,
+    choose_graph,
+    choose_loader,
+    choose_precision,
+    data_text,
+    estimate_s,
+    peak_flops,
+    stop_text,
+    weigh,
+)
+from stormo.plan.facts import Facts
+from stormo.plan.noise import choose_noise_scale, noise_lines
+from stormo.plan.rate import choose_rate, schedule_text, warmup_fraction
+from stormo.plan.stages import Stage, num_steps, recut, stage_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Every effective value of a run."""
+
+    layout: Layout
+    facts: Facts
+    global_batch_size: int
+    accumulate: int
+    steps_per_epoch: int
+    stages: tuple[Stage, ...]  # more than one where the batch grows; batch and steps above are the first one's
+    epochs: int
+    learning_rate: float
+    warmup_steps: int
+    warmup_start: float  # learning rate of the first step
+    precision: str
+    compile: bool
+    graph: bool
+    channels_last: bool
+    autotune: bool
+    loader: str
+    checkpoint_steps: int | None
+    checkpoint_epochs: float | None  # where it was set so
+    noise_scale: bool = False  # whether it is measured
+    noise_scale_reason: str = ""
+    explanation: tuple[tuple[str, str], ...]
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of all epochs."""
+        return num_steps(self.stages, self.epochs)
+
+    def at_epoch(self, epoch: int) -> Plan:
+        """The plan as it is in an epoch: with the batch that has grown until then."""
+        stage = stage_of(self.stages, epoch)
+        return replace(self, global_batch_size=stage.global_batch_size, accumulate=stage.accumulate)
+
+    def schedule_step(self, epoch: int, position: int) -> float:
+        """How far training is, in steps of the first batch: what warm-up and decay are counted in."""
+        return (epoch - 1) * self.steps_per_epoch + position / self.global_batch_size
+
+    def is_checkpoint_due(self, epoch: int, step: int) -> bool:
+        """Whether a checkpoint is to be saved after a step of an epoch."""
+        if self.checkpoint_steps is None:
+            return False
+        if self.checkpoint_epochs is None:
+            return step % self.checkpoint_steps == 0
+        stage = stage_of(self.stages, epoch)
+        return (step - stage.first_step) % max(1, round(self.checkpoint_epochs * stage.steps_per_epoch)) == 0
+
+    def mfu(self, samples_per_s: float) -> float | None:
+        """The share of all devices' peak that training at this speed makes use of, where both are known."""
+        peak = peak_flops(self.layout, self.precision)
+        if peak is None or self.facts.flops_per_sample is None:
+            return None
+        return samples_per_s * self.facts.flops_per_sample / peak
+
+    def mfu_reason(self) -> str | None:
+        """Why `mfu` is not known, or None where it is."""
+        if self.layout.gpu is None:
+            return "the peak of the CPUs is not known"
+        if peak_flops(self.layout, self.precision) is None:
+            return f"no published peak of {self.layout.gpu.name} in {self.precision} is known"
+        if self.facts.flops_per_sample is None:
+            return "the task does not say how many operations a sample takes (facts().flops_per_sample)"
+        return None
+
+    @property
+    def share(self) -> int:
+        """The most samples of one worker in one step."""
+        return math.ceil(min(self.global_batch_size, self.facts.num_train) / self.layout.world_size)
+
+    @property
+    def batch_per_pass(self) -> int:
+        """The most samples of one worker in one pass."""
+        return math.ceil(self.share / self.accumulate)
+
+    def lines(self) -> tuple[str, ...]:
+        """The explanation as aligned lines."""
+        width = max(len(label) for label, _ in self.explanation)
+        return tuple(f"{label:<{width}}  {text}" for label, text in self.explanation)
+
+
+def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
+    """Batch, learning rate, precision and the rest, from the settings, the layout and the task's facts."""
+    check_numbers(config)
+    check_data(config, facts)
+    facts = replace(facts, num_train=num_train(config, facts))
+    global_batch_size, batch_text = choose_batch(config, layout, facts)
+    steps_per_epoch = math.ceil(facts.num_train / global_batch_size)
+    stages = choose_stages(config, layout, facts, global_batch_size)
+    learning_rate, rate_text = choose_rate(config, layout, global_batch_size)
+    warmup_steps = round(config.optimizer.warmup_epochs * steps_per_epoch)
+    start = learning_rate * warmup_fraction(config, layout, learning_rate)
+    if config.resumed:
+        start = config.resumed.warmup_start
+    precision, precision_reason = choose_precision(config, layout)
+    channels_last, layout_reason = choose_channels_last(config, layout, precision)
+    seconds = estimate_s(config, layout, facts, precision)
+    compiled, compile_reason = weigh(config.speed.compile, seconds, COMPILE_COST_S, facts.compile_saves, layout)
+    autotune, autotune_reason = weigh(config.speed.autotune, seconds, AUTOTUNE_COST_S, AUTOTUNE_SAVES, layout)
+    is_short = global_batch_size > facts.num_train
+    graph, graph_reason = choose_graph(config, layout, compiled, is_short, config.batch.accumulate)
+    checkpoint_steps, checkpoint_epochs, checkpoint_text = choose_checkpoints(config, steps_per_epoch)
+    loader, loader_reason = choose_loader(config, layout, facts)
+    noise_scale, noise_scale_reason = choose_noise_scale(config, layout, stages)
+    last = facts.num_train - (steps_per_epoch - 1) * global_batch_size
+    on_off = {True: "on", False: "off"}
+    return Plan(
+        layout=layout,
+        facts=facts,
+        global_batch_size=global_batch_size,
+        accumulate=config.batch.accumulate,
+        steps_per_epoch=steps_per_epoch,
+        stages=stages,
+        epochs=config.stop.epochs,
+        learning_rate=learning_rate,
+        warmup_steps=warmup_steps,
+        warmup_start=start if warmup_steps else learning_rate,
+        precision=precision,
+        compile=compiled,
+        graph=graph,
+        channels_last=channels_last,
+        autotune=autotune,
+        loader=loader,
+        checkpoint_steps=checkpoint_steps,
+        checkpoint_epochs=checkpoint_epochs,
+        noise_scale=noise_scale,
+        noise_scale_reason=noise_scale_reason,
+        explanation=(
+            *layout.explanation,
+            ("global batch", batch_text),
+            *growth_line(config, layout, stages).items(),
+            ("learning rate", rate_text + schedule_text(config, start, learning_rate, warmup_steps)),
+            (
+                "steps",
+                f"{steps_per_epoch} an epoch = ceil({counted(facts.num_train, 'sample')} / {global_batch_size})"
+                + (f", the last one with {last}" if last != global_batch_size else "")
+                + f"; at most {counted(config.stop.epochs, 'epoch')} = "
+                + counted(num_steps(stages, config.stop.epochs), "step")
+                + (" with the batches that grow" if len(stages) > 1 else ""),
+            ),
+            ("precision", f"{precision}: {precision_reason}"),
+            ("channels last", f"{on_off[channels_last]}: {layout_reason}"),
+            ("compile", f"{on_off[compiled]}: {compile_reason}"),
+            ("graph", f"{on_off[graph]}: {graph_reason}"),
+            ("autotune", f"{on_off[autotune]}: {autotune_reason}"),
+            ("data", f"{loader}: {loader_reason}" + data_text(facts)),
+            (
+                "batch norm",
+                norm_text(config, layout, min(global_batch_size, facts.num_train), config.batch.accumulate),
+            ),
+            *noise_lines(config, stages),
+            ("noise scale", f"{on_off[noise_scale]}: {noise_scale_reason}"),
+            ("stop", stop_text(config, facts)),
+            ("checkpoints", checkpoint_text),
+            ("seed", f"{config.run.seed}" + (", deterministic" if config.run.deterministic else "")),
+        ),
+    )
+
+
+def with_passes(config: TrainConfig, plan: Plan, accumulate: int, reason: str, graph_obstacle: str | None) -> Plan:
+    """The plan with every worker's share cut into the passes that --batch-size auto has found.
+
+    `graph_obstacle` says why a step that could be replayed should not be, unless the user has set --graph.
+    """
+    is_short = plan.global_batch_size > plan.facts.num_train
+    graph, graph_reason = choose_graph(config, plan.layout, plan.compile, is_short, accumulate)
+    if graph and config.speed.graph is None and graph_obstacle is not None:
+        graph, graph_reason = False, graph_obstacle
+    workers = plan.layout.world_size
+    stages = recut(plan.stages, accumulate, workers)
+    noise_scale, noise_scale_reason = choose_noise_scale(config, plan.layout, stages, is_found=True)
+    found = replace(plan, accumulate=accumulate, graph=graph, stages=stages)
+    found = replace(found, noise_scale=noise_scale, noise_scale_reason=noise_scale_reason)
+    step_samples = min(plan.global_batch_size, plan.facts.num_train)
+    low, high = step_samples // (workers * accumulate), found.batch_per_pass
+    passes = f"{accumulate} pass{'es' * (accumulate > 1)} of {low}{f' to {high}' if high > low else ''}"
+    said = dict(plan.explanation)
+    text = f" = {passes} (auto: {reason}) × {workers} worker{'s' * (workers > 1)}"
+    said["global batch"] = said["global batch"].replace(SEARCHED, text)
+    said |= growth_line(config, plan.layout, stages)
+    said["graph"] = f"{'on' if graph else 'off'}: {graph_reason}"
+    said["noise scale"] = f"{'on' if noise_scale else 'off'}: {noise_scale_reason}"
+    said["batch norm"] = norm_text(config, plan.layout, step_samples, accumulate)
+    return replace(found, explanation=tuple(said.items()))

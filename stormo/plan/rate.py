@@ -1,0 +1,71 @@
+"""The learning rate that follows from the batch, and its schedule in words."""
+
+from __future__ import annotations
+
+import math
+
+from stormo.config import TrainConfig
+from stormo.errors import SettingError, counted
+from stormo.layout import Layout
+from stormo.plan.batch import per_worker
+
+
+def choose_rate(config: TrainConfig, layout: Layout, global_batch_size: int) -> tuple[float, str]:
+    """The learning rate for the global batch, with its arithmetic."""
+    base, rule = config.optimizer.base_lr, config.optimizer.lr_rule
+    if config.resumed:
+        return config.resumed.learning_rate, f"{config.resumed.learning_rate:g} as before"
+    declared = config.optimizer.base_batch_size
+    if declared is not None:
+        return _declared_rate(base, rule, global_batch_size, declared)
+    if config.batch.global_batch_size is not None:
+        return base, f"{base:g} as set, for the global batch as set"
+    ratio = global_batch_size // per_worker(config)
+    if rule == "none" or ratio == 1:
+        return base, f"{base:g} as set" + (f" for any batch (the batch is {ratio} × one worker's)" * (ratio > 1))
+    factor = float(ratio) if rule == "linear" else math.sqrt(ratio)
+    factor_text = f"{ratio}" if rule == "linear" else f"√{ratio}"
+    return base * factor, f"{base * factor:g} = {base:g} × {factor_text} ({rule})"
+
+
+def _declared_rate(base: float, rule: str, global_batch_size: int, declared: int) -> tuple[float, str]:
+    if rule == "none":
+        raise SettingError(
+            f"--base-batch-size {declared} was set with --lr-rule none",
+            "without a rule the rate is the same for any batch",
+            "leave one of them out",
+        )
+    ratio = global_batch_size / declared
+    factor = ratio if rule == "linear" else math.sqrt(ratio)
+    root = "√" if rule == "sqrt" else ""
+    text = f"{base * factor:g} = {base:g} × {root}{ratio:g} ({rule}: {global_batch_size} samples against {declared})"
+    return base * factor, text
+
+
+def warmup_fraction(config: TrainConfig, layout: Layout, learning_rate: float) -> float:
+    """The fraction of the rate that warm-up starts from."""
+    if config.optimizer.warmup_from is not None:
+        return config.optimizer.warmup_from
+    if config.optimizer.base_batch_size is not None:
+        return min(1.0, config.optimizer.base_lr / learning_rate)  # from the rate of the declared batch
+    if config.batch.global_batch_size is not None:
+        return 1.0  # the workers did not make the batch, and must not make a difference
+    return 1 / (layout.world_size * layout.devices_per_worker)
+
+
+def schedule_text(config: TrainConfig, start: float, learning_rate: float, warmup_steps: int) -> str:
+    """Warm-up and decay, in words."""
+    optimizer = config.optimizer
+    text = ""
+    if warmup_steps and start == learning_rate:
+        text += "; no warm-up, as it would start from the full rate (--warmup-from sets another start)"
+    elif warmup_steps:
+        epochs = counted(f"{optimizer.warmup_epochs:g}", "epoch")
+        text += f"; warm-up from {start:g} over {epochs} = {counted(warmup_steps, 'step')}"
+    falls = {
+        "none": "",
+        "cosine": f"; then down a cosine to 0 at epoch {config.stop.epochs}",
+        "linear": f"; then down a line to 0 at epoch {config.stop.epochs}",
+        "step": f"; then × {optimizer.decay_factor:g} every {counted(f'{optimizer.decay_every:g}', 'epoch')}",
+    }
+    return text + falls[optimizer.decay]

@@ -1,0 +1,115 @@
+"""What is done about a divergence: back to the last good checkpoint with a lower rate, or an end that says what to try.
+
+All workers take part; the main one reads the run folder and speaks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stormo import checkpoint
+from stormo.config import TrainConfig
+from stormo.divergence import Diverged, Trend, diagnosis, patience_steps, remedies
+from stormo.errors import counted
+from stormo.journal import Journal
+from stormo.plan import Plan
+from stormo.state import RunState
+from stormo.telemetry.record import DivergenceNoticed
+from stormo.telemetry.text import run_reference
+from stormo.world.world import World
+
+# Of what went wrong, too: the time was spent, and the number of starts is no matter of the weights.
+_KEPT = ("num_resumes", "train_time_s", "wait_s")
+
+
+class Recovery:
+    """Answers a divergence of one run."""
+
+    def __init__(self, config: TrainConfig, plan: Plan, world: World, state: RunState, journal: Journal) -> None:
+        self._config = config
+        self._plan = plan
+        self._world = world
+        self._state = state
+        self._journal = journal
+
+    def prepare(self) -> None:
+        """Save the beginning of a run, where its first steps may have to go back to."""
+        if self._config.stop.on_divergence == "rollback" and not self._state.progress.step:
+            self._journal.save(None)
+
+    def roll_back(self, diverged: Diverged) -> bool:
+        """Go back with a lower rate, where that is asked for and was not done too often; False: nothing is changed."""
+        stop, progress, world = self._config.stop, self._state.progress, self._world
+        # Bad inputs come back whatever the rate is.
+        is_wanted = stop.on_divergence == "rollback" and not diverged.has_bad_inputs
+        if not is_wanted or progress.num_rollbacks >= stop.max_rollbacks:
+            return False
+        good = self._last_good(diverged) if world.is_main else None
+        if not world.share_json(good is not None):
+            return False
+        kept = {name: getattr(progress, name) for name in _KEPT}
+        num_rollbacks, rate_factor = progress.num_rollbacks + 1, progress.rate_factor * stop.rollback_factor
+        if good is not None:
+            self._journal.set_aside_later_than(good)
+        self._state.restore(world, checkpoint.load(good) if good is not None else None, self._config.run.seed)
+        for name, value in kept.items():
+            setattr(progress, name, value)
+        progress.num_rollbacks, progress.rate_factor = num_rollbacks, rate_factor
+        text = (
+            f"{self._diagnosis(diverged)} Going back to step {progress.step} with the learning rate × "
+            f"{rate_factor:g} (rollback {num_rollbacks} of {stop.max_rollbacks})."
+        )
+        self._record(diverged, progress.step, text)
+        self._journal.save(None)  # a run that is killed now must go on with the lower rate too
+        return True
+
+    def give_up(self, diverged: Diverged) -> None:
+        """Tell what happened and what to try, with the command that goes on from the last good checkpoint."""
+        if not self._world.is_main:
+            return
+        num_rollbacks, has_own = self._state.progress.num_rollbacks, self._state.strategy.has_own_optimizer
+        tried, flag = remedies(self._config, self._plan, diverged, has_own_optimizer=has_own)
+        sentences = [self._diagnosis(diverged)]
+        if num_rollbacks:
+            sentences.append(f"{counted(num_rollbacks, 'rollback')} did not help.")
+        sentences += [f"Try {', '.join(tried)}.", self._way_on(diverged, flag)]
+        self._record(diverged, None, " ".join(sentences))
+
+    def _way_on(self, diverged: Diverged, flag: str) -> str:
+        good, folder = self._last_good(diverged), self._journal.folder
+        self._journal.set_aside_later_than(good)  # so that a resume goes on from the good one
+        if good is None:
+            return "There is no good checkpoint from before: start a new run."
+        command = f"stormo train --resume {run_reference(folder.name, str(folder.path))} {flag}".rstrip()
+        step = checkpoint.read_manifest(good).step
+        return f"The last good checkpoint is that of step {step}; go on from it with: {command}"
+
+    def _last_good(self, diverged: Diverged) -> Path | None:
+        """The newest checkpoint of a calm loss, or the newest where none is known to have been."""
+        # The weights after a step are those of the next step's loss: where that is a bad one, they are to blame.
+        last_step = diverged.step - 1 if diverged.has_bad_inputs else diverged.onset_step - 2
+        found = [one for one in checkpoint.find(self._journal.folder.checkpoints) if one.step <= last_step]
+        patience = patience_steps(self._plan.steps_per_epoch)
+        for one in found:
+            trend = checkpoint.load(one.path).state["progress"].get("trend", {})
+            if Trend(**trend).is_calm(patience):
+                return one.path
+        return found[0].path if found else None
+
+    def _diagnosis(self, diverged: Diverged) -> str:
+        has_own = self._state.strategy.has_own_optimizer
+        return diagnosis(self._config, self._plan, diverged, has_own_optimizer=has_own)
+
+    def _record(self, diverged: Diverged, rolled_back_to_step: int | None, text: str) -> None:
+        self._journal.record(
+            DivergenceNoticed(
+                epoch=diverged.epoch,
+                step=diverged.step,
+                kind=diverged.kind,
+                loss=diverged.loss,
+                learning_rate=diverged.learning_rate,
+                rolled_back_to_step=rolled_back_to_step,
+                rate_factor=self._state.progress.rate_factor,
+                text=text,
+            )
+        )

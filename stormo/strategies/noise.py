@@ -1,0 +1,104 @@
+"""Gradient noise in the passes of a run: the same for every sample and step, however many workers and passes there are.
+
+A task's loss is one mean, so that a sample's factor is put on the gradient of its row of the model's output. That is
+the gradient of the weighted losses exactly, as long as the loss of a sample depends on its own output alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
+
+from stormo.config import TrainConfig
+from stormo.data.loaders import Batch, with_ghost
+from stormo.data.order import derive_seed
+from stormo.errors import SettingError, counted
+from stormo.optim.noise import ScaleRows, add_noise, annealed_sigma, factor_sigma, sample_factors
+
+
+class GradientNoise:
+    """What the settings ask for; where they ask for none, every call returns at once."""
+
+    def __init__(self, settings: TrainConfig) -> None:
+        self._seed = settings.run.seed
+        self._settings = settings.optimizer
+
+    def sigma(self, num_samples: int) -> float:
+        """The spread of the samples' factors in a global batch of this size; 0 without them."""
+        small = self._settings.gradient_noise_batch
+        return 0.0 if small is None else factor_sigma(num_samples, small)
+
+    @contextmanager
+    def on_samples(self, model: nn.Module, batch: Batch, epoch: int) -> Iterator[None]:
+        """While it holds, what the model returns carries the factors of the pass's samples into backward."""
+        small, span = self._settings.gradient_noise_batch, batch.span
+        if small is None or not self.sigma(span.step_samples):
+            yield
+            return
+        seed = derive_seed(self._seed, "gradient noise", epoch, span.step_start)
+        start, stop = (position - span.step_start for position in with_ghost(span))
+        factors = sample_factors(span.step_samples, small, seed)[start:stop]
+        outputs = _Outputs(factors.to(torch.get_default_dtype()))
+        # On the outermost object, so that nothing of it is compiled or captured.
+        hook = model.register_forward_hook(outputs)
+        try:
+            yield
+        finally:
+            hook.remove()
+        if not outputs.num_calls:
+            raise SettingError(
+                f"--gradient-noise-batch {small} was set",
+                "loss() did not call the model that it was given, whose output the noise is put on",
+                "call model(...) itself in loss(), not a part or a method of it",
+            )
+
+    def add(self, gradients: Iterable[Tensor], step: int) -> None:
+        """Add the term of this step to the gradient of the whole batch, alike on all workers."""
+        eta = self._settings.gradient_noise
+        if eta is not None:
+            sigma = annealed_sigma(eta, self._settings.gradient_noise_decay, step)
+            add_noise(gradients, sigma, derive_seed(self._seed, "added noise", step))
+
+
+class _Outputs:
+    """A forward hook that passes every output through `ScaleRows`; of several calls each has the same factors."""
+
+    def __init__(self, factors: Tensor) -> None:
+        self._factors = factors
+        self.num_calls = 0
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        self.num_calls += 1
+        if not torch.is_grad_enabled():
+            return output
+        leaves, structure = tree_flatten_with_path(output)
+        if not any(_is_trained(leaf) for _, leaf in leaves):
+            raise _refusal(f"a {type(output).__name__} in which there is no tensor that has a gradient", self._factors)
+        # One tensor returned twice remains one: the gradients of both places are summed before they meet the model.
+        return tree_unflatten([self._scaled(keystr(path), leaf) for path, leaf in leaves], structure)
+
+    def _scaled(self, place: str, leaf: Any) -> Any:
+        if not _is_trained(leaf):
+            return leaf
+        if not leaf.ndim or len(leaf) != len(self._factors):
+            shape = "x".join(map(str, leaf.shape)) or "a single number"
+            raise _refusal(f"a tensor of {shape}{f' in {place}' if place else ''}", self._factors)
+        self._factors = self._factors.to(leaf.device, non_blocking=True)
+        return ScaleRows.apply(leaf, self._factors)  # type: ignore[no-untyped-call]
+
+
+def _is_trained(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def _refusal(returned: str, factors: Tensor) -> SettingError:
+    return SettingError(
+        "--gradient-noise-batch was set",
+        f"the model returned {returned} for {counted(len(factors), 'sample')}, and every sample's row gets its factor",
+        "let the model return tensors whose first dimension is the samples, or leave the noise out",
+    )

@@ -1,0 +1,78 @@
+"""The table of large batches: what is measured, kept and shown, without training anything."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import large_batch
+from benchmarks.large_batch import RECIPES, Cell, flags_of, result_line, table_lines, wanted
+from stormo.hardware import visible_gpus
+from stormo.layout import resolve_layout
+from stormo.plan import resolve
+from stormo.train import read_settings
+
+
+def _cell(recipe: str, batch: int, accuracy: float, seed: int = 0) -> Cell:
+    flags = flags_of(recipe, batch, 30)
+    return Cell(recipe, batch, seed, 30, flags, accuracy, "epochs", 10, 1.0, 2.0, "cpu")
+
+
+@pytest.mark.parametrize("batch", [512, 4096, 16384])
+@pytest.mark.parametrize("recipe", [*RECIPES, "nesterov 0.4 5"])
+def test_every_recipe_is_a_plan(recipe: str, batch: int) -> None:
+    config, task = read_settings(["fashion-mnist", "--device", "cpu", *flags_of(recipe, batch, 30).split()])
+    plan = resolve(config, resolve_layout(config, visible_gpus(), None), task(config.task_options).facts())
+    assert plan.stages[-1].global_batch_size == pytest.approx(batch, rel=1e-3)
+    assert (len(plan.stages) > 1) is (recipe == "growth" and batch > 512)
+
+
+def test_the_first_columns_come_first_and_second_seeds_last() -> None:
+    order = list(wanted(["sgd", "tuned"], [512, 1024, 4096], 2, 30))
+    assert [cell[1:] for cell in order if cell[0] == "sgd"] == [
+        *((512, 0), (4096, 0), (1024, 0)),
+        *((512, 1), (4096, 1), (1024, 1)),
+    ]
+    assert sum(name.startswith("nesterov") for name, _, _ in order) == 6 * len(large_batch.TUNED)
+
+
+def test_the_table_and_the_last_line() -> None:
+    cells = [
+        *(_cell("sgd", 512, 0.94), _cell("sgd", 512, 0.95, seed=1), _cell("sgd", 16384, 0.1)),
+        *(_cell("lars", 16384, 0.93), _cell("nesterov 0.4 5", 16384, 0.91), _cell("nesterov 0.8 5", 16384, 0.92)),
+    ]
+    assert table_lines(cells) == [
+        "| recipe | 512 | 16384 |",
+        "|---|---|---|",
+        "| sgd | 94.50 | diverged |",
+        "| lars |  | 93.00 |",
+        "| tuned |  | 92.00 |",
+    ]
+    assert result_line(cells) == "RESULT accuracy_512=0.9450 best_accuracy_16384=0.9300 plain_accuracy_16384=0.1000"
+    assert result_line([]) == "RESULT accuracy_512=nan best_accuracy_16384=nan plain_accuracy_16384=nan"
+
+
+def test_a_cell_is_measured_once_and_no_more_are_begun_than_the_budget_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[tuple[str, int]] = []
+
+    def measure(recipe: str, batch: int, seed: int, epochs: int, extra: Any) -> Cell:
+        calls.append((recipe, batch))
+        return _cell(recipe, batch, 0.9)
+
+    monkeypatch.setattr(large_batch, "measure", measure)
+    results = tmp_path / "results" / "cells.jsonl"
+    options = ["--results", str(results), "--recipes", "sgd,lars", "--plot", str(tmp_path / "table.png")]
+    assert large_batch.main([*options, "--batches", "512"]) == 0
+    assert large_batch.main([*options, "--batches", "512,4096", "--budget-s", "1.9"]) == 0
+    assert calls == [("sgd", 512), ("lars", 512), ("sgd", 4096)]  # the next would take 2 s, as the longest did
+    assert json.loads(results.read_text().splitlines()[0]) == asdict(_cell("sgd", 512, 0.9))
+    assert "--budget-s 1.9 is spent" in capsys.readouterr().out
+    assert (tmp_path / "table.png").stat().st_size > 1000
+    with pytest.raises(SystemExit):
+        large_batch.main(["--recipes", "none"])
