@@ -194,8 +194,9 @@ def test_after_one_two_and_three_kills_the_very_same_line_ends_with_the_same_wei
     expected = summary(whole[0])
     line = ["--num-gpus", "2", "--run-name", "one", "--resume"]  # it serves the first start as well
     run = tmp_path / "runs" / "one"
-    for num_kills, (rank, at_call, saved) in enumerate([(0, 7, 3), (1, 8, 8), (0, 7, 12)], start=1):
-        killed = stormo(tmp_path, *line, fault=f"kill-job {rank} {at_call}")
+    # By rank 0, which has saved by then: another one may be in its next step while that is still saving.
+    for num_kills, (at_call, saved) in enumerate([(7, 3), (8, 8), (7, 12)], start=1):
+        killed = stormo(tmp_path, *line, fault=f"kill-job 0 {at_call}")
         assert killed.returncode == -signal.SIGKILL, killed.stderr
         assert checkpoints(run)[-1] == f"step-{saved:08d}"
         assert not (run / "summary.json").exists()
