@@ -4,7 +4,8 @@
 
 Every cell is one `stormo train fashion-mnist`. A measured cell is kept in the results file and not measured again, so
 the table can be filled over several short runs; --budget-s starts no cell that would probably not end in time. A run
-that diverges counts as 10 %, which is chance. `tuned` is the best of the grid in `TUNED` (Nado et al., arXiv
+that diverges counts with the accuracy of its last whole epoch, or 10 %, which is chance, where it had none; the table
+marks it. `tuned` is the best of the grid in `TUNED` (Nado et al., arXiv
 2102.06356): an ordinary optimizer deserves a search as well. The last line is
 `RESULT accuracy_512=… best_accuracy_16384=… plain_accuracy_16384=…`, `nan` for what was not measured.
 """
@@ -75,7 +76,7 @@ class Cell:
 
 def flags_of(recipe: str, batch: int, epochs: int) -> str:
     """The flags of a recipe at a batch."""
-    if recipe.startswith("nesterov"):
+    if recipe not in RECIPES:  # of the grid
         rate, warmup = recipe.split()[1:]
         flags = f"{ALWAYS} --base-lr {rate} --lr-rule none --warmup-epochs {warmup} --warmup-from 0.05"
     else:
@@ -90,7 +91,7 @@ def flags_of(recipe: str, batch: int, epochs: int) -> str:
     return f"--global-batch-size {start} --epochs {epochs} {flags}"
 
 
-def wanted(recipes: Sequence[str], batches: Sequence[int], seeds: int, epochs: int) -> Iterator[tuple[str, int, int]]:
+def wanted(recipes: Sequence[str], batches: Sequence[int], seeds: int) -> Iterator[tuple[str, int, int]]:
     """The cells in the order in which they are measured: all recipes once, before any second seed."""
     names = [name for name in recipes if name != "tuned"]
     if "tuned" in recipes:
@@ -119,7 +120,7 @@ def measure(recipe: str, batch: int, seed: int, epochs: int, extra: Sequence[str
         seed=seed,
         epochs=epochs,
         flags=" ".join([flags, *extra]),
-        accuracy=summary["validation_accuracy"] if stopped_by == "epochs" else CHANCE,
+        accuracy=summary["validation_accuracy"] if summary["validation_accuracy"] is not None else CHANCE,
         stopped_by=stopped_by,
         steps=summary["steps"],
         train_time_s=summary["train_time_s"],
@@ -151,10 +152,18 @@ def table_lines(cells: Sequence[Cell]) -> list[str]:
     lines = ["| recipe | " + " | ".join(str(batch) for batch in batches) + " |", "|---" * (len(batches) + 1) + "|"]
     for recipe in [*RECIPES, "tuned"]:
         if any((recipe, batch) in accuracies for batch in batches):
-            values = [accuracies.get((recipe, batch), math.nan) for batch in batches]
-            texts = ["" if math.isnan(v) else "diverged" if v <= CHANCE else f"{100 * v:.2f}" for v in values]
+            texts = [_text(cells, accuracies, recipe, batch) for batch in batches]
             lines.append(f"| {recipe} | {' | '.join(texts)} |")
     return lines
+
+
+def _text(cells: Sequence[Cell], accuracies: dict[tuple[str, int], float], recipe: str, batch: int) -> str:
+    if (recipe, batch) not in accuracies:
+        return ""
+    seeds = [cell for cell in cells if (cell.recipe, cell.batch) == (recipe, batch)]
+    num_lost = sum(cell.stopped_by == "divergence" for cell in seeds)
+    lost = f" ({num_lost} of {len(seeds)} diverged)" if num_lost else ""
+    return f"{100 * accuracies[recipe, batch]:.2f}{lost}"
 
 
 def result_line(cells: Sequence[Cell]) -> str:
@@ -203,9 +212,7 @@ def main(arguments: list[str] | None = None) -> int:
     cells = read(options.results)
     known, began, longest_s = {cell.key for cell in cells}, time.perf_counter(), 0.0
     options.results.parent.mkdir(parents=True, exist_ok=True)
-    for recipe, batch, seed in wanted(
-        recipes, [int(size) for size in options.batches.split(",")], options.seeds, options.epochs
-    ):
+    for recipe, batch, seed in wanted(recipes, [int(size) for size in options.batches.split(",")], options.seeds):
         flags = " ".join([flags_of(recipe, batch, options.epochs), *extra])
         if (recipe, batch, seed, options.epochs, flags) in known:
             continue
@@ -219,7 +226,9 @@ def main(arguments: list[str] | None = None) -> int:
             file.write(json.dumps(asdict(cell)) + "\n")
         outcome = f"{100 * cell.accuracy:.2f} % ({cell.stopped_by}), {cell.wall_time_s:.0f} s"
         print(f"{recipe} at {batch}, seed {seed}: {outcome}", flush=True)
-    shown = [cell for cell in cells if cell.epochs == options.epochs]
+    # A recipe that has been changed since is another one, and so is one with other flags.
+    words = {(c.recipe, c.batch): " ".join([flags_of(c.recipe, c.batch, options.epochs), *extra]) for c in cells}
+    shown = [cell for cell in cells if cell.epochs == options.epochs and cell.flags == words[cell.recipe, cell.batch]]
     for line in table_lines(shown):
         print(line)
     if options.plot:

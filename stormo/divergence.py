@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from stormo.config import TrainConfig
 from stormo.plan import Plan
+from stormo.plan.stages import stage_of
 
 NUM_FIRST_STEPS = 5  # make up the level at which the loss starts
 NUM_HIGH_STEPS = 20  # in a row far above the start: no ordinary spike lasts as long
@@ -63,6 +64,11 @@ SIGNS = {
 def patience_steps(steps_per_epoch: int) -> int:
     """How long a loss may stay near its start again: an epoch, within limits."""
     return min(max(steps_per_epoch, _MIN_PATIENCE_STEPS), _MAX_PATIENCE_STEPS)
+
+
+def wait_steps(plan: Plan, epoch: int) -> int:
+    """How long a checkpoint may wait for a calm loss: an epoch of the batch as it is then, within the patience."""
+    return min(stage_of(plan.stages, epoch).steps_per_epoch, patience_steps(plan.steps_per_epoch))
 
 
 @dataclass(kw_only=True)
@@ -121,13 +127,13 @@ class Trend:
     def _gain(self) -> float:
         return max(0.0, self.start - self.best)
 
-    def is_calm(self, patience: int) -> bool:
-        """Whether a checkpoint of now would be a good one; after a long wait it is taken for one."""
-        return not 0 < self.num_uneasy <= patience
+    def is_calm(self, wait_steps: int) -> bool:
+        """Whether a checkpoint of now would be a good one; after so many steps of waiting it is taken for one."""
+        return not 0 < self.num_uneasy <= wait_steps
 
-    def num_leading(self, kind: str, patience: int) -> int:
+    def num_leading(self, kind: str, wait_steps: int) -> int:
         """How many of the last steps, the newest with them, led to a divergence of this kind."""
-        is_usual = kind not in ("exploded", "lost") and self.num_uneasy > patience
+        is_usual = kind not in ("exploded", "lost") and self.num_uneasy > wait_steps
         return 1 if is_usual else self.num_uneasy
 
     @property

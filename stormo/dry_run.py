@@ -14,7 +14,9 @@ from stormo.optim.schedule import make_schedule
 from stormo.plan import Plan
 
 _COLUMNS, _ROWS = 72, 10
+_MOST_POINTS = 20_000  # of a drawing, which shows no more; a table has every step
 _BLOCKS = " ▁▂▃▄▅▆▇█"
+_OWN = ", to be multiplied by the rate of the task's own optimizer over --base-lr"
 _KINDS = (".png", ".svg", ".csv")
 
 
@@ -28,24 +30,29 @@ class Point:
     global_batch_size: int
 
 
-def show(config: TrainConfig, plan: Plan, out: TextIO) -> None:
-    """Write the plan and, where it was asked for, the curve."""
+def show(config: TrainConfig, plan: Plan, out: TextIO, *, has_own: bool = False) -> None:
+    """Write the plan and, where it was asked for, the curve; `has_own` for a task with an optimizer of its own."""
     for line in plan.lines():
         print(line, file=out)
     asked = config.command.plot_schedule
     if asked is None:
         return
-    points = list(planned_steps(config, plan))
+    points = list(planned_steps(config, plan, most=None if asked.endswith(".csv") else _MOST_POINTS))
     if asked:
-        _write(Path(asked), points)
-        print(f"\n{counted(len(points), 'step')} drawn in {asked}", file=out)
+        try:
+            _write(Path(asked), points)
+        except OSError as error:
+            raise SettingError(
+                f"--plot-schedule {asked} was set", f"it cannot be written ({error.strerror})", "name another file"
+            ) from None
+        print(f"\n{counted(plan.total_steps, 'step')} drawn in {asked}{_OWN * has_own}", file=out)
         return
     plain = not _takes(out, _BLOCKS)
     values = {"learning rate": [point.learning_rate for point in points]}
     if len(plan.stages) > 1:
         values["global batch"] = [float(point.global_batch_size) for point in points]
     for name, curve in values.items():
-        print(f"\n{name}", file=out)
+        print(f"\n{name}{_OWN * has_own}", file=out)
         for line in draw(curve, [point.epoch for point in points], plan.epochs, plain=plain):
             print(line, file=out)
 
@@ -70,15 +77,16 @@ def check(config: TrainConfig) -> None:
         raise SettingError(f"--plot-schedule {asked} was set", f"there is no folder {path.parent}", "name another one")
 
 
-def planned_steps(config: TrainConfig, plan: Plan) -> Iterator[Point]:
-    """Every step of all epochs, in order."""
-    schedule, step = make_schedule(config, plan), 0
-    for epoch in range(1, plan.epochs + 1):
-        size = plan.at_epoch(epoch).global_batch_size
-        for position in range(0, plan.facts.num_train, size):
-            done = epoch - 1 + position / plan.facts.num_train
-            yield Point(step, done, schedule(plan.schedule_step(epoch, position)), size)
-            step += 1
+def planned_steps(config: TrainConfig, plan: Plan, most: int | None = None) -> Iterator[Point]:
+    """Every step of all epochs in order, or about `most` of them, evenly."""
+    schedule = make_schedule(config, plan)
+    stride = 1 if most is None else max(1, plan.total_steps // most)
+    for step in range(0, plan.total_steps, stride):
+        stage = next(stage for stage in reversed(plan.stages) if stage.first_step <= step)
+        epochs, steps = divmod(step - stage.first_step, stage.steps_per_epoch)
+        epoch, position = stage.first_epoch + epochs, steps * stage.global_batch_size
+        done = epoch - 1 + position / plan.facts.num_train
+        yield Point(step, done, schedule(plan.schedule_step(epoch, position)), stage.global_batch_size)
 
 
 def draw(values: Sequence[float], at: Sequence[float], end: float, *, plain: bool = False) -> list[str]:

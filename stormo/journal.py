@@ -176,6 +176,9 @@ class Journal:
         """Publish a checkpoint. All workers call it."""
         progress = self._state.progress
         progress.wall_time_s = self._wall_before_s + time.time() - self._began_unix_s
+        is_uneasy = progress.trend.num_uneasy > 0
+        if not is_uneasy:
+            progress.calm_steps = [*[step for step in progress.calm_steps if step < progress.step][-1:], progress.step]
         began = time.perf_counter()
         snapshot = self._state.snapshot(self._world, self._config.run.seed)
         if snapshot is None:
@@ -188,6 +191,8 @@ class Journal:
             keep_last=self._config.run.keep_checkpoints,
             keep_best=1,
             metric=metric,
+            # A loss that turns out to be lost may have been high for longer than the last checkpoints reach back.
+            keep_steps=progress.calm_steps if is_uneasy else (),
         )
         self._weights_sha256 = saved.weights_sha256
         self.record(
@@ -236,7 +241,8 @@ class Journal:
             "epochs_run": progress.epochs_done,
             "steps": progress.step,
             "samples_seen": progress.samples_seen,
-            **_speed(plan, progress.samples_seen / trained_s if trained_s else None),
+            "samples_trained": progress.samples_trained,
+            **_speed(plan, progress.samples_trained / trained_s if trained_s else None),
             "train_time_s": trained_s,
             "setup_time_s": sum(self._set_up.times_s.values()),
             "setup_parts_s": self._set_up.times_s,
@@ -261,7 +267,7 @@ class Journal:
         """The batch beyond which more workers stop paying, its range, and what that means for this run."""
         meter, found, advice = self._state.strategy.noise_scale, NoiseScale(value=None), None
         if meter is None:
-            found = replace(found, reason=self._plan.noise_scale_reason)
+            found = replace(found, reason=self._state.strategy.noise_scale_reason)
         elif self._world.is_main and stopped_by != "error":  # a device that failed cannot be asked
             found = meter.read()
             if found.high is not None or self._config.optimizer.noise_scale:  # asked for, it says why it cannot tell

@@ -12,7 +12,7 @@ import torch
 from stormo.config import TrainConfig
 from stormo.data.batches import tensors_in
 from stormo.data.loaders import Loader
-from stormo.divergence import Diverged, patience_steps
+from stormo.divergence import Diverged, patience_steps, wait_steps
 from stormo.errors import counted
 from stormo.losses import LossWatch, Moment
 from stormo.metrics import Validation
@@ -85,6 +85,7 @@ def _train(run: Training) -> Outcome:
     strategy.module.train()
     while progress.epoch <= plan.epochs and not _target_held(run):
         _follow_growth(run)
+        losses.wait_steps = wait_steps(plan, progress.epoch)
         size = run.loader.share.global_batch_size
         learning_rate = run.learning_rate((progress.position - 1) // size * size if progress.position else 0)
         watch.start()
@@ -106,9 +107,10 @@ def _train(run: Training) -> Outcome:
             if run.world.is_main and watch.since_last_s() > _SECONDS_BETWEEN_RECORDS:
                 run.record(_step_record(run, watch, learning_rate))
             stop, diverged = vote.outcome(), losses.hear(vote.total())
-            due = plan.is_checkpoint_due(progress.epoch, progress.step)
-            losses.owes_checkpoint |= due and progress.position < run.loader.num_samples
-            if diverged is None and (stop or (losses.owes_checkpoint and losses.is_calm)):
+            # At its end an epoch is validated before it is saved.
+            is_within = progress.position < run.loader.num_samples
+            losses.owes_checkpoint |= is_within and plan.is_checkpoint_due(progress.epoch, progress.step)
+            if diverged is None and (stop or (is_within and losses.owes_checkpoint and losses.is_calm)):
                 watch.pause()
                 diverged = losses.settle(strategy.module)
                 if diverged is None and (stop or losses.is_calm):
@@ -204,10 +206,11 @@ def _finish_epoch(
     is_end = progress.epoch > plan.epochs or _target_held(run)
     is_due = plan.is_checkpoint_due(done.epoch, progress.step)
     is_best = plan.checkpoint_steps is not None and progress.best_validation is progress.validation
-    if is_end or ((is_due or is_best) and losses.is_calm):
+    losses.owes_checkpoint |= is_due
+    pays = losses.owes_checkpoint and losses.is_calm
+    if is_end or is_best or pays:  # the best is saved as it is; that its loss was not calm is written in it
         run.save(_rank(metrics))
-    elif is_due or is_best:
-        losses.owes_checkpoint = True
+    losses.owes_checkpoint &= not pays
     warning = progress.trend.not_learning(progress.epochs_done, run.settings.optimizer.warmup_epochs)
     if warning is not None:
         run.record(Notice(kind="warning", text=warning))

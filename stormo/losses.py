@@ -38,6 +38,7 @@ class LossWatch:
         self._is_on = is_on
         self._batch_size = batch_size
         self._patience = patience
+        self.wait_steps = patience  # of a checkpoint that is due, for a calm loss; the loop knows its epochs
         self._lag = _LAG_STEPS[world.device.type]
         self._part: Tensor | None = None  # of the step under way: this worker's part of the global mean
         self._pending: deque[tuple[Moment, int]] = deque()  # and the slot of its loss
@@ -51,7 +52,7 @@ class LossWatch:
     @property
     def is_calm(self) -> bool:
         """Whether a checkpoint of now would be a good one, as far as is known."""
-        return not self._is_on or self._trend.is_calm(self._patience)
+        return not self._is_on or self._trend.is_calm(self.wait_steps)
 
     def add(self, part: Tensor) -> None:
         """Take a pass's part of the step's mean loss."""
@@ -105,7 +106,7 @@ class LossWatch:
             kind=kind,
             epoch=moment.epoch,
             step=moment.step,
-            onset_step=moment.step + 1 - self._trend.num_leading(kind, self._patience),
+            onset_step=moment.step + 1 - self._trend.num_leading(kind, self.wait_steps),
             position=moment.position,
             loss=loss,
             first_loss=self._trend.first[0] if self._trend.first else None,

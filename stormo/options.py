@@ -331,8 +331,13 @@ def settings_from_toml(document: Mapping[str, Any], options: Sequence[Option], s
         declared = {option.name: option for option in options if option.section == section}
         for key, content in value.items():
             option = declared.get(key.replace("-", "_"))
-            if option is None or option.optional_value:  # --resume is said of one call, not of a run
-                raise unknown_name(f"key in section [{name}] of {source}", key, declared)
+            if option is None:
+                known = [name for name, one in declared.items() if not one.optional_value]
+                raise unknown_name(f"key in section [{name}] of {source}", key, known)
+            if option.optional_value:
+                raise SettingError(
+                    f"{key} was set in {source}", "it is said of one call, not of a run", f"set it by {option.flag}"
+                )
             settings[option.key] = option.convert(content, f"{key} in {source}")
     return settings
 
@@ -376,6 +381,8 @@ def to_toml(config: TrainConfig, effective: Effective) -> str:
     sections = {section: dataclasses.asdict(getattr(config, section)) for section in SECTIONS if section != "command"}
     if config.batch.global_batch_size is not None and config.batch.batch_size != "auto":
         del sections["batch"]["batch_size"]  # only one of the two is ever set
+    if config.stop.on_divergence != "rollback":
+        del sections["stop"]["rollback_factor"], sections["stop"]["max_rollbacks"]  # without effect
     del sections["run"]["resume"]  # said of one call, not of the run
     del sections["run"]["run_name"]  # the folder's own name; a run that repeats this one has another
     if config.task_options is not None:

@@ -19,6 +19,7 @@ class Progress:
     position: int = 0  # samples of it that are done
     step: int = 0  # optimizer steps since the start
     samples_seen: int = 0
+    samples_trained: int = 0  # with those of steps that a rollback has taken back
     train_time_s: float = 0.0  # without validation and checkpoints
     epoch_time_s: float = 0.0  # the part of it that belongs to the epoch under way
     wait_s: float = 0.0  # of this worker's loader
@@ -27,6 +28,7 @@ class Progress:
     num_rollbacks: int = 0
     rate_factor: float = 1.0  # of the learning rate, lowered by every rollback
     trend: Trend = field(default_factory=Trend)  # of the training loss
+    calm_steps: list[int] = field(default_factory=list)  # of the last two checkpoints saved while it was calm
     peak_memory_bytes: int | None = None
     epochs_done: int = 0  # validated ones
     target_streak: int = 0  # epochs in a row that reached the target
@@ -43,6 +45,7 @@ class Progress:
         self.step += 1
         self.position += len(samples)
         self.samples_seen += len(samples)
+        self.samples_trained += len(samples)
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
@@ -50,6 +53,7 @@ class Progress:
 
     def take(self, values: dict[str, Any]) -> None:
         """Put back what `to_json` gave."""
+        values = {"samples_trained": values.get("samples_seen", 0), **values}  # before it was counted apart
         for one in fields(self):
             # What an older release did not save stays at its default.
             if one.name in values:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from stormo import checkpoint
 from stormo.config import TrainConfig
-from stormo.divergence import Diverged, Trend, diagnosis, patience_steps, remedies
+from stormo.divergence import Diverged, Trend, diagnosis, remedies, wait_steps
 from stormo.errors import counted
 from stormo.journal import Journal
 from stormo.plan import Plan
@@ -18,8 +18,8 @@ from stormo.telemetry.record import DivergenceNoticed
 from stormo.telemetry.text import run_reference
 from stormo.world.world import World
 
-# Of what went wrong, too: the time was spent, and the number of starts is no matter of the weights.
-_KEPT = ("num_resumes", "train_time_s", "wait_s")
+# Of what went wrong, too: the time was spent on those samples, and the number of starts is no matter of the weights.
+_KEPT = ("num_resumes", "samples_trained", "train_time_s", "wait_s")
 
 
 class Recovery:
@@ -89,10 +89,9 @@ class Recovery:
         # The weights after a step are those of the next step's loss: where that is a bad one, they are to blame.
         last_step = diverged.step - 1 if diverged.has_bad_inputs else diverged.onset_step - 2
         found = [one for one in checkpoint.find(self._journal.folder.checkpoints) if one.step <= last_step]
-        patience = patience_steps(self._plan.steps_per_epoch)
         for one in found:
-            trend = checkpoint.load(one.path).state["progress"].get("trend", {})
-            if Trend(**trend).is_calm(patience):
+            progress = checkpoint.read_state(one.path)["progress"]
+            if Trend(**progress.get("trend", {})).is_calm(wait_steps(self._plan, progress["epoch"])):
                 return one.path
         return found[0].path if found else None
 

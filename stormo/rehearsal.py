@@ -23,9 +23,10 @@ from torch import Tensor
 from stormo.checkpoint import collect_random_state, restore_random_state
 from stormo.data.batches import batch_length, cut, tensors_in
 from stormo.data.loaders import Batch, Loader, Share
-from stormo.errors import SettingError
+from stormo.errors import SettingError, counted
 from stormo.metrics import Sums, Validation
 from stormo.strategies.strategy import Strategy
+from stormo.strategies.undo import Before
 from stormo.tasks.measured import read_metrics
 from stormo.tasks.returned import without_gradient
 from stormo.tasks.task import Task
@@ -53,6 +54,12 @@ _MEANINGS = (
         "mixes tensors",
         "the numbers of the batch and the weights must be of one type",
         "let the data set give torch.float32 (.float()), and class numbers as torch.int64 (.long())",
+    ),
+    (
+        r"storage of SparseTensorImpl",
+        "has a sparse gradient that is not of a layer nn.Embedding or nn.EmbeddingBag",
+        "DDP makes room for dense gradients wherever it does not know such a layer",
+        "call a layer of these with sparse=True, or leave sparse=True out",
     ),
     (
         r"'\w*Parallel' object (has no attribute|is not)",
@@ -92,15 +99,33 @@ def rehearse(
             batches = _checked(task, loader.first_and_last(), look)
             strategy.warm_up(loader, batches if every_shape else itertools.islice(batches, 1), look)
             if largest is not None:
-                first, loader.share = loader.share, largest
-                strategy.warm_up(loader, itertools.islice(loader.first_and_last(), 1))
-                loader.share = first
+                _try_largest(strategy, loader, largest)
         with explained(task, "validation_data", "metrics", strategy.world.device):
             rounds = validation.run(strategy.module, strategy.autocast, functools.partial(_look_for_means, strategy))
             next(rounds)
             cast("Generator[object]", rounds).close()
     finally:
         restore_random_state(*random_state)
+
+
+def _try_largest(strategy: Strategy, loader: Loader, largest: Share) -> None:
+    """Take a step with the largest pass, with the optimizer's state beside it, and undo it."""
+    share, before = loader.share, Before(strategy)
+    loader.share = largest
+    batch = next(loader.first_and_last())
+    try:
+        strategy.try_step(batch.data)
+    except torch.OutOfMemoryError as error:
+        size = batch.span.num_samples
+        raise SettingError(
+            "--grow-batch was set with --max-batch-size",
+            f"a pass of {counted(size, 'sample')} of the batch that has grown does not fit in memory "
+            f"({next(iter(str(error).splitlines()), '').rstrip('.')})",
+            f"set --max-batch-size below {size}, or leave it out to grow by accumulation",
+        ) from error
+    finally:
+        loader.share, loader.wait_s = share, 0.0
+    before.put_back()
 
 
 class _FirstLook:

@@ -41,7 +41,8 @@ def main(arguments: list[str]) -> int:
         if place is None or place.is_main:
             if task.needs_data_for_facts():
                 task.fetch()
-            dry_run.show(config, resolve(config, layout, task.facts()), sys.stdout)
+            has_own = task_class.optimizer is not Task.optimizer
+            dry_run.show(config, resolve(config, layout, task.facts()), sys.stdout, has_own=has_own)
         return 0
     if place is None and layout.world_size > 1:
         if not task.needs_data_for_facts():

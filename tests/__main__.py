@@ -22,6 +22,7 @@ BESIDE = (
 def main(arguments: list[str]) -> int:
     """Run all groups; the exit code is that of the first that fails."""
     pytest = [sys.executable, "-m", "pytest", *arguments]
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would each compile all modules
     with ExitStack() as stack:
         outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in BESIDE]
         processes = [

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stormo import checkpoint
-from stormo.divergence import NUM_HIGH_STEPS, Diverged, Trend, diagnosis, patience_steps, remedies
+from stormo import checkpoint, loop, losses
+from stormo.config import Effective
+from stormo.divergence import NUM_HIGH_STEPS, Diverged, Trend, diagnosis, patience_steps, remedies, wait_steps
 from stormo.errors import SettingError
 from stormo.journal import Journal
 from stormo.launch import alone
@@ -24,9 +26,12 @@ from stormo.loop import Outcome, Training, train
 from stormo.losses import LossWatch, Moment
 from stormo.metrics import Validation
 from stormo.optim.schedule import make_schedule
+from stormo.options import to_toml
+from stormo.plan.checks import check_numbers
 from stormo.process import SetUp
 from stormo.progress import Progress
 from stormo.recovery import Recovery
+from stormo.strategies.graph import _no_synchronisation as no_synchronisation
 from stormo.telemetry.console import PlainConsole
 from stormo.telemetry.files import EventFile, RunFolder, current_events, read_events
 from stormo.telemetry.record import CheckpointSaved, DivergenceNoticed, EpochDone, Notice, Record, RunStarted, Sink
@@ -34,6 +39,7 @@ from stormo.telemetry.tensorboard import TensorBoardFile
 from stormo.telemetry.terminal import TerminalConsole
 from stormo.world.signals import StopFlag
 from stormo.world.world import Vote, World
+from tests.strategies.test_graph import Images, build_on_gpu
 from tests.test_loop import prepare
 from tests.tiny_run import Parts, assert_same_bits, build, whole_state
 from tests.tiny_task import Tiny
@@ -148,7 +154,16 @@ def test_patience_is_an_epoch_within_limits() -> None:
     assert [patience_steps(steps) for steps in (3, 100, 469, 50_000)] == [100, 100, 469, 1000]
 
 
-def test_a_loss_that_rises_is_not_calm_for_as_long_as_it_may_still_be_lost() -> None:
+@pytest.mark.parametrize(
+    ("num_train", "epoch", "expected"),
+    [(64, 1, 4), (64, 2, 2), (1600, 1, 100), (1600, 3, 50), (160_000, 1, 1000), (160_000, 2, 1000)],
+)
+def test_a_checkpoint_waits_for_an_epoch_of_the_batch_as_it_is_then(num_train: int, epoch: int, expected: int) -> None:
+    parts = _settings({"num_train": num_train}, grow_batch="1:2x")
+    assert wait_steps(parts.plan, epoch) == expected
+
+
+def test_a_loss_that_rises_is_not_calm_until_it_has_lasted() -> None:
     trend = Trend()
 
     def see(*losses: float) -> bool:
@@ -202,67 +217,83 @@ def test_progress_carries_the_trend_and_takes_what_an_older_release_saved() -> N
     again = Progress()
     again.take(progress.to_json())
     assert again == progress
-    old = {name: value for name, value in Progress(step=7).to_json().items() if name not in ("trend", "rate_factor")}
+    now = Progress(step=7, samples_seen=70, samples_trained=90).to_json()
+    new = ("trend", "rate_factor", "samples_trained", "calm_steps")
     again = Progress()
-    again.take(old)
-    assert again == Progress(step=7)
+    again.take({name: value for name, value in now.items() if name not in new})
+    assert again == Progress(step=7, samples_seen=70, samples_trained=70)
 
 
 # --- the losses of all workers ----------------------------------------------------------------------------------------
 
 
-def _watched(world: World, bad_rank: int, bad_step: int) -> tuple[int, str, float, int, list[float]]:
+@contextlib.contextmanager
+def lagging(num_steps: int) -> Iterator[None]:
+    """Losses are read so many steps late in this process, as they are on a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(losses._LAG_STEPS, "cpu", num_steps)
+        yield
+
+
+def _watched(world: World, lag: int, bad_rank: int, bad_step: int) -> tuple[int, str, float, int, list[float]]:
     """A step counted until it is stopped, whose loss is not finite on one rank alone."""
     trend, vote = Trend(), Vote(world)
-    losses = LossWatch(world, trend, is_on=True, batch_size=64, patience=100)
+    with lagging(lag):
+        watch = LossWatch(world, trend, is_on=True, batch_size=64, patience=100)
     for step in range(1, 20):
-        vote.cast(0, losses.share())
+        vote.cast(0, watch.share())
         is_bad = world.rank == bad_rank and step == bad_step
-        losses.add(torch.tensor(NAN if is_bad else 0.25 * (world.rank + 1)))
-        losses.add(torch.tensor(0.5))
-        losses.note(Moment(epoch=1, step=step, position=10 * step, learning_rate=0.1))
+        watch.add(torch.tensor(NAN if is_bad else 0.25 * (world.rank + 1) * step))
+        watch.add(torch.tensor(0.5))
+        watch.note(Moment(epoch=1, step=step, position=10 * step, learning_rate=0.1))
         assert vote.outcome() == 0
-        if diverged := losses.hear(vote.total()):
+        if diverged := watch.hear(vote.total()):
             return step, diverged.kind, diverged.loss, diverged.step, trend.first
     raise AssertionError("nothing was noticed")
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_all_workers_learn_of_one_worker_s_loss_at_the_same_step(run_ranks: Ranks, size: int) -> None:
-    total = sum(0.25 * (rank + 1) + 0.5 for rank in range(size))
-    for noticed_at, kind, loss, step, first in run_ranks(_watched, size, size - 1, 4):
-        assert (noticed_at, kind, step) == (5, "loss", 4)
+@pytest.mark.parametrize(("size", "lag", "bad_step"), [(1, 1, 4), (2, 1, 4), (3, 1, 4), (1, 4, 9), (2, 4, 6)])
+def test_all_workers_learn_of_one_worker_s_loss_at_the_same_step(
+    run_ranks: Ranks, size: int, lag: int, bad_step: int
+) -> None:
+    heard = [sum(0.25 * (rank + 1) * step + 0.5 for rank in range(size)) for step in range(1, bad_step)]
+    for noticed_at, kind, loss, step, first in run_ranks(_watched, size, lag, size - 1, bad_step):
+        assert (noticed_at, kind, step) == (bad_step + lag, "loss", bad_step)
         assert math.isnan(loss)
-        assert first == [pytest.approx(total)] * 3  # the loss of the whole batch
+        assert first == pytest.approx(heard[:5])  # the losses of whole batches, in order
 
 
-def _settled(world: World, breaks_weights: bool) -> tuple[str | None, int]:
+def _settled(world: World, lag: int, breaks_weights: bool) -> tuple[str | None, int, list[float]]:
     trend, model = Trend(), nn.Linear(2, 2)
     model.bias.requires_grad_(False).fill_(-INF)  # a constant of the task, such as a mask
-    losses = LossWatch(world, trend, is_on=True, batch_size=64, patience=100)
-    assert losses.settle(model) is None
-    losses.add(torch.tensor(1.0))
-    losses.note(Moment(epoch=1, step=1, position=0, learning_rate=0.1))
+    with lagging(lag):
+        watch = LossWatch(world, trend, is_on=True, batch_size=64, patience=100)
+    assert watch.settle(model) is None
+    for step in range(1, lag + 1):
+        watch.add(torch.tensor(float(step)))
+        watch.note(Moment(epoch=1, step=step, position=0, learning_rate=0.1))
     if breaks_weights and world.rank == 0:
         with torch.no_grad():
             model.weight[0, 0] = NAN
-    diverged = losses.settle(model)
-    return diverged.kind if diverged else None, len(trend.first)
+    diverged = watch.settle(model)
+    return diverged.kind if diverged else None, diverged.step if diverged else 0, trend.first
 
 
+@pytest.mark.parametrize("lag", [1, 4])
 @pytest.mark.parametrize("breaks_weights", [False, True])
 def test_before_a_checkpoint_every_loss_is_known_and_the_weights_are_looked_at(
-    run_ranks: Ranks, breaks_weights: bool
+    run_ranks: Ranks, lag: int, breaks_weights: bool
 ) -> None:
-    assert run_ranks(_settled, 2, breaks_weights) == [("weights" if breaks_weights else None, 1)] * 2
+    found = ("weights", lag) if breaks_weights else (None, 0)
+    assert run_ranks(_settled, 2, lag, breaks_weights) == [(*found, [2.0, 4.0, 6.0, 8.0][:lag])] * 2
 
 
 def test_what_is_ignored_is_not_even_looked_at() -> None:
     trend = Trend()
-    losses = LossWatch(World(alone(), torch.device("cpu")), trend, is_on=False, batch_size=64, patience=100)
-    losses.add(torch.tensor(NAN))
-    losses.note(Moment(epoch=1, step=1, position=0, learning_rate=0.1))
-    assert (losses.share(), losses.hear(NAN), losses.settle(nn.Linear(1, 1)), losses.is_calm) == (0.0, None, None, True)
+    watch = LossWatch(World(alone(), torch.device("cpu")), trend, is_on=False, batch_size=64, patience=100)
+    watch.add(torch.tensor(NAN))
+    watch.note(Moment(epoch=1, step=1, position=0, learning_rate=0.1))
+    assert (watch.share(), watch.hear(NAN), watch.settle(nn.Linear(1, 1)), watch.is_calm) == (0.0, None, None, True)
     assert trend == Trend()
 
 
@@ -280,15 +311,17 @@ def breaking_at(call: int, value: float = NAN, lasts: float = INF) -> type[Tiny]
     return Breaking
 
 
+@pytest.mark.parametrize("lag", [1, 4])
 @pytest.mark.parametrize(
     ("bad_step", "noticed_at", "saved"),
     [(1, 1, []), (2, 2, [1]), (3, 3, [1, 2]), (4, 4, [1, 2, 3]), (6, 6, [1, 2, 3, 4, 5])],
 )
 def test_no_checkpoint_is_published_after_a_loss_that_is_not_finite(
-    bad_step: int, noticed_at: int, saved: list[int]
+    bad_step: int, noticed_at: int, saved: list[int], lag: int
 ) -> None:
     run = prepare(task_class=breaking_at(bad_step), checkpoint_every="1")
-    outcome = train(run.training)
+    with lagging(lag):
+        outcome = train(run.training)
     assert outcome.stopped_by == "divergence"
     assert outcome.diverged is not None
     assert (outcome.diverged.kind, outcome.diverged.step) == ("loss", bad_step)
@@ -297,11 +330,67 @@ def test_no_checkpoint_is_published_after_a_loss_that_is_not_finite(
     assert [step for step, *_ in run.saves] == saved
 
 
-def test_without_a_checkpoint_to_wait_for_it_is_known_one_step_later() -> None:
-    run = prepare({"num_train": 160}, task_class=breaking_at(4), checkpoint_every="0")
-    outcome = train(run.training)
+@pytest.mark.parametrize(
+    ("lag", "every", "noticed_at"),
+    [(1, "0", 5), (4, "0", 8), (4, "7", 7)],  # the last with four losses still unknown when a checkpoint is due
+)
+def test_without_a_checkpoint_to_wait_for_it_is_known_a_fixed_number_of_steps_later(
+    lag: int, every: str, noticed_at: int
+) -> None:
+    run = prepare({"num_train": 160}, task_class=breaking_at(4), checkpoint_every=every)
+    with lagging(lag):
+        outcome = train(run.training)
     assert outcome.diverged is not None
-    assert (outcome.diverged.step, run.parts.state.progress.step, run.saves) == (4, 5, [])
+    assert (outcome.diverged.step, run.parts.state.progress.step, run.saves) == (4, noticed_at, [])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_on_a_gpu_no_step_waits_for_the_device_to_know_its_loss(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Breaking(Images):
+        num_steps = 0
+
+        def loss(self, model: nn.Module, batch: Any) -> Tensor:
+            return super().loss(model, batch) * (NAN if self.num_steps == 3 else 1.0)
+
+    parts = build_on_gpu(Breaking, {"num_train": 320}, epochs=1, checkpoint_every="0", graph=False, precision=precision)
+    parts.strategy.warm_up(parts.loader)
+    epoch = parts.loader.epoch
+    num_batches = 0
+
+    def watched(*where: int) -> Iterator[Any]:
+        nonlocal num_batches
+        for batch in epoch(*where):
+            with no_synchronisation():  # torch.cuda.set_sync_debug_mode("error")
+                yield batch
+            num_batches += 1
+        raise AssertionError("nothing was noticed")
+
+    def inspect(run: Training, diverged: Diverged) -> Diverged:
+        return diverged  # reads the batch again, and waits for it
+
+    monkeypatch.setattr(parts.loader, "epoch", watched)
+    monkeypatch.setattr(loop, "_inspected", inspect)
+    monkeypatch.setattr(loop, "_SECONDS_BETWEEN_RECORDS", INF)  # a record waits, a few times a second
+    training = Training(
+        world=parts.world,
+        plan=parts.plan,
+        settings=parts.config,
+        state=parts.state,
+        loader=parts.loader,
+        validation=Validation(parts.task, parts.task.validation_data(), 10, parts.world),
+        schedule=make_schedule(parts.config, parts.plan, 1.0),
+        flag=StopFlag(),
+        record=lambda record: None,
+        save=lambda metric: None,
+        sign_of_life=lambda step: setattr(parts.task, "num_steps", step),
+    )
+    outcome = train(training)
+    assert outcome.diverged is not None
+    assert (outcome.diverged.kind, outcome.diverged.step) == ("loss", 4)
+    assert (parts.state.progress.step, num_batches) == (8, 7)
 
 
 def test_a_signal_does_not_save_what_has_diverged() -> None:
@@ -356,6 +445,48 @@ def test_checkpoints_wait_while_the_loss_is_not_calm_and_come_as_soon_as_it_is()
     assert [step for step, *_ in run.saves] == [5, 12, 15, 20]  # not 10 with the spike, nor 11 before its loss is known
 
 
+def uneasy_from(call: int) -> type[Tiny]:
+    """The tiny task, whose loss falls to a tenth and is half of its start again from one call on, for good."""
+
+    class Uneasy(Tiny):
+        def loss(self, model: nn.Module, batch: Any) -> Tensor:
+            loss = super().loss(model, batch)
+            num = self.num_calls
+            return loss * 0 + (10.0 if num <= 5 else 1.0 if num < call else 5.0)
+
+    return Uneasy
+
+
+def test_checkpoints_wait_for_an_epoch_at_most_although_a_loss_that_is_lost_takes_longer() -> None:
+    run = prepare({"num_train": 64}, task_class=uneasy_from(69), checkpoint_every="1ep", epochs=40)
+    assert train(run.training).diverged is None
+    saved = [step for step, *_ in run.saves]
+    assert saved[:20] == [4 * epoch for epoch in range(1, 21)]
+    # The smoothed loss has lost a quarter of its fall in step 86, and four steps later that is how it is.
+    assert saved[20:23] == [84, 91, 92]
+    assert saved[-1] == 160
+
+
+def test_the_best_epoch_is_saved_as_it_is_also_while_the_loss_is_not_calm() -> None:
+    accuracies = iter([*[0.1] * 20, 0.1, 0.9, *[0.1] * 8])
+
+    class Scripted(uneasy_from(69)):  # type: ignore[misc]
+        def metrics(self, model: nn.Module, batch: Any) -> Any:
+            return {"accuracy": torch.tensor(next(accuracies) * len(batch[0])), "loss": torch.tensor(1.0)}
+
+    calm: dict[int, bool] = {}
+
+    def on_save(run: Any) -> None:
+        progress = run.parts.state.progress
+        calm[progress.step] = progress.trend.is_calm(4)
+
+    flags: dict[str, Any] = {"checkpoint_every": "99ep", "epochs": 30, "validation_batch_size": 30}
+    run = prepare({"num_train": 64}, task_class=Scripted, on_save=on_save, **flags)
+    assert train(run.training).diverged is None
+    assert [metric for *_, metric in run.saves] == pytest.approx([0.1, 0.9, 0.1])
+    assert calm == {4: True, 88: False, 120: True}  # a rollback passes over what was not calm
+
+
 def test_a_run_that_does_not_learn_is_warned_of() -> None:
     flags: dict[str, Any] = {"warmup_epochs": 0.0, "epochs": 45, "base_lr": 1e-12, "checkpoint_every": "0"}
     run = prepare({"dropout": 0.0}, **flags)
@@ -369,14 +500,15 @@ def test_a_run_that_does_not_learn_is_warned_of() -> None:
 
 
 class Recovering(Tiny):
-    """Its loss is lost in step 6 as long as the rate is above 0.06, whoever asks and however often."""
+    """Its loss is lost in one step as long as the rate is above 0.06, whoever asks and however often."""
 
+    bad_step: int
     rate: Callable[[], float]
     num_steps: Callable[[], int]
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         loss = super().loss(model, batch)
-        return loss * NAN if self.num_steps() == 5 and self.rate() > 0.06 else loss
+        return loss * NAN if self.num_steps() == self.bad_step - 1 and self.rate() > 0.06 else loss
 
 
 def put_together(world: World, folder: str, task_class: type[Tiny], **flags: Any) -> tuple[Parts, Training, Any]:
@@ -384,15 +516,17 @@ def put_together(world: World, folder: str, task_class: type[Tiny], **flags: Any
     flags = {"global_batch_size": 16, "target_accuracy": 1.1, "validation_batch_size": 10, "precision": "fp64", **flags}
     flags = {"runs_folder": folder, "epochs": 3, "checkpoint_every": "2", "tensorboard": False, **flags}
     options = {
-        "num_train": 40,
+        "num_train": flags.pop("num_train", 40),
         "num_validation": 30,
         "dropout": 0.3,
         "jitter": True,
         "noisy": flags.pop("noisy", False),
     }
+    bad_step = flags.pop("bad_step", 6)
     parts = build(world, options, task_class=task_class, **flags)
     progress, schedule = parts.state.progress, make_schedule(parts.config, parts.plan, 1.0)
     if isinstance(parts.task, Recovering):
+        parts.task.bad_step = bad_step
         parts.task.num_steps = lambda: progress.step
         parts.task.rate = lambda: schedule(progress.step) * progress.rate_factor
     parts.strategy.warm_up(parts.loader)
@@ -429,13 +563,22 @@ def put_together(world: World, folder: str, task_class: type[Tiny], **flags: Any
 def _comparable(parts: Parts) -> dict[str, Any]:
     """Everything that two runs which are one have in common: all but times and how often they were resumed."""
     progress = parts.state.progress.to_json()
-    times = ("train_time_s", "epoch_time_s", "wait_s", "wall_time_s", "peak_memory_bytes", "num_resumes")
+    times = ["train_time_s", "epoch_time_s", "wait_s", "wall_time_s", "peak_memory_bytes", "num_resumes"]
+    times += ["samples_trained"]  # in those times
     counted = {name: repr(value) for name, value in progress.items() if name not in times}
     return {**whole_state(parts), **counted}
 
 
 def _rolled_back(world: World, folder: str, flags: dict[str, Any]) -> tuple[Any, Any, list[Any], dict[str, Any]]:
     """A run that rolls back once, and one that was resumed by hand from the same checkpoint with the lower rate."""
+    flags = dict(flags)
+    with lagging(flags.pop("lag", 1)):
+        return _rolled_back_and_by_hand(world, folder, flags)
+
+
+def _rolled_back_and_by_hand(
+    world: World, folder: str, flags: dict[str, Any]
+) -> tuple[Any, Any, list[Any], dict[str, Any]]:
     parts, training, (journal, _, records) = put_together(
         world, folder, Recovering, run_name="rolled", on_divergence="rollback", base_lr=0.1, **flags
     )
@@ -445,16 +588,15 @@ def _rolled_back(world: World, folder: str, flags: dict[str, Any]) -> tuple[Any,
     rolled = _comparable(parts)
     parts.loader.close()
 
-    by_hand, training, (journal, *_) = put_together(world, folder, Recovering, run_name="hand", epochs=3, **flags)
+    by_hand, training, (journal, recovery, _) = put_together(world, folder, Recovering, run_name="hand", **flags)
     diverged = train(training).diverged
     assert diverged is not None
-    assert diverged.step == 6
+    recovery.give_up(diverged)
     journal.end("divergence")
     by_hand.loader.close()
     by_hand, training, (journal, *_) = put_together(
         world, folder, Recovering, run_name="hand", resume="hand", base_lr=0.05, **flags
     )
-    assert by_hand.state.progress.step == 4
     assert train(training) == Outcome("epochs")
     journal.end("epochs")
     by_hand.loader.close()
@@ -462,28 +604,100 @@ def _rolled_back(world: World, folder: str, flags: dict[str, Any]) -> tuple[Any,
 
 
 @pytest.mark.parametrize(
-    ("size", "flags"),
+    ("size", "flags", "bad_step", "back_to", "num_lost", "steps"),
     [
-        (1, {}),
-        (2, {"optimizer": "adamw", "warmup_epochs": 1.0, "warmup_from": 0.0}),
-        (1, {"noisy": True}),
-        (2, {"accumulate": 2}),
+        (1, {}, 6, 4, 24, 9),
+        (2, {"optimizer": "adamw", "warmup_epochs": 1.0, "warmup_from": 0.0}, 6, 4, 24, 9),
+        (1, {"noisy": True}, 6, 4, 24, 9),
+        (2, {"accumulate": 2}, 6, 4, 24, 9),
+        # Thirteen steps an epoch, and the losses of steps 5 to 8 are read together before a checkpoint.
+        (1, {"lag": 4, "num_train": 200, "checkpoint_every": "4"}, 6, 4, 64, 39),
+        # Three steps of 16, then two of 32 an epoch: the first of the larger batch is lost, and step 3 is to blame.
+        (1, {"grow_batch": "1:2x", "noisy": True}, 4, 2, 40, 7),
     ],
-    ids=["one worker", "two workers", "streamed", "accumulation"],
+    ids=["one worker", "two workers", "streamed", "accumulation", "read late", "over a border of growth"],
 )
 def test_a_rollback_is_a_resume_with_a_lower_rate_to_the_last_bit(
-    run_ranks: Ranks, tmp_path: Path, size: int, flags: dict[str, Any]
+    run_ranks: Ranks,
+    tmp_path: Path,
+    size: int,
+    flags: dict[str, Any],
+    bad_step: int,
+    back_to: int,
+    num_lost: int,
+    steps: int,
 ) -> None:
+    flags = flags | {"bad_step": bad_step}
     for rank, (rolled, by_hand, records, summary) in enumerate(run_ranks(_rolled_back, size, str(tmp_path), flags)):
         told = {"num_rollbacks": ("1", "0"), "rate_factor": ("0.5", "1.0")}
         for name, values in told.items():
             assert (rolled.pop(name), by_hand.pop(name)) == values
         assert_same_bits(rolled, by_hand)
-        assert (summary["num_rollbacks"], summary["num_resumes"], summary["steps"]) == (1, 0, 9)
+        assert (summary["num_rollbacks"], summary["num_resumes"], summary["steps"]) == (1, 0, steps)
+        # The time of what was lost counts, and so do its samples.
+        assert summary["samples_trained"] == summary["samples_seen"] + num_lost
+        assert summary["samples_per_s"] * summary["train_time_s"] == pytest.approx(summary["samples_trained"])
         if rank == 0:
             (noticed,) = [record for record in records if isinstance(record, DivergenceNoticed)]
-            assert (noticed.step, noticed.rolled_back_to_step, noticed.rate_factor) == (6, 4, 0.5)
-            assert noticed.text.endswith("Going back to step 4 with the learning rate × 0.5 (rollback 1 of 3).")
+            assert (noticed.step, noticed.rolled_back_to_step, noticed.rate_factor) == (bad_step, back_to, 0.5)
+            end = f"Going back to step {back_to} with the learning rate × 0.5 (rollback 1 of 3)."
+            assert noticed.text.endswith(end)
+            said = [record.text for record in records if isinstance(record, Notice) and "The batch has" in record.text]
+            assert [text.split()[3] for text in said] == ["grown", "gone", "grown"] * ("grow_batch" in flags)
+
+
+def _goes_back(world: World, folder: str) -> tuple[list[str], list[str], int]:
+    """What a rollback reads of three checkpoints, of which the newest two were saved while the loss was not calm."""
+    parts, _, (journal, recovery, _) = put_together(
+        world, folder, Tiny, run_name="back", on_divergence="rollback", keep_checkpoints=9
+    )
+    progress = parts.state.progress
+    for step, num_uneasy in ((3, 0), (6, 1), (9, 2)):
+        progress.step, progress.trend.num_uneasy = step, num_uneasy
+        journal.save(None)
+    states, wholes = list[str](), list[str]()
+
+    def noted(read: Callable[[Path], Any], into: list[str]) -> Callable[[Path], Any]:
+        def reads(path: Path) -> Any:
+            into.append(path.name)
+            return read(path)
+
+        return reads
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "read_state", noted(checkpoint.read_state, states))
+        patch.setattr(checkpoint, "load", noted(checkpoint.load, wholes))
+        assert recovery.roll_back(_lost(step=12, onset_step=12))
+    journal.end("epochs")
+    return states, wholes, progress.step
+
+
+def test_to_go_back_one_checkpoint_is_loaded_and_of_the_others_only_the_state_is_read(
+    run_ranks: Ranks, tmp_path: Path
+) -> None:
+    ((states, wholes, step),) = run_ranks(_goes_back, 1, str(tmp_path))
+    assert states == ["step-00000009", "step-00000006", "step-00000003"]
+    assert (wholes, step) == (["step-00000003"], 3)
+
+
+def _stays_uneasy(world: World, folder: str) -> tuple[list[int], list[int]]:
+    """The checkpoints on disk after many of a loss that is not calm, and after a calm one."""
+    parts, _, (journal, *_) = put_together(world, folder, Tiny, run_name="uneasy", keep_checkpoints=2)
+    progress, found = parts.state.progress, []
+    for step, num_uneasy in (*((step, 0) for step in range(1, 5)), *((step, step - 4) for step in range(5, 12))):
+        progress.step, progress.trend.num_uneasy = step, num_uneasy
+        journal.save(None)
+    for step in (11, 12):
+        if step == 12:
+            progress.step, progress.trend.num_uneasy = step, 0
+            journal.save(None)
+        found.append([one.step for one in checkpoint.find(journal.folder.checkpoints)])
+    journal.end("epochs")
+    return found[0], found[1]
+
+
+def test_the_last_calm_checkpoints_stay_until_the_loss_is_calm_again(run_ranks: Ranks, tmp_path: Path) -> None:
+    assert run_ranks(_stays_uneasy, 1, str(tmp_path)) == [([11, 10, 4, 3], [12, 11])]
 
 
 class KilledError(Exception):
@@ -623,8 +837,9 @@ def _lost(**changes: Any) -> Diverged:
     return replace(lost, **changes)
 
 
-def _settings(**flags: Any) -> Parts:
-    return build(World(alone(), torch.device("cpu")), {"num_train": 160}, **{"global_batch_size": 16, **flags})
+def _settings(task_options: dict[str, Any] | None = None, **flags: Any) -> Parts:
+    flags = {"global_batch_size": 16, **flags}
+    return build(World(alone(), torch.device("cpu")), {"num_train": 160, **(task_options or {})}, **flags)
 
 
 @pytest.mark.parametrize(
@@ -689,8 +904,42 @@ def test_of_an_optimizer_of_its_own_no_rate_is_promised() -> None:
         ({"rollback_factor": 1.0}, "--rollback-factor 1 was set, but a rollback lowers the rate by it"),
         ({"rollback_factor": 0.0}, "--rollback-factor 0 was set"),
         ({"max_rollbacks": 0}, "--max-rollbacks 0 was set"),
+        (
+            {"rollback_factor": 0.5},
+            "--rollback-factor 0.5 was set with --on-divergence stop, but a run goes back only under --on-divergence "
+            "rollback; leave out --rollback-factor, or set --on-divergence rollback",
+        ),
+        ({"max_rollbacks": 3, "on_divergence": "ignore"}, "--max-rollbacks 3 was set with --on-divergence ignore"),
     ],
 )
 def test_settings_that_cannot_hold_are_refused(flags: dict[str, Any], sentence: str) -> None:
     with pytest.raises(SettingError, match=sentence):
         _settings(**flags)
+
+
+def test_what_a_run_leaves_of_settings_repeats_it_and_names_no_rollbacks_where_there_are_none() -> None:
+    effective = Effective(global_batch_size=16, learning_rate=0.1, warmup_start=0.1)
+    assert "rollback" not in to_toml(_settings().config, effective)
+    kept = to_toml(_settings(on_divergence="rollback", max_rollbacks=2).config, effective)
+    assert "rollback_factor = 0.5\nmax_rollbacks = 2\n" in kept
+
+
+def test_a_run_that_went_back_may_go_on_without_rollbacks() -> None:
+    parts = _settings(on_divergence="rollback", rollback_factor=0.25)
+    config = replace(parts.config, stop=replace(parts.config.stop, on_divergence="stop"), given=frozenset())
+    check_numbers(config)  # what the run inherits is not what the user gives now
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({}, "it ends (--on-divergence stop)"),
+        (
+            {"on_divergence": "rollback", "max_rollbacks": 1},
+            "it goes back, with the rate × 0.5, at most 1 time (--on-divergence rollback)",
+        ),
+        ({"on_divergence": "ignore"}, "it trains on (--on-divergence ignore)"),
+    ],
+)
+def test_the_plan_says_what_becomes_of_a_run_that_diverges(flags: dict[str, Any], said: str) -> None:
+    assert dict(_settings(**flags).plan.explanation)["stop"].endswith(f"; once the loss is lost {said}")

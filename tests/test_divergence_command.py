@@ -1,4 +1,4 @@
-"""The real command with an absurd learning rate: it stops with a diagnosis, or goes back and recovers.
+"""The real command with an absurd learning rate: it goes back, stops with a diagnosis, and recovers.
 
 The rate is 0.25 in the first step and beyond all measure from the second on, whose weights give the third step a loss
 that is huge, and the fourth one that is not a number. All factors are powers of two, so that a rate that was lowered by
@@ -11,64 +11,73 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from stormo import checkpoint
+from stormo.cli import main
 from stormo.data.iterables import IterableLoader
 from stormo.data.loaders import Share
 from stormo.telemetry.files import current_events, read_events
-from tests.test_train import checkpoints, stormo, summary
+from tests.test_train import SETTINGS, TASK, checkpoints, stormo, summary
 
 ABSURD = ["--base-lr", str(2.0**65), "--warmup-epochs", "1", "--warmup-from", str(2.0**-68), "--checkpoint-every", "1"]
-PLAIN = ["--no-task.norm", "--num-gpus", "2"]
+ABSURD += ["--no-task.norm"]
+ROLLBACK = ["--on-divergence", "rollback", "--rollback-factor"]
 
 
-def test_an_absurd_rate_stops_the_run_and_its_last_good_checkpoint_goes_on_or_it_rolls_back(tmp_path: Path) -> None:
-    done = stormo(tmp_path, *ABSURD, *PLAIN, "--run-name", "one")
+def test_two_workers_go_back_together_and_stop_with_what_happened(tmp_path: Path) -> None:
+    once = [*ROLLBACK, "0.5", "--max-rollbacks", "1"]  # half of an absurd rate
+    done = stormo(tmp_path, *ABSURD, *once, "--num-gpus", "2", "--run-name", "one")
     run = tmp_path / "runs" / "one"
     assert (done.returncode, done.stderr) == (65, "")
-    said = done.stdout.splitlines()[-1]
-    assert said.startswith("Diverged at step 4 (epoch 1): the training loss became ")
-    assert " at that step, in step 4 of 8 of warm-up; 2 × --base-lr for the batch of 128, by the linear rule). " in said
-    assert "Try --base-lr 1.84467e+19, --clip-norm 1, --lr-rule sqrt, " in said
+    back, end = [line for line in done.stdout.splitlines() if line.startswith("Diverged at step ")]
+    assert back.startswith("Diverged at step 4 (epoch 1): the training loss became ")
+    assert back.endswith("Going back to step 1 with the learning rate × 0.5 (rollback 1 of 1).")
+    assert " at that step, in step 4 of 8 of warm-up; 2 × --base-lr for the batch of 128, by the linear rule). " in back
+    assert end == done.stdout.splitlines()[-1]
+    assert " 1 rollback did not help. Try --base-lr 1.84467e+19, --clip-norm 1, --lr-rule sqrt, " in end
     command = "stormo train --resume one --base-lr 1.84467e+19"
-    assert said.endswith(f"The last good checkpoint is that of step 1; go on from it with: {command}")
+    assert end.endswith(f"The last good checkpoint is that of step 1; go on from it with: {command}")
     ended = summary(run)
-    assert (ended["stopped_by"], ended["diverged_at_step"], ended["num_rollbacks"]) == ("divergence", 4, 0)
+    assert (ended["stopped_by"], ended["diverged_at_step"], ended["num_rollbacks"]) == ("divergence", 4, 1)
+    assert ended["samples_trained"] == ended["samples_seen"] + 4 * 128  # steps 2 to 5, in which step 4 was known
     good = [name for name in checkpoints(run) if name.startswith("step-")]
     assert good == ["step-00000001"]  # that of step 2 is set aside: its weights gave the huge loss
     weights = checkpoint.load(run / "checkpoints" / good[0]).model
     assert all(bool(tensor.isfinite().all()) for tensor in weights.values())
 
-    by_hand = stormo(tmp_path, "--resume", "one", "--base-lr", "0.125")
-    assert by_hand.returncode == 0, by_hand.stderr
-    assert "Warning: one diverged at step 4; it goes on from step 1\n" in by_hand.stdout
-    expected = summary(run)
 
-    # The same by itself, streamed by loading processes that are far ahead when it goes back.
-    rolling = [
-        *ABSURD,
-        *PLAIN,
-        "--on-divergence",
-        "rollback",
-        "--rollback-factor",
-        str(2.0**-68),
-        "--loader",
-        "streamed",
-    ]
-    rolled = stormo(tmp_path, *rolling, "--loader-workers", "1", "--run-name", "two")
-    assert rolled.returncode == 0, rolled.stderr
+def test_a_rollback_is_what_the_command_of_the_diagnosis_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert _train("--run-name", "one", *ABSURD) == 65
+    assert _train("--resume", "one", "--base-lr", "0.125") == 0
+    assert "Warning: one diverged at step 4; it goes on from step 1\n" in capfd.readouterr().out
+    expected = summary(tmp_path / "runs" / "one")
+
+    # The same by itself, streamed by a loading process that is far ahead when it goes back.
+    rolling = [*ABSURD, *ROLLBACK, str(2.0**-68), "--loader", "streamed"]
+    assert _train("--run-name", "two", *rolling, "--loader-workers", "1") == 0
     _recovered(tmp_path / "runs" / "two", expected, num_resumes=0)
 
-    # Rank 0 is at its third call in the rehearsal's last; the run is killed in the sixth step after the rollback.
-    killed = stormo(tmp_path, *rolling, "--loader-workers", "0", "--run-name", "three", fault="kill-job 0 11")
-    assert killed.returncode == -9
-    resumed = stormo(tmp_path, "--resume", "three")
-    assert resumed.returncode == 0, resumed.stderr
-    assert f"after 1 rollback the learning rate is × {2.0**-68:g} of the schedule\n" in resumed.stdout
+    # It fails in the sixth step after the rollback: one call is the rehearsal's, and four came before.
+    monkeypatch.setenv("TINY_FAULT", "raise 0 11")
+    with pytest.raises(ValueError, match="on purpose"):
+        _train("--run-name", "three", *rolling, "--loader-workers", "0")
+    monkeypatch.delenv("TINY_FAULT")
+    capfd.readouterr()
+    assert _train("--resume", "three") == 0
+    assert f"after 1 rollback the learning rate is × {2.0**-68:g} of the schedule\n" in capfd.readouterr().out
     _recovered(tmp_path / "runs" / "three", expected, num_resumes=1)
+
+
+def _train(*arguments: str) -> int:
+    """The command in this process, with one worker."""
+    return main(["train", TASK, "--device", "cpu", *SETTINGS, *arguments])
 
 
 def _recovered(run: Path, expected: dict[str, Any], *, num_resumes: int) -> None:

@@ -65,11 +65,18 @@ def test_a_picture_is_drawn(name: str, tmp_path: Path) -> None:
         (["--plot-schedule"], "--plot-schedule was set without --dry-run"),
         (["--dry-run", "--plot-schedule", "curve.gif"], "its ending is none of .png, .svg, .csv"),
         (["--dry-run", "--plot-schedule", "nowhere/curve.png"], "there is no folder nowhere"),
+        (["--dry-run", "--plot-schedule", "/proc/curve.csv"], "it cannot be written"),
     ],
 )
 def test_what_cannot_be_drawn(flags: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *flags, *FLAGS]) == 2
     assert why in capsys.readouterr().err
+
+
+def test_a_drawing_of_a_long_run_takes_no_longer(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--epochs", "1000000", "--batch-size", "1", "--decay", "linear", "--warmup-epochs", "0"]
+    assert main(["train", "--dry-run", "--plot-schedule", "--device", "cpu", *flags]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("epoch 0" + "1e+06".rjust(66))
 
 
 def test_fewer_steps_than_columns_leave_no_gap() -> None:

@@ -14,7 +14,7 @@ from stormo import loop
 from stormo.launch import alone
 from stormo.loop import Outcome, Training, train
 from stormo.metrics import Validation
-from stormo.optim.schedule import Schedule
+from stormo.optim.schedule import make_schedule
 from stormo.stopwatch import Stopwatch
 from stormo.tasks.task import Task
 from stormo.telemetry.record import EpochDone, Notice, Record, StepDone, ValidationProgress
@@ -43,6 +43,7 @@ def prepare(
     task_options: dict[str, Any] | None = None,
     *,
     task_class: type[Task] = Tiny,
+    world: World | None = None,
     on_save: Callable[[Run], None] = lambda run: None,
     on_record: Callable[[Run, Record], None] = lambda run, record: None,
     on_step: Callable[[Run, int], None] = lambda run, step: None,
@@ -51,7 +52,7 @@ def prepare(
     """A run of 40 samples in batches of 16 (16, 16, 8) for two epochs, validated on 30 samples in batches of 10."""
     flags = {"global_batch_size": 16, "epochs": 2, "target_accuracy": 1.1, "validation_batch_size": 10, **flags}
     options = {"num_train": 40, "num_validation": 30, **(task_options or {})}
-    parts = build(World(alone(), torch.device("cpu")), options, task_class=task_class, **flags)
+    parts = build(world or World(alone(), torch.device("cpu")), options, task_class=task_class, **flags)
     plan, settings = parts.plan, parts.config
     run: Run
 
@@ -78,16 +79,7 @@ def prepare(
         validation=Validation(
             parts.task, parts.task.validation_data(), settings.speed.validation_batch_size, parts.world, resident=True
         ),
-        schedule=Schedule(
-            peak=plan.learning_rate,
-            start=plan.warmup_start,
-            warmup_steps=plan.warmup_steps,
-            total_steps=plan.total_steps,
-            decay=settings.optimizer.decay,
-            steps_per_epoch=plan.steps_per_epoch,
-            decay_every=settings.optimizer.decay_every,
-            decay_factor=settings.optimizer.decay_factor,
-        ),
+        schedule=make_schedule(settings, plan),
         flag=flag,
         record=record,
         save=save,

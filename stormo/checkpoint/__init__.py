@@ -14,7 +14,7 @@ from stormo.checkpoint.layout import (
 )
 from stormo.checkpoint.optimizer_state import OptimizerStateError, flatten_optimizer, restore_optimizer
 from stormo.checkpoint.random_state import collect_random_state, restore_random_state
-from stormo.checkpoint.reading import find, load, newest_good, read_manifest, verify
+from stormo.checkpoint.reading import find, load, newest_good, read_manifest, read_state, verify
 from stormo.checkpoint.tensors import weights_digest
 from stormo.checkpoint.writing import save
 
@@ -33,6 +33,7 @@ __all__ = [
     "load",
     "newest_good",
     "read_manifest",
+    "read_state",
     "restore_optimizer",
     "restore_random_state",
     "save",

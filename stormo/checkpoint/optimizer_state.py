@@ -87,14 +87,14 @@ def restore_optimizer(optimizer: Optimizer, names: Names, tensors: Mapping[str, 
 def _named_parameters(optimizer: Optimizer, names: Names) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
     """Name, parameter and its group, in the order of the groups; each name once."""
     pairs = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
-    all_of_them = f"the optimizer's {counted(len(pairs), 'parameter')}"
+    has = f"the optimizer has {counted(len(pairs), 'parameter')}"
     if isinstance(names, Mapping):
         if num_unnamed := sum(parameter not in names for parameter, _ in pairs):
-            raise OptimizerStateError(f"{num_unnamed} of {all_of_them} without a name.")
+            raise OptimizerStateError(f"{has}, but no name was given for {num_unnamed}.")
         ordered = [names[parameter] for parameter, _ in pairs]
     else:
         if len(names) != len(pairs):
-            raise OptimizerStateError(f"{counted(len(names), 'name')} for {all_of_them}.")
+            raise OptimizerStateError(f"{has}, but {counted(len(names), 'name')} came.")
         ordered = list(names)
     if len(set(ordered)) != len(ordered):
         raise OptimizerStateError(

@@ -97,6 +97,15 @@ def read_manifest(path: Path | str) -> Manifest:
     return manifest
 
 
+def read_state(path: Path | str) -> dict[str, Any]:
+    """The plain values of a checkpoint, verified; its tensors are not read."""
+    path = Path(path)
+    with _opened(path) as folder_fd:
+        entry = _manifest(path, folder_fd).files[STATE]
+        state: dict[str, Any] = _parsed(path / STATE, _read(path, folder_fd, STATE, entry))
+    return state
+
+
 def load(path: Path | str) -> Snapshot:
     """Verify and read a checkpoint; the error for a bad one names the newest good one next to it."""
     path = Path(path)

@@ -13,7 +13,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +45,12 @@ def save(
     keep_best: int,
     metric: float | None,
     higher_is_better: bool = True,
+    keep_steps: Collection[int] = (),
 ) -> Saved:
     """Make `folder/step-…` durable, then remove older checkpoints of the same identity that need not be kept.
 
-    Kept are the newest `keep_last` up to this step and, of those with a metric, the best `keep_best`. A step that
-    is already there is replaced. A metric that is not finite counts as none: it is never the best.
+    Kept are the newest `keep_last` up to this step, of those with a metric the best `keep_best`, and those of
+    `keep_steps`. A step that is already there is replaced. A metric that is not finite counts as none.
     """
     _check_settings(step=step, keep_last=keep_last, keep_best=keep_best)
     folder = Path(folder)
@@ -89,7 +90,13 @@ def save(
     except OSError as error:
         raise _write_error(folder, step, num_bytes, error) from error
     removed = _rotate(
-        folder, manifest, notices, keep_last=keep_last, keep_best=keep_best, higher_is_better=higher_is_better
+        folder,
+        manifest,
+        notices,
+        keep_last=keep_last,
+        keep_best=keep_best,
+        higher_is_better=higher_is_better,
+        keep_steps=keep_steps,
     )
     return Saved(path=path, weights_sha256=weights, num_bytes=num_bytes, removed=tuple(removed), notices=tuple(notices))
 
@@ -179,7 +186,14 @@ def _publish(temporary: Path, folder: Path, step: int, notices: list[str]) -> Pa
 
 
 def _rotate(
-    folder: Path, saved: Manifest, notices: list[str], *, keep_last: int, keep_best: int, higher_is_better: bool
+    folder: Path,
+    saved: Manifest,
+    notices: list[str],
+    *,
+    keep_last: int,
+    keep_best: int,
+    higher_is_better: bool,
+    keep_steps: Collection[int],
 ) -> list[Path]:
     """Remove what the checkpoint just saved has superseded; what cannot be removed is told, and costs only space."""
     whole: list[tuple[Path, Manifest]] = []
@@ -208,6 +222,7 @@ def _rotate(
         reverse=True,  # of equals, the later one
     )
     kept = {path for path, _ in whole[:keep_last]} | {path for _, _, path in ranked[:keep_best]}
+    kept |= {path for path, m in whole if m.step in keep_steps}
     removed: list[Path] = []
     for path in [*(path for path, _ in whole if path not in kept), *surplus]:
         try:

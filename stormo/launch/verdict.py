@@ -46,7 +46,7 @@ class Settling:
     """How long to wait for a better explanation."""
 
     cause_s: float = 0.3
-    secondary_s: float = 1.5
+    secondary_s: float = 3.0
     other_nodes_s: float = 3.0
 
 

@@ -74,9 +74,11 @@ def notice(optimizer: Optimizer, frozen: list[str], settings: config.TrainConfig
         learning_rate: what the plan has made of --base-lr.
     """
     name, several = type(optimizer).__name__, len(optimizer.param_groups) > 1
+    declared = settings.optimizer.base_batch_size
+    batch = "one worker's batch" if declared is None else f"a batch of {declared}"
     text = (
         f"The task's own {name} is used, not --optimizer: its learning rate{'s' * several} {_listed(optimizer)} "
-        f"{'are' if several else 'is'} for one worker's batch, × {learning_rate / settings.optimizer.base_lr:g} for "
+        f"{'are' if several else 'is'} for {batch}, × {learning_rate / settings.optimizer.base_lr:g} for "
         "the global batch; warm-up and decay are those of the plan."
     )
     if frozen:

@@ -95,13 +95,19 @@ def choose_stages(config: TrainConfig, layout: Layout, facts: Facts, global_batc
     batch, workers = config.batch, layout.world_size
     first = Stage(1, global_batch_size, batch.accumulate, facts.num_train)
     growth = read_growth(batch.grow_batch)
+    if growth and batch.max_batch_size is not None and batch.batch_size == "auto":
+        raise SettingError(
+            f"--max-batch-size {batch.max_batch_size} was set with --batch-size auto",
+            "auto finds what a worker takes in one pass, and a batch that has grown is cut into more of these",
+            "leave it out, or set --batch-size to a number",
+        )
     if not growth and batch.max_batch_size is not None:
         raise SettingError(
             f"--max-batch-size {batch.max_batch_size} was set without --grow-batch",
             "it is what a worker takes in one pass of a batch that has grown",
             "set --grow-batch as well, or leave it out",
         )
-    per_pass = math.ceil(math.ceil(min(global_batch_size, facts.num_train) / workers) / batch.accumulate)
+    per_pass = math.ceil(first.share(workers) / batch.accumulate)
     most = per_pass if batch.max_batch_size is None else batch.max_batch_size * layout.devices_per_worker
     if most < per_pass:
         raise SettingError(

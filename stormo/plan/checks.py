@@ -43,6 +43,7 @@ def check_numbers(config: TrainConfig) -> None:
             "a rollback lowers the rate by it, so that it must lie between 0 and 1",
             "set something like --rollback-factor 0.5",
         )
+    _check_rollbacks(config)
     at_least("--validation-batch-size", config.speed.validation_batch_size, 1)
     at_least("--loader-workers", config.speed.loader_workers, 0)
     at_least("--keep-checkpoints", run.keep_checkpoints, 1)
@@ -74,7 +75,8 @@ def check_numbers(config: TrainConfig) -> None:
         raise SettingError(
             f"--nesterov was set with --optimizer {optimizer.optimizer} --momentum {optimizer.momentum:g}",
             f"Nesterov's momentum needs {_either(NESTEROV_OPTIMIZERS)} and a momentum above 0",
-            "set --momentum 0.9, or --no-nesterov",
+            "leave out --nesterov, or "
+            + ("set --momentum 0.9" if optimizer.momentum == 0 else f"set --optimizer {_either(NESTEROV_OPTIMIZERS)}"),
         )
     name = run.run_name
     if name is not None and (not name or "/" in name or name in (".", "..") or len(name.encode()) > 200):
@@ -91,6 +93,19 @@ def check_numbers(config: TrainConfig) -> None:
         )
     if run.seed >= 2**63:
         raise SettingError(f"--seed {run.seed} was set", "it must fit in 63 bits", "set a smaller seed")
+
+
+def _check_rollbacks(config: TrainConfig) -> None:
+    """Refuse what the user has set for rollbacks where there are none; a task's defaults may name both."""
+    stop = config.stop
+    for name in ("rollback_factor", "max_rollbacks"):
+        if name in config.given and stop.on_divergence != "rollback":
+            flag = f"--{name.replace('_', '-')}"
+            raise SettingError(
+                f"{flag} {getattr(stop, name):g} was set with --on-divergence {stop.on_divergence}",
+                "a run goes back only under --on-divergence rollback",
+                f"leave out {flag}, or set --on-divergence rollback",
+            )
 
 
 def _check_belongs(config: TrainConfig) -> None:

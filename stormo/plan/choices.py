@@ -180,8 +180,22 @@ def choose_checkpoints(config: TrainConfig, steps_per_epoch: int) -> tuple[int |
     return steps, value if is_epochs else None, f"every {counted(steps, 'step')}{arithmetic}; {kept}"
 
 
+# What becomes of a run whose loss is lost, by --on-divergence.
+_WHEN_LOST = {
+    "stop": "it ends",
+    "rollback": "it goes back, with the rate × {factor:g}, at most {times}",
+    "ignore": "it trains on",
+}
+
+
 def stop_text(config: TrainConfig, facts: Facts) -> str:
     """When training ends, in words."""
+    stop = config.stop
+    lost = _WHEN_LOST[stop.on_divergence].format(factor=stop.rollback_factor, times=counted(stop.max_rollbacks, "time"))
+    return f"{_targets_text(config, facts)}; once the loss is lost {lost} (--on-divergence {stop.on_divergence})"
+
+
+def _targets_text(config: TrainConfig, facts: Facts) -> str:
     stop = config.stop
     targets = [] if facts.has_accuracy is False else [f"validation accuracy of {stop.target_accuracy:g}"]
     if stop.target_loss is not None:

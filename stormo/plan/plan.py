@@ -26,7 +26,7 @@ from stormo.plan.choices import (
     weigh,
 )
 from stormo.plan.facts import Facts
-from stormo.plan.noise import choose_noise_scale, noise_lines
+from stormo.plan.noise import check_noise, choose_noise_scale, noise_lines
 from stormo.plan.rate import choose_rate, schedule_text, warmup_fraction
 from stormo.plan.stages import Stage, num_steps, recut, stage_of
 
@@ -121,7 +121,8 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
     global_batch_size, batch_text = choose_batch(config, layout, facts)
     steps_per_epoch = math.ceil(facts.num_train / global_batch_size)
     stages = choose_stages(config, layout, facts, global_batch_size)
-    learning_rate, rate_text = choose_rate(config, layout, global_batch_size)
+    check_noise(config, stages)
+    learning_rate, rate_text = choose_rate(config, global_batch_size)
     warmup_steps = round(config.optimizer.warmup_epochs * steps_per_epoch)
     start = learning_rate * warmup_fraction(config, layout, learning_rate)
     if config.resumed:

@@ -10,7 +10,7 @@ from stormo.layout import Layout
 from stormo.plan.batch import per_worker
 
 
-def choose_rate(config: TrainConfig, layout: Layout, global_batch_size: int) -> tuple[float, str]:
+def choose_rate(config: TrainConfig, global_batch_size: int) -> tuple[float, str]:
     """The learning rate for the global batch, with its arithmetic."""
     base, rule = config.optimizer.base_lr, config.optimizer.lr_rule
     if config.resumed:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from stormo.errors import SettingError, counted
 
-_ENTRY = re.compile(r"(\d+):(\d+(?:\.\d+)?)x")
+_ENTRY = re.compile(r"([0-9]+):([0-9]+(?:\.[0-9]+)?)[xX]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,10 @@ class Stage:
     accumulate: int
     num_train: int
     first_step: int = 0  # steps of all stages before it
+
+    def share(self, num_workers: int) -> int:
+        """The most samples of one worker in one step."""
+        return math.ceil(min(self.global_batch_size, self.num_train) / num_workers)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -40,7 +44,7 @@ def read_growth(text: str | None) -> tuple[tuple[int, float], ...]:
         found = _ENTRY.fullmatch(entry.strip())
         if found is None:
             raise SettingError(
-                f"--grow-batch {text} was set",
+                f"--grow-batch {text or 'without a plan'} was set",
                 f"{entry.strip() or 'an empty entry'} is not of the form EPOCHS:FACTORx",
                 "set something like --grow-batch 30:2x,60:2x",
             )
@@ -54,7 +58,7 @@ def read_growth(text: str | None) -> tuple[tuple[int, float], ...]:
         if after < 1 or (growth and after <= growth[-1][0]):
             raise SettingError(
                 f"--grow-batch {text} was set",
-                f"{after} epochs do not follow on {growth[-1][0]}"
+                f"{after} does not follow on {growth[-1][0]}"
                 if growth
                 else "before the first epoch there is nothing to grow from",
                 "name the epochs in rising order, from 1",
@@ -78,30 +82,22 @@ def make_stages(
     for after, factor in growth:
         last = stages[-1]
         size *= factor
-        total = round(size)
-        share = math.ceil(min(total, first.num_train) / num_workers)
-        stages.append(
-            Stage(
-                first_epoch=after + 1,
-                global_batch_size=total,
-                accumulate=max(first.accumulate, math.ceil(share / most_per_pass)),
-                num_train=first.num_train,
-                first_step=last.first_step + (after + 1 - last.first_epoch) * last.steps_per_epoch,
-            )
+        grown = replace(
+            first,
+            first_epoch=after + 1,
+            global_batch_size=max(last.global_batch_size, min(round(size), first.num_train)),  # no more than there are
+            first_step=last.first_step + (after + 1 - last.first_epoch) * last.steps_per_epoch,
         )
+        passes = max(first.accumulate, math.ceil(grown.share(num_workers) / most_per_pass))
+        stages.append(replace(grown, accumulate=passes))
     return tuple(stages)
 
 
 def recut(stages: Sequence[Stage], accumulate: int, num_workers: int) -> tuple[Stage, ...]:
     """The same stages where the first is cut into other passes, and the others into passes of that size."""
-    first = stages[0]
-    share = math.ceil(min(first.global_batch_size, first.num_train) / num_workers)
-    most = math.ceil(share / accumulate)
-    shares = [math.ceil(min(stage.global_batch_size, stage.num_train) / num_workers) for stage in stages]
-    return tuple(
-        replace(stage, accumulate=accumulate if stage is first else max(accumulate, math.ceil(share / most)))
-        for stage, share in zip(stages, shares, strict=True)
-    )
+    most = math.ceil(stages[0].share(num_workers) / accumulate)
+    passes = [max(accumulate, math.ceil(stage.share(num_workers) / most)) for stage in stages]
+    return tuple(replace(stage, accumulate=count) for stage, count in zip(stages, passes, strict=True))
 
 
 def num_steps(stages: Sequence[Stage], epochs: int) -> int:
@@ -120,9 +116,10 @@ def describe(stages: Sequence[Stage], num_workers: int, epochs: int) -> str:
     texts = []
     for stage in stages[1:]:
         after = stage.first_epoch - 1
-        share = math.ceil(min(stage.global_batch_size, stage.num_train) / num_workers)
-        most = math.ceil(share / stage.accumulate)
+        most = math.ceil(stage.share(num_workers) / stage.accumulate)
         cut = f"{counted(stage.accumulate, 'pass')} of up to {most} × {counted(num_workers, 'worker')}"
+        if stage.global_batch_size == stage.num_train:
+            cut += ", which are all samples"
         never = " (never, as training ends before)" if after >= epochs else ""
         texts.append(f"{stage.global_batch_size} after {counted(after, 'epoch')} = {cut}{never}")
     return f"{stages[0].global_batch_size}, then {', then '.join(texts)}; the rate stays as it is"

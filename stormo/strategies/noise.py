@@ -24,9 +24,11 @@ from stormo.optim.noise import ScaleRows, add_noise, annealed_sigma, factor_sigm
 class GradientNoise:
     """What the settings ask for; where they ask for none, every call returns at once."""
 
-    def __init__(self, settings: TrainConfig) -> None:
+    def __init__(self, settings: TrainConfig, device: torch.device) -> None:
         self._seed = settings.run.seed
         self._settings = settings.optimizer
+        self._is_pinned = device.type == "cuda"
+        self._drawn: tuple[tuple[int, int], Tensor] | None = None  # seed and samples of a step, and its factors
 
     def sigma(self, num_samples: int) -> float:
         """The spread of the samples' factors in a global batch of this size; 0 without them."""
@@ -40,10 +42,9 @@ class GradientNoise:
         if small is None or not self.sigma(span.step_samples):
             yield
             return
-        seed = derive_seed(self._seed, "gradient noise", epoch, span.step_start)
         start, stop = (position - span.step_start for position in with_ghost(span))
-        factors = sample_factors(span.step_samples, small, seed)[start:stop]
-        outputs = _Outputs(factors.to(torch.get_default_dtype()))
+        seed = derive_seed(self._seed, "gradient noise", epoch, span.step_start)
+        outputs = _Outputs(self._factors(span.step_samples, small, seed)[start:stop])
         # On the outermost object, so that nothing of it is compiled or captured.
         hook = model.register_forward_hook(outputs)
         try:
@@ -56,6 +57,14 @@ class GradientNoise:
                 "loss() did not call the model that it was given, whose output the noise is put on",
                 "call model(...) itself in loss(), not a part or a method of it",
             )
+
+    def _factors(self, num_samples: int, small: int, seed: int) -> Tensor:
+        """Those of the whole step, of which every pass takes its part."""
+        if self._drawn is None or self._drawn[0] != (seed, num_samples):
+            factors = sample_factors(num_samples, small, seed).to(torch.get_default_dtype())
+            # Pinned, as the host would wait for the device when it sends them otherwise.
+            self._drawn = (seed, num_samples), factors.pin_memory() if self._is_pinned else factors
+        return self._drawn[1]
 
     def add(self, gradients: Iterable[Tensor], step: int) -> None:
         """Add the term of this step to the gradient of the whole batch, alike on all workers."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from stormo.data.order import Pass, part
 from stormo.optim.noise_scale import NUM_MOMENTS, NoiseScale, estimate, fold, solve
@@ -41,18 +41,21 @@ class NoiseScaleMeter:
         self._looks = step < _DENSE_STEPS or step % _SPARSE == 0  # by the run's step, so that a resume changes nothing
 
     def forget(self) -> None:
-        """No step comes of what was seen."""
-        self._norms = []
+        """No step comes of what was seen, nor of what is seen until the next one begins."""
+        self._norms, self._looks = [], False
 
     def see(self, gradient: Tensor) -> None:
         """A piece of this worker's own gradient, before it is exchanged."""
         if self._looks:
-            self._norms.append(torch.linalg.vector_norm(gradient))
+            self._norms.append(torch.linalg.vector_norm(gradient, dtype=_wide(gradient.dtype)))
 
     def average(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """DDP's own mean of a bucket over the workers, the same arithmetic to the last bit, with a look before it."""
-        buffer = bucket.buffer().mul_(1.0 / self._world.size)
-        self.see(buffer)
+        buffer = bucket.buffer()
+        if buffer.layout is torch.strided:
+            self.see(buffer.mul_(1.0 / self._world.size))
+        else:
+            buffer.div_(self._world.size)  # a sparse gradient has a bucket of its own, and is never looked at
         future: torch.futures.Future[list[Tensor]] = dist.all_reduce(buffer, async_op=True).get_future()
         return future.then(lambda done: done.value()[0])
 
@@ -102,7 +105,9 @@ class NoiseScaleMeter:
         self._block = []
         norms = torch.stack([torch.stack(own), torch.stack(whole)], dim=1).double()  # [steps, 2]
         is_finite = torch.isfinite(norms[:, 1])  # where the loss scale was too large, on all workers alike
-        factors = torch.tensor(rows, dtype=torch.float64).to(norms.device, non_blocking=True).view(-1, 2, 2)
+        # Pinned, as the host would wait for the device otherwise.
+        factors = torch.tensor(rows, dtype=torch.float64, pin_memory=norms.is_cuda)
+        factors = factors.to(norms.device, non_blocking=True).view(-1, 2, 2)
         estimates = (factors * norms.square()[:, None, :]).sum(dim=2)  # [steps, (trace, square)]
         sums = torch.where(is_finite[:, None], estimates, 0.0).sum(dim=0)
         block = torch.cat([sums, is_finite.sum()[None] / self._world.size])
@@ -138,4 +143,16 @@ class NoiseScaleMeter:
 
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
     """The norm of all together."""
-    return nn.utils.get_total_norm(gradients, foreach=True)
+    alike: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        alike.setdefault(gradient.dtype, []).append(gradient)
+    norms: list[Tensor] = [
+        norm for dtype, group in alike.items() for norm in torch._foreach_norm(group, 2.0, _wide(dtype))
+    ]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """At least 32 bits: the estimates are differences of squares that are nearly equal."""
+    return torch.promote_types(dtype, torch.float32)

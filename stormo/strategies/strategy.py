@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from stormo import config
 from stormo.data.loaders import Batch, Loader
 from stormo.data.order import part
-from stormo.errors import SettingError
+from stormo.errors import SettingError, counted
 from stormo.layers.compile_ahead import compile_ahead
 from stormo.layers.ghost_batch_norm import convert_ghost_batch_norm
 from stormo.layers.sync_batch_norm import convert_sync_batch_norm, local_statistics, set_absent
@@ -25,6 +25,7 @@ from stormo.plan import Plan
 from stormo.strategies.graph import CaptureRefusedError, PassGraph, capture
 from stormo.strategies.noise import GradientNoise
 from stormo.strategies.noise_scale import NoiseScaleMeter, total_norm
+from stormo.strategies.sparse import NOT_MEASURED, REASON, check_sparse, has_sparse
 from stormo.tasks.returned import check_loss, check_model
 from stormo.tasks.task import Task
 from stormo.world.world import World
@@ -64,16 +65,14 @@ class Strategy:
         self.rate_factor = group_rates(self.optimizer)[0] / settings.optimizer.base_lr  # of the first to the plan's
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=plan.precision == "fp16")
         self.clock: Clock = _Start()  # the run's progress, once there is one
-        self._noise = GradientNoise(settings)
-        self._is_sparse = any(getattr(layer, "sparse", False) for layer in self.module.modules())
+        self._noise = GradientNoise(settings, world.device)
+        self._is_sparse = False  # whether any worker has sparse gradients, once a pass has shown it
         self.noise_scale = self._meter()
         self._eager = self._wrap(self.module)
         self._model: nn.Module = torch.compile(self._eager, dynamic=False) if plan.compile else self._eager  # type: ignore[assignment]
         self._graph: PassGraph | None = None
         # What the user should know once the run has begun.
         self.notices: list[str] = [] if own is None else [notice(own, frozen, settings, plan.learning_rate)]
-        if plan.noise_scale and self._is_sparse:
-            self.notices.append("The gradient noise scale is not measured, as the model has sparse gradients.")
 
     def _place(self, model: nn.Module) -> nn.Module:
         model = model.to(self.world.device)
@@ -124,8 +123,9 @@ class Strategy:
                 return loss
         except ValueError as error:
             if batch.span.num_samples == 1 and "more than 1 value per channel" in str(error):
+                workers = counted(self.world.size, "worker")
                 raise SettingError(
-                    f"a global batch of {self._plan.global_batch_size} was set for {self.world.size} worker(s)",
+                    f"a global batch of {self._plan.global_batch_size} was set for {workers}",
                     f"a batch of {batch.span.step_samples} leaves one of them a single sample, of which batch norm can "
                     "make no statistics",
                     "set another --batch-size or --global-batch-size, or --sync-batch-norm"
@@ -165,17 +165,17 @@ class Strategy:
         # both would leave next to nothing of the gradient. Clipped first, each keeps the size that was asked for.
         clip_norm, adds_noise = self._settings.optimizer.clip_norm, self._settings.optimizer.gradient_noise is not None
         meter = self.noise_scale if self.noise_scale is not None and self.noise_scale.is_due else None
-        norm = scale = None
+        is_unscaled, scale = clip_norm is not None or adds_noise, None
         if meter is not None and self.scaler.is_enabled():
             scale = self.scaler.scale(torch.ones((), device=self.world.device))  # without waiting for the device
-        if clip_norm is not None or adds_noise:
+        if is_unscaled:
             self.scaler.unscale_(self.optimizer)
-        elif scale is not None:
-            norm = total_norm(self._gradients()) / scale
-        if clip_norm is not None:
-            norm = nn.utils.clip_grad_norm_(self.module.parameters(), clip_norm, foreach=True)
-        if meter is not None:
-            meter.end(total_norm(self._gradients()) if norm is None else norm, scale)
+        if meter is not None or clip_norm is not None:
+            norm = total_norm(self._gradients())
+            if clip_norm is not None:
+                nn.utils.clip_grads_with_norm_(self.module.parameters(), clip_norm, norm, foreach=True)
+            if meter is not None:
+                meter.end(norm if is_unscaled or scale is None else norm / scale, scale)
         if adds_noise:
             self._noise.add(self._gradients(), self.clock.step)
 
@@ -198,20 +198,39 @@ class Strategy:
         self.make_kernels()
         self.module.train()  # as the loop will, and as the captured pass remains
         buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        meter, self.noise_scale = self.noise_scale, None  # no step comes of these passes
+        if meter is not None:
+            meter.forget()
         with torch.random.fork_rng(devices=[self.world.device] if self.world.device.type == "cuda" else []):
             for batch in loader.first_and_last() if batches is None else batches:
                 loss = self.forward_backward(batch)
                 if look is not None:
                     look(loss)
+                self._look_for_sparse()
                 self.optimizer.zero_grad(set_to_none=True)
                 if self._plan.graph and self._graph is None and self._is_full(batch):
                     self._capture(batch)
-        if self.noise_scale is not None:
-            self.noise_scale.forget()
+        self.noise_scale = None if self._is_sparse else meter
         for name, buffer in self.module.named_buffers():
             if name in buffers:  # a module may make some in its first pass
                 buffer.copy_(buffers[name])
         loader.wait_s = 0.0
+
+    def _look_for_sparse(self) -> None:
+        """See what layout the gradients have; all workers call it, and go the same way."""
+        if self._is_sparse:
+            return
+        seen = torch.tensor([float(has_sparse(self.module))])
+        self._is_sparse = bool(self.world.max(seen).item())
+        if self._is_sparse:
+            check_sparse(self._settings)
+            if self._plan.noise_scale:
+                self.notices.append(NOT_MEASURED)
+
+    @property
+    def noise_scale_reason(self) -> str:
+        """Why the noise scale is measured, or is not."""
+        return REASON if self._is_sparse and self._plan.noise_scale else self._plan.noise_scale_reason
 
     def make_kernels(self) -> None:
         """Compile the fused kernels of the model's layers, all at once."""
@@ -233,6 +252,8 @@ class Strategy:
         try:
             with local_statistics(self.module):
                 self._pass(self._alone(), data, 1.0)
+                if has_sparse(self.module):
+                    check_sparse(self._settings)
                 self.step(0.0)  # the optimizer's state exists from here on
                 for _ in range(2):
                     self._pass(self._alone(), data, 1.0)

@@ -27,15 +27,6 @@ from stormo.world.store import PeerFailedError, Store
 _FETCH_TIMEOUT = timedelta(hours=24)  # a download may be slow; a dead fetcher ends the job by other means
 
 
-def _keep_groups() -> None:
-    """A forked process has the groups without their threads, for which taking them down at its end would wait."""
-    for group in list(dist.distributed_c10d._world.pg_map):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-
-
-os.register_at_fork(after_in_child=_keep_groups)
-
-
 class World:
     """The workers of a run, seen from one of them."""
 
@@ -77,6 +68,7 @@ class World:
             timeout=timeout,
             device_id=self.device if backend == "nccl" else None,
         )
+        os.register_at_fork(after_in_child=_keep_groups)
 
     @functools.cached_property
     def mesh(self) -> DeviceMesh | None:
@@ -196,6 +188,12 @@ class World:
         """Leave the process group."""
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _keep_groups() -> None:
+    """A forked process has the groups without their threads, for which taking them down at its end would wait."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 class Vote:

@@ -17,9 +17,9 @@ from stormo.plan import resolve
 from stormo.train import read_settings
 
 
-def _cell(recipe: str, batch: int, accuracy: float, seed: int = 0) -> Cell:
+def _cell(recipe: str, batch: int, accuracy: float, seed: int = 0, stopped_by: str = "epochs") -> Cell:
     flags = flags_of(recipe, batch, 30)
-    return Cell(recipe, batch, seed, 30, flags, accuracy, "epochs", 10, 1.0, 2.0, "cpu")
+    return Cell(recipe, batch, seed, 30, flags, accuracy, stopped_by, 10, 1.0, 2.0, "cpu")
 
 
 @pytest.mark.parametrize("batch", [512, 4096, 16384])
@@ -32,7 +32,7 @@ def test_every_recipe_is_a_plan(recipe: str, batch: int) -> None:
 
 
 def test_the_first_columns_come_first_and_second_seeds_last() -> None:
-    order = list(wanted(["sgd", "tuned"], [512, 1024, 4096], 2, 30))
+    order = list(wanted(["sgd", "tuned"], [512, 1024, 4096], 2))
     assert [cell[1:] for cell in order if cell[0] == "sgd"] == [
         *((512, 0), (4096, 0), (1024, 0)),
         *((512, 1), (4096, 1), (1024, 1)),
@@ -42,13 +42,13 @@ def test_the_first_columns_come_first_and_second_seeds_last() -> None:
 
 def test_the_table_and_the_last_line() -> None:
     cells = [
-        *(_cell("sgd", 512, 0.94), _cell("sgd", 512, 0.95, seed=1), _cell("sgd", 16384, 0.1)),
+        *(_cell("sgd", 512, 0.94), _cell("sgd", 512, 0.95, seed=1), _cell("sgd", 16384, 0.1, 0, "divergence")),
         *(_cell("lars", 16384, 0.93), _cell("nesterov 0.4 5", 16384, 0.91), _cell("nesterov 0.8 5", 16384, 0.92)),
     ]
     assert table_lines(cells) == [
         "| recipe | 512 | 16384 |",
         "|---|---|---|",
-        "| sgd | 94.50 | diverged |",
+        "| sgd | 94.50 | 10.00 (1 of 1 diverged) |",
         "| lars |  | 93.00 |",
         "| tuned |  | 92.00 |",
     ]
@@ -67,12 +67,17 @@ def test_a_cell_is_measured_once_and_no_more_are_begun_than_the_budget_holds(
 
     monkeypatch.setattr(large_batch, "measure", measure)
     results = tmp_path / "results" / "cells.jsonl"
+    results.parent.mkdir()
+    old = asdict(_cell("sgd", 512, 0.1)) | {"flags": "--of-before"}
+    results.write_text(json.dumps(old) + "\n")
     options = ["--results", str(results), "--recipes", "sgd,lars", "--plot", str(tmp_path / "table.png")]
     assert large_batch.main([*options, "--batches", "512"]) == 0
     assert large_batch.main([*options, "--batches", "512,4096", "--budget-s", "1.9"]) == 0
     assert calls == [("sgd", 512), ("lars", 512), ("sgd", 4096)]  # the next would take 2 s, as the longest did
-    assert json.loads(results.read_text().splitlines()[0]) == asdict(_cell("sgd", 512, 0.9))
-    assert "--budget-s 1.9 is spent" in capsys.readouterr().out
+    assert json.loads(results.read_text().splitlines()[1]) == asdict(_cell("sgd", 512, 0.9))
+    out = capsys.readouterr().out
+    assert "--budget-s 1.9 is spent" in out
+    assert "| sgd | 90.00 | 90.00 |" in out  # without the cell of another recipe
     assert (tmp_path / "table.png").stat().st_size > 1000
     with pytest.raises(SystemExit):
         large_batch.main(["--recipes", "none"])

@@ -165,9 +165,9 @@ def test_a_parameter_name_may_contain_the_separator() -> None:
         ({"a|m": torch.ones(2)}, ["a", "b"], "has nothing for b"),
         ({"a": torch.ones(2), "b|": torch.empty(0)}, ["a", "b"], "'a' is not named parameter"),
         ({"a|m=pickle": torch.ones(2), "b|": torch.empty(0)}, ["a", "b"], "not named"),
-        ({}, ["a"], "1 name for the optimizer's 2 parameters"),
+        ({}, ["a"], "the optimizer has 2 parameters, but 1 name came"),
         ({}, ["a", "a"], "Two parameters have one name: a"),
-        ({}, {}, "2 of the optimizer's 2 parameters without a name"),
+        ({}, {}, "the optimizer has 2 parameters, but no name was given for 2"),
     ],
 )
 def test_names_that_do_not_fit_are_told_and_change_nothing(tensors: dict[str, Tensor], names: Any, words: str) -> None:

@@ -26,11 +26,12 @@ from stormo.checkpoint import (
     load,
     newest_good,
     read_manifest,
+    read_state,
     save,
     verify,
     weights_digest,
 )
-from stormo.checkpoint.layout import FILES, MANIFEST, TENSOR_FILES, Manifest, parse_manifest
+from stormo.checkpoint.layout import FILES, MANIFEST, STATE, TENSOR_FILES, Manifest, parse_manifest
 from stormo.errors import EXIT_USAGE
 
 ALL_FILES = (*FILES, MANIFEST)
@@ -84,6 +85,17 @@ def test_what_was_saved_is_what_is_loaded(
         assert verify(f.path) == read_manifest(f.path)
         assert verify(f.path).weights_sha256 == weights_digest(loaded.model)
     assert newest_good(folder) == (found[0], ())
+
+
+def test_the_state_alone_is_verified_and_read_without_the_tensors(newest: Path) -> None:
+    whole = load(newest).state
+    for name in TENSOR_FILES:
+        (newest / name).write_bytes(b"")
+    assert read_state(newest) == whole
+    state = newest / STATE
+    state.write_bytes(state.read_bytes().replace(b'"step": 2', b'"step": 3'))
+    with pytest.raises(CorruptCheckpointError, match="at least one byte changed since it was written"):
+        read_state(newest)
 
 
 def test_loaded_tensors_are_independent_and_writable(newest: Path) -> None:

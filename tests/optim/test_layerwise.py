@@ -341,6 +341,7 @@ def test_sparse_gradients_are_refused(kind: Any) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # that it does not see every operation
 @every_kind
 def test_a_step_never_waits_for_the_device(kind: Any) -> None:
     layers = [nn.Parameter(layer.detach().cuda()) for layer in make_layers(torch.float32)]

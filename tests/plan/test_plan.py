@@ -160,12 +160,12 @@ def said(plan: Plan | Layout, label: str) -> str:
         (
             {"nesterov": True, "momentum": 0.0},
             "--nesterov was set with --optimizer sgd --momentum 0, but Nesterov's momentum needs sgd, lars or larc and "
-            "a momentum above 0; set --momentum 0.9, or --no-nesterov.",
+            "a momentum above 0; leave out --nesterov, or set --momentum 0.9.",
         ),
         (
             {"nesterov": True, "optimizer": "adamw"},
             "--nesterov was set with --optimizer adamw --momentum 0.9, but Nesterov's momentum needs sgd, lars or larc "
-            "and a momentum above 0; set --momentum 0.9, or --no-nesterov.",
+            "and a momentum above 0; leave out --nesterov, or set --optimizer sgd, lars or larc.",
         ),
         (
             {"global_batch_size": 100, "batch_size": 32, "num_gpus": 2},
@@ -662,7 +662,8 @@ def test_the_lines_are_aligned_and_hold_every_label_once() -> None:
         assert line[column:] == text
     assert said(plan, "seed") == "0, deterministic"
     assert said(plan, "batch norm") == "statistics over all 2 workers"
-    assert said(plan_of(), "stop") == "validation accuracy of 0.85 held for 2 epochs, or 40 epochs"
+    stop = "validation accuracy of 0.85 held for 2 epochs, or 40 epochs; once the loss is lost it ends"
+    assert said(plan_of(), "stop") == f"{stop} (--on-divergence stop)"
 
 
 def test_the_plan_is_a_pure_function() -> None:
@@ -726,16 +727,17 @@ def test_what_cannot_be_of_a_stream_is_said(facts: Facts, flags: dict[str, Any],
 
 
 def test_the_stop_line_says_which_targets_apply() -> None:
+    lost = "; once the loss is lost it ends (--on-divergence stop)"
     by_accuracy = "validation accuracy of 0.85 held for 2 epochs, or 40 epochs"
-    assert said(plan_of(), "stop") == by_accuracy
-    assert said(plan_of(facts=replace(FACTS, has_accuracy=True)), "stop") == by_accuracy
+    assert said(plan_of(), "stop") == by_accuracy + lost
+    assert said(plan_of(facts=replace(FACTS, has_accuracy=True)), "stop") == by_accuracy + lost
     both = "validation accuracy of 0.85 or validation loss of 1.5 held for 1 epoch, or 40 epochs"
-    assert said(plan_of(target_loss=1.5, patience=1), "stop") == both
+    assert said(plan_of(target_loss=1.5, patience=1), "stop") == both + lost
     text = replace(FACTS, has_accuracy=False)
     none = "40 epochs (this task reports no accuracy; --target-loss would set a target)"
-    assert said(plan_of(facts=text), "stop") == none
+    assert said(plan_of(facts=text), "stop") == none + lost
     by_loss = "validation loss of 1.5 held for 2 epochs, or 40 epochs"
-    assert said(plan_of(facts=text, target_loss=1.5), "stop") == by_loss
+    assert said(plan_of(facts=text, target_loss=1.5), "stop") == by_loss + lost
 
 
 def test_the_data_line_says_what_is_trained_on() -> None:

@@ -27,9 +27,10 @@ def test_what_is_read() -> None:
         ("30:1x", "a factor of 1 does not"),
         ("30:0.5x", "a factor of 0.5 does not"),
         ("0:2x", "before the first epoch"),
-        ("30:2x,30:2x", "30 epochs do not follow on 30"),
-        ("30:2x,20:2x", "20 epochs do not follow on 30"),
+        ("30:2x,30:2x", "30 does not follow on 30"),
+        ("30:2x,20:2x", "20 does not follow on 30"),
         ("-1:2x", "not of the form"),
+        ("١:2x", "not of the form"),
     ],
 )
 def test_what_cannot_be_read(text: str, why: str) -> None:
@@ -48,7 +49,10 @@ def test_growth_is_by_passes_unless_a_worker_may_take_more() -> None:
     by_both = make_stages(FIRST, growth, num_workers=2, most_per_pass=100)
     assert [s.accumulate for s in by_both] == [1, 1, 3]
     whole = make_stages(FIRST, read_growth("1:100x"), num_workers=2, most_per_pass=100)
-    assert (whole[1].global_batch_size, whole[1].accumulate, whole[1].steps_per_epoch) == (6400, 5, 1)
+    assert (whole[1].global_batch_size, whole[1].accumulate, whole[1].steps_per_epoch) == (1000, 5, 1)
+    assert "then 1000 after 1 epoch = 5 passes of up to 100 × 2 workers, which are all samples" in describe(whole, 2, 9)
+    larger = make_stages(Stage(1, 4000, 1, 1000), read_growth("1:2x"), num_workers=2, most_per_pass=500)
+    assert (larger[1].global_batch_size, larger[1].steps_per_epoch) == (4000, 1)
 
 
 def test_fractions_do_not_add_up_their_rounding() -> None:

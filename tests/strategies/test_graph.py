@@ -309,7 +309,7 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def _build(task_class: type[Task] = Images, task_options: dict[str, Any] | None = None, **flags: Any) -> Parts:
+def build_on_gpu(task_class: type[Task] = Images, task_options: dict[str, Any] | None = None, **flags: Any) -> Parts:
     flags = {"warmup_epochs": 0.0, "base_lr": 0.02, "batch_size": 16, **flags}
     config = options.make_config(flags, None)
     task = task_class(ImagesOptions(**(task_options or {})))
@@ -368,7 +368,7 @@ def _state(parts: Parts) -> dict[str, Any]:
 def test_replayed_training_is_the_eager_one_to_the_last_bit(flags: dict[str, Any], dropout: float) -> None:
     states, losses = [], []
     for is_graph in (True, False):
-        parts = _build(task_options={"dropout": dropout}, graph=is_graph, **flags)
+        parts = build_on_gpu(task_options={"dropout": dropout}, graph=is_graph, **flags)
         parts.strategy.warm_up(parts.loader)
         assert (parts.strategy._graph is not None) is is_graph
         assert parts.strategy.notices == []
@@ -381,7 +381,7 @@ def test_replayed_training_is_the_eager_one_to_the_last_bit(flags: dict[str, Any
 
 @pytest.mark.gpu
 def test_full_batches_are_replayed_and_the_short_one_is_not() -> None:
-    parts = _build()
+    parts = build_on_gpu()
     parts.strategy.warm_up(parts.loader)
     assert parts.strategy._graph is not None
     replays: list[int] = []
@@ -393,7 +393,7 @@ def test_full_batches_are_replayed_and_the_short_one_is_not() -> None:
 
 @pytest.mark.gpu
 def test_every_replay_drops_others_and_the_generator_decides_which() -> None:
-    parts = _build(task_options={"dropout": 0.5}, momentum=0.0)
+    parts = build_on_gpu(task_options={"dropout": 0.5}, momentum=0.0)
     parts.strategy.warm_up(parts.loader)
     (batch, _) = parts.loader.first_and_last()
 
@@ -412,8 +412,33 @@ def test_every_replay_drops_others_and_the_generator_decides_which() -> None:
 
 
 @pytest.mark.gpu
+def test_noise_and_its_scale_never_wait_for_the_device() -> None:
+    flags: dict[str, Any] = {"accumulate": 2, "gradient_noise_batch": 8, "gradient_noise": 0.01, "clip_norm": 1.0}
+    parts = build_on_gpu(precision="bf16", **flags)
+    strategy = parts.strategy
+    strategy.warm_up(parts.loader)
+    assert strategy.noise_scale is not None
+    batches = list(parts.loader.epoch(1))
+    torch.cuda.synchronize()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for batch in batches * 6:  # several blocks of measured steps
+            strategy.forward_backward(batch)
+            if batch.span.is_last:
+                strategy.step(parts.plan.learning_rate)
+                parts.state.progress.step += 1
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    assert strategy.noise_scale.state()[0] > 8
+    # A copy from memory that is not pinned would wait too, of which that mode says nothing.
+    assert strategy._noise._drawn is not None
+    assert strategy._noise._drawn[1].is_pinned()
+
+
+@pytest.mark.gpu
 def test_capture_leaves_no_trace() -> None:
-    parts = _build(task_options={"dropout": 0.2}, precision="fp16")
+    parts = build_on_gpu(task_options={"dropout": 0.2}, precision="fp16")
     parts.strategy.module.eval()  # as pretrained models come; a captured pass must not stay so
     before = _state(parts)
     parts.strategy.warm_up(parts.loader)
@@ -433,13 +458,13 @@ def test_capture_leaves_no_trace() -> None:
 @pytest.mark.parametrize("is_restored_first", [True, False], ids=["restore, capture", "capture, restore"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(is_restored_first: bool, precision: str) -> None:
-    parts = _build(task_options={"dropout": 0.2}, precision=precision)
+    parts = build_on_gpu(task_options={"dropout": 0.2}, precision=precision)
     parts.strategy.warm_up(parts.loader)
     _steps(parts, 9)
     snapshot = copy.deepcopy(parts.state.snapshot(parts.world, 0))  # it refers to what training goes on with
     losses, expected = _steps(parts, 12), _state(parts)
 
-    parts = _build(task_options={"dropout": 0.2}, precision=precision)
+    parts = build_on_gpu(task_options={"dropout": 0.2}, precision=precision)
     if not is_restored_first:
         parts.strategy.warm_up(parts.loader)
     parts.state.restore(parts.world, snapshot, 0)
@@ -464,7 +489,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(is_restored_firs
 def test_a_task_that_cannot_be_captured_trains_eagerly_and_the_process_is_unharmed(
     task_class: type[Task], words: str
 ) -> None:
-    parts = _build(task_class, {"dropout": 0.2})
+    parts = build_on_gpu(task_class, {"dropout": 0.2})
     before = _state(parts)
     parts.strategy.warm_up(parts.loader)
     assert parts.strategy._graph is None
@@ -474,11 +499,11 @@ def test_a_task_that_cannot_be_captured_trains_eagerly_and_the_process_is_unharm
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     assert_same_bits(_state(parts), before)
     fallen = _steps(parts, 9)
-    plain = _build(task_class, {"dropout": 0.2}, graph=False)
+    plain = build_on_gpu(task_class, {"dropout": 0.2}, graph=False)
     plain.strategy.warm_up(plain.loader)
     assert fallen == _steps(plain, 9)
     # Later captures work, and memory that another stream has used comes back.
-    other = _build()
+    other = build_on_gpu()
     other.strategy.warm_up(other.loader)
     assert other.strategy._graph is not None
     _steps(other, 3)

@@ -166,6 +166,25 @@ def test_epochs_and_steps_differ_in_their_noise() -> None:
     assert not torch.allclose(found[0], found[1], rtol=1e-2)
 
 
+def test_factors_are_drawn_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[tuple[int, int]] = []
+
+    def count(num_samples: int, small_batch: int, seed: int) -> Tensor:
+        drawn.append((num_samples, seed))
+        return sample_factors(num_samples, small_batch, seed)
+
+    monkeypatch.setattr("stormo.strategies.noise.sample_factors", count)
+    parts = _alone(PLAIN, gradient_noise_batch=4, accumulate=3, **EXACT)
+    steps(parts, 4)  # of three in an epoch
+    assert [size for size, _ in drawn] == [16, 16, 5, 16]
+    assert len({seed for _, seed in drawn}) == 4
+    # A batch that has grown may begin where the one before it began.
+    parts.state.progress.epoch, parts.state.progress.position = 2, 0
+    parts.loader.share = replace(parts.loader.share, global_batch_size=32)
+    steps(parts, 1)
+    assert [size for size, _ in drawn[4:]] == [32]
+
+
 def test_a_compiled_model_and_16_bits_have_the_factors_too(monkeypatch: pytest.MonkeyPatch) -> None:
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda model, dynamic: real(model, dynamic=dynamic, backend="eager"))
@@ -274,6 +293,11 @@ def _plan(gpus: tuple[Gpu, ...] = (GPU,), facts: Facts = FACTS, **flags: Any) ->
     return resolve(config, resolve_layout(config, gpus), facts)
 
 
+def test_a_decay_of_noise_that_the_task_has_set_may_go_without_noise() -> None:
+    config = options.make_config({"gradient_noise_decay": 0.5}, None)
+    resolve(replace(config, given=frozenset()), resolve_layout(config, (GPU,)), FACTS)
+
+
 def test_the_plan_prints_where_the_spread_comes_from() -> None:
     plan = _plan(gradient_noise_batch=512, gradient_noise=0.01, clip_norm=1.0)
     assert dict(plan.explanation)["gradient noise"] == (
@@ -300,6 +324,7 @@ def test_factors_and_a_captured_pass_do_not_go_together() -> None:
         ({"gradient_noise_batch": 0}, "--gradient-noise-batch 0 was set"),
         ({"gradient_noise": 0.0}, "--gradient-noise 0 was set"),
         ({"gradient_noise_decay": -1.0}, "--gradient-noise-decay -1 was set"),
+        ({"gradient_noise_decay": 0.5}, "--gradient-noise-decay 0.5 was set without --gradient-noise"),
     ],
 )
 def test_noise_that_cannot_be_is_refused(flags: dict[str, Any], said: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from stormo.launch import alone
 from stormo.layout import resolve_layout
 from stormo.optim.noise_scale import NUM_MOMENTS
 from stormo.plan import Facts, Plan, resolve, with_passes
+from stormo.strategies.noise_scale import total_norm
 from stormo.world.world import World
 from tests.tiny_run import assert_same_bits, build, steps, whole_state
 from tests.tiny_task import Tiny
@@ -166,6 +168,28 @@ def test_a_run_that_goes_on_measures_as_one_that_never_stopped(run_ranks: Ranks)
     run_ranks(_resume, 2)
 
 
+def _saved(world: World) -> bytes:
+    parts = build(world, task_class=Quadratic, global_batch_size=8, base_lr=1e-12, momentum=0.0)
+    steps(parts, 101)
+    return pickle.dumps(parts.state.snapshot(world, 0))
+
+
+def test_one_worker_goes_on_with_what_two_have_measured(run_ranks: Ranks) -> None:
+    snapshot = pickle.loads(run_ranks(_saved, 2)[0])
+    world = World(alone(), torch.device("cpu"))
+    parts = build(world, task_class=Quadratic, global_batch_size=8, accumulate=4, base_lr=1e-12, momentum=0.0)
+    parts.state.restore(world, snapshot, 0)
+    meter = parts.strategy.noise_scale
+    assert meter is not None
+    before = meter.state()
+    assert before == snapshot.state["noise_scale"]
+    assert before[0] > 90
+    steps(parts, 300)
+    after = meter.state()
+    assert after[0] > before[0] + 20
+    _check(after)
+
+
 def test_steps_that_overflow_are_left_out() -> None:
     world = World(alone(), torch.device("cpu"))
     parts = build(world, task_class=Quadratic, global_batch_size=8, accumulate=2, precision="fp16")
@@ -202,16 +226,44 @@ def test_every_step_of_a_start_is_measured_then_one_in_eight() -> None:
     assert counts == [8.0, 1.0]
 
 
-def test_sparse_gradients_are_not_measured_and_that_is_said() -> None:
-    class Sparse(Tiny):
-        def model(self) -> nn.Module:
-            return nn.Embedding(8, 3, sparse=True)
+class Low(Quadratic):
+    """The same with weights of 16 bits, whose norms have 8 bits where they are not asked for more."""
 
-    parts = build(World(alone(), torch.device("cpu")), task_class=Sparse, global_batch_size=8, accumulate=2)
-    assert parts.strategy.noise_scale is None
-    assert parts.strategy.notices == ["The gradient noise scale is not measured, as the model has sparse gradients."]
-    parts.strategy.cut_as(parts.plan)
-    assert parts.strategy.noise_scale is None
+    def model(self) -> nn.Module:
+        return super().model().to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("flags", [{}, {"clip_norm": 0.1}, {"gradient_noise": 0.01}], ids=str)
+def test_norms_of_16_bit_gradients_have_32(flags: dict[str, Any]) -> None:
+    world = World(alone(), torch.device("cpu"))
+    parts = build(world, task_class=Low, global_batch_size=8, accumulate=2, base_lr=1e-12, **flags)
+    first, second = list(parts.loader.epoch(1))[:2]
+    parts.strategy.forward_backward(first)
+    expected = [_norm(parts.strategy.module)]
+    parts.strategy.forward_backward(second)
+    expected.append(_norm(parts.strategy.module))
+    parts.strategy.step(1e-12)
+    meter = parts.strategy.noise_scale
+    assert meter is not None
+    ((own, whole, _),) = meter._block
+    assert [float(own), float(whole)] == pytest.approx(expected, rel=1e-6)
+    meter.begin(first.span, 0.0, 0)
+    piece = torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    meter.see(piece)
+    assert float(meter._norms[0]) == pytest.approx(float(piece.double().norm()), rel=1e-6)
+
+
+def _norm(module: nn.Module) -> float:
+    return math.sqrt(sum(float(p.grad.double().square().sum()) for p in module.parameters() if p.grad is not None))
+
+
+def test_the_norm_of_all_is_that_of_every_number_format() -> None:
+    generator = torch.Generator().manual_seed(0)
+    dtypes = (torch.float64, torch.bfloat16, torch.float32, torch.bfloat16)
+    gradients = [torch.randn(30, 7, generator=generator).to(dtype) for dtype in dtypes]
+    expected = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
+    assert float(total_norm(gradients)) == pytest.approx(expected, rel=1e-6)
+    assert torch.equal(total_norm(gradients[2:3]), nn.utils.get_total_norm(gradients[2:3]))
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------

@@ -28,7 +28,6 @@ def kill_worker(host: Host, _: Job) -> None:
     ("end", "exit_code", "said", "loader"),
     [
         pytest.param(send(signal.SIGINT), 130, CTRL_C, (), id="Ctrl-C"),
-        pytest.param(send(signal.SIGTERM), 75, "", STREAMED, id="SIGTERM"),
         pytest.param(send(signal.SIGKILL), -9, "", STREAMED, id="SIGKILL of the agent"),
         pytest.param(kill_worker, 1, KILLED_WORKER, STREAMED, id="SIGKILL of a worker"),
     ],

@@ -10,16 +10,7 @@ from tests.system.runs import ENDS_WITHIN_S, PYTHON, SLOW, Digests, Train, diges
 TORCHRUN = (PYTHON, "-m", "torch.distributed.run")
 
 
-def test_two_workers_train_to_the_same_bits_as_two_local_ones(
-    hosts: tuple[Host, Host], train: Train, local_digests: Callable[[int], Digests]
-) -> None:
-    job = hosts[0].start(*TORCHRUN, "--nproc-per-node", "2", "-m", "stormo", "train", *train.arguments())
-    assert job.wait() == 0, job.err
-    assert job.out.count("Epoch = 3:") == 1
-    assert digests_of(train.folder) == local_digests(2)
-
-
-def test_a_worker_on_each_of_two_hosts_train_to_the_same_bits_too(
+def test_a_worker_on_each_of_two_hosts_train_to_the_same_bits_as_two_local_ones(
     hosts: tuple[Host, Host], train: Train, local_digests: Callable[[int], Digests]
 ) -> None:
     jobs = []

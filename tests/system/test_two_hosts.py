@@ -40,7 +40,7 @@ def test_two_hosts_train_to_the_same_bits_as_one_and_listen_on_their_own_address
         assert {listener.address for listener in found} == {host.address}
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [1])
 def test_a_rank_killed_on_one_host_ends_both_and_is_named_on_both(hosts: Hosts, train: Train, rank: int) -> None:
     jobs = start_both(hosts, train, *SLOW)
     jobs[0].wait_for("Epoch = 1:")

@@ -15,10 +15,10 @@ from stormo.telemetry.tensorboard import _step_scalars
 TASK = str(Path(__file__).parents[1] / "tiny_task.py") + ":Tiny"
 
 
-def _run(folder: Path, *flags: str) -> dict[str, Any]:
+def _run(folder: Path, *flags: str, task: str = TASK) -> dict[str, Any]:
     common = ["--device", "cpu", "--num-gpus", "1", "--target-accuracy", "1.1", "--warmup-epochs", "0"]
     common += ["--runs-folder", str(folder), "--run-name", "a", "--no-tensorboard"]
-    assert main(["train", TASK, *common, *flags]) == 0
+    assert main(["train", task, *common, *flags]) == 0
     summary: dict[str, Any] = json.loads((folder / "a" / "summary.json").read_text(encoding="utf-8"))
     return summary
 
@@ -39,6 +39,31 @@ def test_a_run_that_cannot_measure_says_why_in_its_summary_alone(
     assert summary["noise_scale"] is summary["noise_scale_advice"] is None
     assert summary["noise_scale_reason"].startswith("one worker takes a batch in one pass")
     assert "Gradient noise scale" not in capsys.readouterr().out
+
+
+SPARSE = """
+import torch
+from torch import nn
+from tests.tiny_task import Tiny
+
+class Sparse(Tiny):
+    def model(self):
+        return nn.Sequential(nn.Embedding(2, 3, sparse=True), nn.Flatten(), nn.Linear(24, 3))
+    def optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+    def loss(self, model, batch):
+        return nn.functional.cross_entropy(model((batch[0] > 0).long()), batch[1])
+    def metrics(self, model, batch):
+        return {"loss": self.loss(model, batch) * len(batch[1])}
+"""
+
+
+def test_a_run_with_sparse_gradients_says_so_in_its_summary(tmp_path: Path) -> None:
+    (tmp_path / "sparse_task.py").write_text(SPARSE, encoding="utf-8")
+    flags = ("--epochs", "1", "--task.num-train", "64", "--accumulate", "2")
+    summary = _run(tmp_path, *flags, task=f"{tmp_path / 'sparse_task.py'}:Sparse")
+    assert summary["noise_scale"] is summary["noise_scale_advice"] is None
+    assert summary["noise_scale_reason"] == "the model has sparse gradients"
 
 
 @pytest.mark.parametrize("noise_scale", [None, 312.5])
