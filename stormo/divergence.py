@@ -82,6 +82,7 @@ class Trend:
     best: float = 0.0  # lowest smoothed
     noise: float = 0.0  # smoothed distance of a loss from the smoothed one
     num_steps: int = 0
+    num_zero: int = 0  # steps before the first loss that is not exactly 0
     num_high: int = 0  # steps in a row far above the start
     num_lost: int = 0  # steps in a row in which half of the gain was lost
     num_uneasy: int = 0  # steps in a row far above the start, or in which a quarter of the gain was lost
@@ -93,14 +94,22 @@ class Trend:
         if not math.isfinite(loss):
             self.num_uneasy += 1
             return "loss"
+        if loss == 0 and not self.first:
+            self.num_zero += 1  # a margin, a mask or a distance from where it starts: it has no scale yet
+            self.num_uneasy = 0
+            return None
         if len(self.first) < NUM_FIRST_STEPS:
             self.first.append(loss)
-            is_high = batch_size >= _MIN_ANCHOR_SAMPLES and loss > _FIRST_FACTOR * abs(self.first[0])
+            is_high = self._has_anchor(batch_size) and loss > _FIRST_FACTOR * abs(self.first[0])
             self.num_uneasy = self.num_uneasy + 1 if is_high else 0
             if len(self.first) == NUM_FIRST_STEPS:
                 self._begin(batch_size)
             return None
-        if loss > self.start + _HIGH_FACTOR * max(abs(self.start), self._gain, self.spread):
+        if self.num_zero and self.num_steps <= self.num_zero + patience:
+            # From 0 it rises to where it belongs, and how far that is shows only with time.
+            self.spread = max(self.spread, abs(loss - self.start))
+        scale = max(abs(self.start), self._gain, self.spread)
+        if scale > 0 and loss > self.start + _HIGH_FACTOR * scale:
             # Not smoothed in: a single wild batch must leave no trace.
             self.num_high += 1
             self.num_uneasy += 1
@@ -110,18 +119,21 @@ class Trend:
         self.smoothed += (loss - self.smoothed) / _SMOOTHING_STEPS
         self.best = min(self.best, self.smoothed)
         gain, lost = self._gain, self.smoothed - self.best
-        has_gained = gain >= max(_MIN_GAIN * abs(self.start), _NOISE_FACTOR * self.noise)
+        has_gained = gain > 0 and gain >= max(_MIN_GAIN * abs(self.start), _NOISE_FACTOR * self.noise)
         self.num_lost = self.num_lost + 1 if has_gained and lost > gain / 2 else 0
         self.num_uneasy = self.num_uneasy + 1 if has_gained and lost > gain / 4 else 0
         return "lost" if self.num_lost >= patience else None
 
     def _begin(self, batch_size: int) -> None:
         self.start, self.spread = statistics.median(self.first), max(self.first) - min(self.first)
-        if batch_size >= _MIN_ANCHOR_SAMPLES:
+        if self._has_anchor(batch_size):
             # A rate that is absurd has moved all but the first of them already.
             size = abs(self.first[0])
             self.start, self.spread = min(self.start, 3 * size), min(self.spread, 10 * size)
         self.smoothed = self.best = self.start
+
+    def _has_anchor(self, batch_size: int) -> bool:
+        return batch_size >= _MIN_ANCHOR_SAMPLES and not self.num_zero
 
     @property
     def _gain(self) -> float:
@@ -144,7 +156,16 @@ class Trend:
     def not_learning(self, epochs_done: int, warmup_epochs: float) -> str | None:
         """A warning, once, where the loss has not fallen although it has had the time."""
         is_early = epochs_done < warmup_epochs + _GRACE_EPOCHS or self.num_steps < _MIN_STEPS_TO_LEARN
-        if self.was_warned or is_early or self.best < self.first[0] - _NOT_LEARNING * abs(self.first[0]):
+        if self.was_warned or is_early:
+            return None
+        if not self.first:
+            self.was_warned = True
+            return (
+                "the model is not learning: the loss is 0 from the first step on; look whether a mask or a margin of "
+                "the task's loss() leaves out every sample"
+            )
+        # What begins at 0 cannot be asked to fall.
+        if self.num_zero or self.best < self.first[0] - _NOT_LEARNING * abs(self.first[0]):
             return None
         self.was_warned = True
         return (
@@ -204,6 +225,8 @@ def remedies(config: TrainConfig, plan: Plan, diverged: Diverged, *, has_own_opt
     tried.append(f"{_longer_warmup(config, plan)} in a new run")
     if optimizer.optimizer == "sgd" and not has_own_optimizer:
         tried.append("--optimizer lars in a new run")
+    if diverged.kind in ("exploded", "lost"):
+        tried.append("or --on-divergence ignore if the loss is meant to rise")
     return tried, clip if has_own_optimizer else rate
 
 

@@ -153,16 +153,19 @@ class Journal:
         if progress.num_resumes and progress.epoch > plan.epochs:
             text = f"{self.folder.name} has done its {counted(plan.epochs, 'epoch')}; raise --epochs to train on"
             self.record(Notice(kind="info", text=text))
-        if config.run.resume is not None and not progress.num_resumes:
+        lost_at = summary.get("diverged_at_step") if summary.get("stopped_by") == "divergence" else None
+        if config.run.resume is not None and not progress.num_resumes and lost_at is None:
             text = f"{self.folder.name} has no checkpoint yet: it starts from the beginning"
             self.record(Notice(kind="info", text=text))
         if progress.num_rollbacks:
             times = counted(progress.num_rollbacks, "rollback")
             text = f"after {times} the learning rate is × {progress.rate_factor:g} of the schedule"
             self.record(Notice(kind="info", text=text))
-        lost_at = summary.get("diverged_at_step") if summary.get("stopped_by") == "divergence" else None
         if config.run.resume is not None and lost_at is not None:
-            text = f"{self.folder.name} diverged at step {lost_at}; it goes on from step {progress.step}"
+            way = f"; it goes on from step {progress.step}"
+            if not progress.num_resumes:
+                way = " and has no good checkpoint: it starts from the beginning"
+            text = f"{self.folder.name} diverged at step {lost_at}{way}"
             if not config.given & STEADYING:
                 text += " with the same settings and would diverge there again: set a lower --base-lr, or --clip-norm"
             self.record(Notice(kind="warning", text=text))
@@ -176,8 +179,7 @@ class Journal:
         """Publish a checkpoint. All workers call it."""
         progress = self._state.progress
         progress.wall_time_s = self._wall_before_s + time.time() - self._began_unix_s
-        is_uneasy = progress.trend.num_uneasy > 0
-        if not is_uneasy:
+        if not progress.trend.num_uneasy:
             progress.calm_steps = [*[step for step in progress.calm_steps if step < progress.step][-1:], progress.step]
         began = time.perf_counter()
         snapshot = self._state.snapshot(self._world, self._config.run.seed)
@@ -191,8 +193,7 @@ class Journal:
             keep_last=self._config.run.keep_checkpoints,
             keep_best=1,
             metric=metric,
-            # A loss that turns out to be lost may have been high for longer than the last checkpoints reach back.
-            keep_steps=progress.calm_steps if is_uneasy else (),
+            keep_steps=self._steps_to_go_back_to(),
         )
         self._weights_sha256 = saved.weights_sha256
         self.record(
@@ -206,6 +207,15 @@ class Journal:
         )
         for notice in saved.notices:
             self.record(Notice(kind="warning", text=notice))
+
+    def _steps_to_go_back_to(self) -> list[int]:
+        """Of the checkpoints that a divergence may need, however many newer ones there are."""
+        on_divergence, progress = self._config.stop.on_divergence, self._state.progress
+        if on_divergence == "ignore":
+            return []
+        # A loss that turns out to be lost may have been high for longer than the last checkpoints reach back, and the
+        # newest calm one may be to blame. Rollbacks in a row go further and further back, to the beginning at last.
+        return [*([0] if on_divergence == "rollback" else []), *progress.calm_steps]
 
     def end(self, stopped_by: str, **more: Any) -> None:
         """Write the summary and close every sink."""

@@ -14,7 +14,7 @@ from stormo.errors import counted
 from stormo.journal import Journal
 from stormo.plan import Plan
 from stormo.state import RunState
-from stormo.telemetry.record import DivergenceNoticed
+from stormo.telemetry.record import DivergenceNoticed, Notice
 from stormo.telemetry.text import run_reference
 from stormo.world.world import World
 
@@ -82,7 +82,31 @@ class Recovery:
             return "There is no good checkpoint from before: start a new run."
         command = f"stormo train --resume {run_reference(folder.name, str(folder.path))} {flag}".rstrip()
         step = checkpoint.read_manifest(good).step
+        if self._state.progress.num_rollbacks:
+            self._keep_rollbacks(good, step)
         return f"The last good checkpoint is that of step {step}; go on from it with: {command}"
+
+    def _keep_rollbacks(self, good: Path, step: int) -> None:
+        """Write the rollbacks and their factor into a checkpoint from before them, as they stay with the run."""
+        progress, folder = self._state.progress, self._journal.folder
+        told = {"num_rollbacks": progress.num_rollbacks, "rate_factor": progress.rate_factor}
+        if told.items() <= checkpoint.read_state(good)["progress"].items():
+            return
+        snapshot = checkpoint.load(good)
+        snapshot.state["progress"].update(told)
+        try:
+            checkpoint.save(
+                folder.checkpoints,
+                snapshot,
+                step=step,
+                identity=folder.name,
+                keep_last=1,
+                keep_best=0,
+                metric=None,  # the one it has stays with its weights
+                keep_steps=[one.step for one in checkpoint.find(folder.checkpoints)],  # nothing is superseded by it
+            )
+        except checkpoint.CheckpointWriteError as error:  # which must not hide what went wrong before
+            self._journal.record(Notice(kind="warning", text=str(error)))
 
     def _last_good(self, diverged: Diverged) -> Path | None:
         """The newest checkpoint of a calm loss, or the newest where none is known to have been."""

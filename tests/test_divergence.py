@@ -102,6 +102,10 @@ HEALTHY = {
         *falling(2.3, 0.1, num_steps=1000, noise=0.1),
         *falling(0.8, 0.08, num_steps=1000, noise=0.1),
     ],
+    "a hinge that begins at zero": [*([0.0] * 30), *(abs(random.Random(step).gauss(0, 1)) for step in range(2000))],
+    "a mask that often leaves nothing": [max(0.0, random.Random(step).gauss(-1, 1)) for step in range(2000)],
+    "a distance from where it starts": [3.0 * (1 - math.exp(-((step / 60) ** 3))) for step in range(2000)],
+    "nothing but zeros": [0.0] * 2000,
     "overfitting and a new stage": [*falling(2.3, 0.01, num_steps=900, noise=0.2), *([0.9] * 2000)],
 }
 
@@ -129,6 +133,13 @@ def test_a_blow_up_counts_when_it_lasts() -> None:
     high = [40.0 * 1.1**step for step in range(60)]
     assert first_verdict([*good, *high]) == (400 + NUM_HIGH_STEPS, "exploded")
     assert first_verdict([*good, *high[: NUM_HIGH_STEPS - 1], *good]) is None
+
+
+def test_a_loss_that_begins_at_zero_gets_its_scale_from_what_follows_and_then_counts() -> None:
+    rising = [3.0 * (1 - math.exp(-((step / 60) ** 3))) for step in range(400)]
+    assert rising[0] == 0.0
+    assert first_verdict([*rising, *[1e3] * 40]) == (400 + NUM_HIGH_STEPS, "exploded")
+    assert first_verdict([0.0, 0.0, 1.0, NAN]) == (4, "loss")
 
 
 @pytest.mark.parametrize("level", [1e3, 1e5, 1e12])
@@ -208,6 +219,18 @@ def test_a_loss_that_never_fell_is_warned_of_once_and_not_before_its_time(end: f
         )
     assert trend.not_learning(8, 5.0) is None
     assert Trend().not_learning(9, 0.0) is None
+
+
+@pytest.mark.parametrize("later", [0.0, 0.5])
+def test_a_loss_of_zero_is_warned_of_as_such_and_one_that_begins_there_need_not_fall(later: float) -> None:
+    trend = Trend()
+    for loss in [*[0.0] * 50, *[later] * 100]:
+        assert trend.see(loss, batch_size=256, patience=100) is None
+    warning = trend.not_learning(9, 5.0)
+    assert (warning is not None) is (later == 0.0)
+    if warning is not None:
+        assert warning.startswith("the model is not learning: the loss is 0 from the first step on; ")
+    assert trend.not_learning(10, 5.0) is None
 
 
 def test_progress_carries_the_trend_and_takes_what_an_older_release_saved() -> None:
@@ -696,8 +719,78 @@ def _stays_uneasy(world: World, folder: str) -> tuple[list[int], list[int]]:
     return found[0], found[1]
 
 
-def test_the_last_calm_checkpoints_stay_until_the_loss_is_calm_again(run_ranks: Ranks, tmp_path: Path) -> None:
-    assert run_ranks(_stays_uneasy, 1, str(tmp_path)) == [([11, 10, 4, 3], [12, 11])]
+def test_the_last_two_calm_checkpoints_stay_whatever_comes_between_them(run_ranks: Ranks, tmp_path: Path) -> None:
+    assert run_ranks(_stays_uneasy, 1, str(tmp_path)) == [([11, 10, 4, 3], [12, 11, 4])]
+
+
+def _slowly_lost(world: World, folder: str) -> tuple[list[int], int]:
+    """The checkpoints on disk, and the one gone back to, of a loss that falls and then rises a little every step."""
+    parts, _, (journal, recovery, _) = put_together(
+        world, folder, Tiny, run_name="slow", on_divergence="rollback", keep_checkpoints=1
+    )
+    progress, kind = parts.state.progress, None
+    while kind is None:
+        i = progress.step = progress.step + 1
+        loss = 1.4 - 0.7 * min(i / 200, 1) + 2 * max(0.0, (i - 200) / 400)
+        kind = progress.trend.see(loss, batch_size=32, patience=100)
+        if not i % 20 and progress.trend.is_calm(2):
+            journal.save(None)
+    found = [one.step for one in checkpoint.find(journal.folder.checkpoints)]
+    onset_step = progress.step + 1 - progress.trend.num_leading(kind, 2)
+    assert recovery.roll_back(_lost(kind=kind, step=progress.step, onset_step=onset_step))
+    journal.end("epochs")
+    return found, progress.step
+
+
+def test_a_loss_that_is_lost_slowly_leaves_a_calm_checkpoint_and_the_beginning(
+    run_ranks: Ranks, tmp_path: Path
+) -> None:
+    assert run_ranks(_slowly_lost, 1, str(tmp_path)) == [([380, 240, 220, 0], 240)]
+
+
+def _back_and_back(world: World, folder: str) -> tuple[list[int], bool, list[float]]:
+    """Where rollbacks in a row go to when every checkpoint is to blame, and what is left of the factor."""
+    flags: dict[str, Any] = {"run_name": "back", "on_divergence": "rollback", "max_rollbacks": 3}
+    parts, _, (journal, recovery, _) = put_together(world, folder, Tiny, **flags)
+    progress, steps = parts.state.progress, []
+    for step in (10, 20, 30):
+        progress.step = step
+        journal.save(None)
+    for step in (40, 31, 21):
+        assert recovery.roll_back(_lost(step=step, onset_step=step))
+        steps.append(progress.step)
+    for step in (10, 20, 30, 40):
+        progress.step = step
+        journal.save(None)
+    can_go_on = recovery.roll_back(_lost(step=12, onset_step=12))
+    recovery.give_up(_lost(step=3, onset_step=3))
+    journal.end("divergence", diverged_at_step=3)
+    parts, _, (journal, *_) = put_together(world, folder, Tiny, resume="back", **flags)
+    resumed = parts.state.progress
+    journal.end("epochs")
+    return steps, can_go_on, [resumed.step, resumed.num_rollbacks, resumed.rate_factor]
+
+
+def test_rollbacks_in_a_row_go_back_to_the_beginning_at_last(run_ranks: Ranks, tmp_path: Path) -> None:
+    assert run_ranks(_back_and_back, 1, str(tmp_path)) == [([30, 20, 0], False, [0, 3, 0.125])]
+
+
+def _nothing_good(world: World, folder: str) -> tuple[str, list[str]]:
+    """The end of a run without a good checkpoint, and what a resume says of it."""
+    _, _, (journal, recovery, records) = put_together(world, folder, Tiny, run_name="none")
+    recovery.give_up(_lost(step=2, onset_step=2))
+    journal.end("divergence", diverged_at_step=2)
+    _, _, (journal, *_) = put_together(world, folder, Tiny, run_name="none", resume="none")
+    journal.end("epochs")
+    events = read_events(Path(folder) / "none" / "events.jsonl")
+    return records[0].text, [event["text"] for event in events if event["event"] == "notice"]
+
+
+def test_the_end_and_the_resume_of_a_run_without_a_good_checkpoint_agree(run_ranks: Ranks, tmp_path: Path) -> None:
+    ((end, said),) = run_ranks(_nothing_good, 1, str(tmp_path))
+    assert end.endswith(" There is no good checkpoint from before: start a new run.")
+    (said_of_it,) = [text for text in said if text.startswith("none ")]
+    assert said_of_it.startswith("none diverged at step 2 and has no good checkpoint: it starts from the beginning")
 
 
 class KilledError(Exception):
@@ -745,7 +838,7 @@ def test_a_run_that_is_killed_in_a_rollback_goes_on_as_one_that_was_not(
     assert_same_bits(whole, resumed)
 
 
-def _never_recovers(world: World, folder: str) -> tuple[list[Any], list[int]]:
+def _never_recovers(world: World, folder: str) -> tuple[list[Any], list[int], tuple[int, int, float]]:
     flags: dict[str, Any] = {"rollback_factor": 0.1, "max_rollbacks": 2, "keep_checkpoints": 9}
     _, training, (journal, recovery, records) = put_together(
         world, folder, breaking_at(7), run_name="lost", on_divergence="rollback", **flags
@@ -754,13 +847,17 @@ def _never_recovers(world: World, folder: str) -> tuple[list[Any], list[int]]:
     assert outcome.diverged is not None
     recovery.give_up(outcome.diverged)
     journal.end("divergence", diverged_at_step=outcome.diverged.step)
-    return records, [found.step for found in checkpoint.find(Path(folder) / "lost" / "checkpoints")]
+    steps = [found.step for found in checkpoint.find(Path(folder) / "lost" / "checkpoints")]
+    resumed, _, (journal, *_) = put_together(world, folder, Tiny, run_name="lost", resume="lost")
+    progress = resumed.state.progress
+    journal.end("epochs")
+    return records, steps, (progress.step, progress.num_rollbacks, progress.rate_factor)
 
 
 def test_rollbacks_go_further_back_where_the_weights_are_to_blame_and_come_to_an_end(
     run_ranks: Ranks, tmp_path: Path
 ) -> None:
-    ((records, steps),) = run_ranks(_never_recovers, 1, str(tmp_path))
+    ((records, steps, resumed),) = run_ranks(_never_recovers, 1, str(tmp_path))
     noticed = [record for record in records if isinstance(record, DivergenceNoticed)]
     # Two calls of the loss are the rehearsal's, so the fifth step is the first bad one; from then on every call is bad.
     # Checkpoints were saved at steps 0, 2, 3 and 4, and one is no good whose very next loss is not finite.
@@ -769,6 +866,9 @@ def test_rollbacks_go_further_back_where_the_weights_are_to_blame_and_come_to_an
     assert "2 rollbacks did not help. Try " in noticed[-1].text
     assert "The last good checkpoint is that of step 0; go on from it with: stormo train --resume " in noticed[-1].text
     assert steps == [0]
+    assert resumed == pytest.approx(
+        (0, 2, 0.01)
+    )  # that checkpoint is older than both rollbacks: they stay all the same
     summary = records[-1].summary
     assert (summary["num_rollbacks"], summary["stopped_by"], summary["diverged_at_step"]) == (2, "divergence", 3)
 
@@ -858,7 +958,10 @@ def _settings(task_options: dict[str, Any] | None = None, **flags: Any) -> Parts
             "the training loss rose to 1e+07 and was far above its start for 20 steps in a row; it began at 2.3 and "
             "was 1.5 at its best. Likely cause: a learning rate that is too high (0.4 at that step, in step 12 of 20 "
             "of warm-up).",
-            ["--base-lr 0.05", "--clip-norm 1", "--warmup-epochs 4 in a new run"],
+            [
+                *("--base-lr 0.05", "--clip-norm 1", "--warmup-epochs 4 in a new run"),
+                "or --on-divergence ignore if the loss is meant to rise",
+            ],
         ),
         (
             {"warmup_epochs": 1.0, "warmup_from": 0.0, "optimizer": "adamw", "clip_norm": 5.0, "precision": "fp16"},

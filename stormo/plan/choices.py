@@ -176,7 +176,10 @@ def choose_checkpoints(config: TrainConfig, steps_per_epoch: int) -> tuple[int |
         return None, None, "only at the end (--checkpoint-every 0)"
     steps = max(1, round(value * steps_per_epoch)) if is_epochs else int(value)
     arithmetic = f" = {value:g} × {steps_per_epoch}" if is_epochs else ""
-    kept = f"the last {config.run.keep_checkpoints} and the best are kept"
+    num_kept = config.run.keep_checkpoints
+    kept = f"the last {num_kept} and the best are kept"
+    if num_kept == 1 and config.stop.on_divergence != "ignore":
+        kept += ", and the one before, to go back to if the loss is lost"
     return steps, value if is_epochs else None, f"every {counted(steps, 'step')}{arithmetic}; {kept}"
 
 
