@@ -150,8 +150,9 @@ class Trend:
 
     @property
     def best_loss(self) -> float | None:
-        """The lowest smoothed loss, or the lowest of the first few."""
-        return self.best if len(self.first) == NUM_FIRST_STEPS else min(self.first, default=None)
+        """The lowest smoothed loss, or the lowest of the first few, which are not smoothed."""
+        known = [self.best] if len(self.first) == NUM_FIRST_STEPS else []
+        return min(known + self.first, default=None)
 
     def not_learning(self, epochs_done: int, warmup_epochs: float) -> str | None:
         """A warning, once, where the loss has not fallen although it has had the time."""
