@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +74,8 @@ def check(config: TrainConfig) -> None:
             f"its ending is none of {', '.join(_KINDS)}",
             "name a file with one of them, or none to see the curve here",
         )
+    if path.suffix in (".png", ".svg") and importlib.util.find_spec("matplotlib") is None:
+        raise MissingPackageError("matplotlib", f"--plot-schedule {asked}", "plot")
     if asked and not path.parent.is_dir():
         raise SettingError(f"--plot-schedule {asked} was set", f"there is no folder {path.parent}", "name another one")
 
@@ -125,10 +128,8 @@ def _write(path: Path, points: Sequence[Point]) -> None:
             writer.writerow(["step", "epoch", "learning_rate", "global_batch_size"])
             writer.writerows((p.step, f"{p.epoch:.6g}", repr(p.learning_rate), p.global_batch_size) for p in points)
         return
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingPackageError("matplotlib", f"--plot-schedule {path}", "plot") from None
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     rate = figure.add_subplot()
     epochs = [point.epoch for point in points]

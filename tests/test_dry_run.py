@@ -73,6 +73,16 @@ def test_what_cannot_be_drawn(flags: list[str], why: str, capsys: pytest.Capture
     assert why in capsys.readouterr().err
 
 
+def test_a_picture_needs_a_package_and_says_so_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["train", "--dry-run", "--plot-schedule", "curve.png", *FLAGS]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.endswith("install it with: pip install 'stormo[plot]'.\n")
+
+
 def test_a_drawing_of_a_long_run_takes_no_longer(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--epochs", "1000000", "--batch-size", "1", "--decay", "linear", "--warmup-epochs", "0"]
     assert main(["train", "--dry-run", "--plot-schedule", "--device", "cpu", *flags]) == 0
