@@ -12,19 +12,13 @@ tells on a busy machine whether a difference is work or waiting.
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
-import os
-import random
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.command import one_thread, result_line
-from benchmarks.overhead import NUM_WORKERS, Times, ratios
+from benchmarks.command import result_line
+from benchmarks.turns import Times, Turn, ratios, take_turns, times_of_workers, work
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -32,10 +26,6 @@ if TYPE_CHECKING:
     from stormo.world.world import World
 
 SIDES = ("stormo", "ddp")
-_NUM_WARM_UP_PAIRS = 2
-_TIMEOUT_S = 120.0
-
-Turn = Callable[[int], None]  # so many steps
 
 
 def network(num_layers: int, width: int) -> nn.Module:
@@ -92,40 +82,10 @@ def measure(world: World, options: argparse.Namespace) -> Times:
     batch = torch.randn(options.batch_size, options.width, generator=torch.Generator().manual_seed(world.rank))
     models = [network(options.layers, options.width) for _ in SIDES]
     turns = [side(world, model, batch) for side, model in zip((stormo_side, ddp_side), models, strict=True)]
-    draw = random.Random(0)  # the same order on both workers
-    times = Times(wall_s=[], cpu_s=[])
-    for pair in range(-_NUM_WARM_UP_PAIRS, options.pairs):
-        wall_s, cpu_s = [0.0] * len(turns), [0.0] * len(turns)
-        for side in draw.sample(range(len(turns)), len(turns)):
-            world.barrier()
-            began_s, began_cpu_s = time.perf_counter(), time.process_time()
-            turns[side](options.steps)
-            wall_s[side], cpu_s[side] = time.perf_counter() - began_s, time.process_time() - began_cpu_s
-        if pair >= 0:
-            times.wall_s.append(wall_s)
-            times.cpu_s.append(cpu_s)
+    times = take_turns(world, turns, options.pairs, options.steps)
     for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(ours, theirs)
     return times
-
-
-def work(options: argparse.Namespace) -> int:
-    """Be one of the two workers."""
-    import torch
-
-    from stormo.launch import local, open_lifeline
-    from stormo.world.store import Store
-    from stormo.world.world import World
-
-    place = local.place(os.environ)
-    lifeline = open_lifeline(place)
-    world = World(place, torch.device("cpu"), store=Store(place, _TIMEOUT_S), timeout_s=_TIMEOUT_S)
-    times = measure(world, options)
-    if world.is_main:
-        (options.worker_folder / "times.json").write_text(json.dumps(dataclasses.asdict(times)), encoding="utf-8")
-    world.close()
-    lifeline.close()
-    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -140,15 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--worker-folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(words)
     if options.worker_folder:
-        return work(options)
-    from stormo.launch import Node, run_node
-
-    with tempfile.TemporaryDirectory() as temporary:
-        command = [sys.executable, "-m", "benchmarks.exchange", *words, "--worker-folder", temporary]
-        code = run_node(command, Node(num_workers=NUM_WORKERS), environ=one_thread())
-        if code:
-            return code
-        times = Times(**json.loads((Path(temporary) / "times.json").read_text(encoding="utf-8")))
+        return work(options.worker_folder, lambda world: measure(world, options))
+    times = times_of_workers("benchmarks.exchange", words)
     for side, name in enumerate(SIDES):
         step_ms, cpu_ms = (
             1e3 * sum(pair[side] for pair in seconds) / len(seconds) / options.steps

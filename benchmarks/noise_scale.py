@@ -14,22 +14,16 @@ that of --no-noise-scale, turn by turn, and its median is shown: 1 is for free.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
-import json
-import os
-import random
 import statistics
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.command import one_thread, result_line
-from benchmarks.overhead import NUM_WORKERS, Times, ratios
+from benchmarks.command import result_line
+from benchmarks.turns import Times, ratios, take_turns, times_of_workers, work
 
 if TYPE_CHECKING:
     from stormo.strategies.strategy import Strategy
@@ -39,8 +33,6 @@ if TYPE_CHECKING:
 # The step of the run that a side believes to be in: all up to 128 are measured, then one in eight.
 SIDES = {"--no-noise-scale": 0, "not measured": 129, "measured": 0}
 _LEARNING_RATE = 0.01
-_NUM_WARM_UP_PAIRS = 2
-_TIMEOUT_S = 120.0
 
 
 def make_task(options: argparse.Namespace, num_samples: int) -> Task:
@@ -117,42 +109,12 @@ def measure(world: World, options: argparse.Namespace) -> Times:
     import torch
 
     sides = [make_side(world, options, name, step) for name, step in SIDES.items()]
-    draw = random.Random(0)  # the same order on both workers
-    times = Times(wall_s=[], cpu_s=[])
-    for pair in range(-_NUM_WARM_UP_PAIRS, options.pairs):
-        wall_s, cpu_s = [0.0] * len(sides), [0.0] * len(sides)
-        for side in draw.sample(range(len(sides)), len(sides)):
-            world.barrier()
-            began_s, began_cpu_s = time.perf_counter(), time.process_time()
-            sides[side][1](options.steps)
-            wall_s[side], cpu_s[side] = time.perf_counter() - began_s, time.process_time() - began_cpu_s
-        if pair >= 0:
-            times.wall_s.append(wall_s)
-            times.cpu_s.append(cpu_s)
+    times = take_turns(world, [turn for _, turn in sides], options.pairs, options.steps)
     counts = [0.0 if strategy.noise_scale is None else strategy.noise_scale.state()[0] for strategy, _ in sides]
     assert [count > 0 for count in counts] == [name == "measured" for name in SIDES], counts
     for parameters in zip(*(strategy.module.parameters() for strategy, _ in sides), strict=True):
         assert all(torch.equal(parameter, parameters[0]) for parameter in parameters)
     return times
-
-
-def work(options: argparse.Namespace) -> int:
-    """Be one of the two workers."""
-    import torch
-
-    from stormo.launch import local, open_lifeline
-    from stormo.world.store import Store
-    from stormo.world.world import World
-
-    place = local.place(os.environ)
-    lifeline = open_lifeline(place)
-    world = World(place, torch.device("cpu"), store=Store(place, _TIMEOUT_S), timeout_s=_TIMEOUT_S)
-    times = measure(world, options)
-    if world.is_main:
-        (options.worker_folder / "times.json").write_text(json.dumps(dataclasses.asdict(times)), encoding="utf-8")
-    world.close()
-    lifeline.close()
-    return 0
 
 
 def on_gpu(options: argparse.Namespace) -> Times:
@@ -180,18 +142,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(words)
     options.accumulate = options.accumulate or {"cpu": 1, "cuda": 4}[options.device]
     if options.worker_folder:
-        return work(options)
-    if options.device == "cuda":
-        times = on_gpu(options)
-    else:
-        from stormo.launch import Node, run_node
-
-        with tempfile.TemporaryDirectory() as temporary:
-            command = [sys.executable, "-m", "benchmarks.noise_scale", *words, "--worker-folder", temporary]
-            code = run_node(command, Node(num_workers=NUM_WORKERS), environ=one_thread())
-            if code:
-                return code
-            times = Times(**json.loads((Path(temporary) / "times.json").read_text(encoding="utf-8")))
+        return work(options.worker_folder, lambda world: measure(world, options))
+    times = on_gpu(options) if options.device == "cuda" else times_of_workers("benchmarks.noise_scale", words)
     for side, name in enumerate(SIDES):
         step_ms, cpu_ms = (
             1e3 * statistics.median(pair[side] for pair in seconds) / options.steps

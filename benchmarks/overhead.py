@@ -16,38 +16,24 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
-import random
 import signal
 import statistics
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
 
-from benchmarks.command import one_thread, result_line, small_task
+from benchmarks.command import result_line, small_task
+from benchmarks.turns import NUM_WORKERS, Times, ratios, take_turns, times_of_workers
 
 if TYPE_CHECKING:
     from stormo.loop import Outcome, Training
 
 PROMISED = 0.98
-NUM_WORKERS = 2
 SIDES = ("stormo", "hand-written", "hand-written, stormo's DDP options")
 _LEARNING_RATE, _MOMENTUM = 0.01, 0.9
-_NUM_WARM_UP_PAIRS = 2
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Times:
-    """Seconds of a turn of each side, pair after pair, on rank 0."""
-
-    wall_s: list[list[float]]
-    cpu_s: list[list[float]]
 
 
 def stormo_side(run: Training) -> Callable[[int], None]:
@@ -111,19 +97,7 @@ def hand_written_side(run: Training, *, is_tuned: bool) -> Callable[[int], None]
 def measure(run: Training, num_pairs: int, num_steps: int) -> Times:
     """Let the sides take turns."""
     turns = (stormo_side(run), hand_written_side(run, is_tuned=False), hand_written_side(run, is_tuned=True))
-    draw = random.Random(0)  # the same order on both workers
-    times = Times(wall_s=[], cpu_s=[])
-    for pair in range(-_NUM_WARM_UP_PAIRS, num_pairs):
-        wall_s, cpu_s = [0.0] * len(turns), [0.0] * len(turns)
-        for side in draw.sample(range(len(turns)), len(turns)):
-            run.world.barrier()
-            began_s, began_cpu_s = time.perf_counter(), time.process_time()
-            turns[side](num_steps)
-            wall_s[side], cpu_s[side] = time.perf_counter() - began_s, time.process_time() - began_cpu_s
-        if pair >= 0:
-            times.wall_s.append(wall_s)
-            times.cpu_s.append(cpu_s)
-    return times
+    return take_turns(run.world, turns, num_pairs, num_steps)
 
 
 def work(folder: Path, flags: Sequence[str], num_pairs: int, num_steps: int) -> int:
@@ -138,7 +112,7 @@ def work(folder: Path, flags: Sequence[str], num_pairs: int, num_steps: int) -> 
     def measure_instead(run: Training) -> Outcome:
         times = measure(run, num_pairs, num_steps)
         if run.world.is_main:
-            (folder / "times.json").write_text(json.dumps(dataclasses.asdict(times)), encoding="utf-8")
+            times.save(folder)
         return Outcome("epochs")
 
     config, task_class = read_settings(list(flags))
@@ -166,12 +140,6 @@ def flags(options: argparse.Namespace, folder: Path) -> list[str]:
     return words + (["--task.data-folder", options.data_folder] if options.data_folder else [])
 
 
-def ratios(times_s: Sequence[Sequence[float]], side: int) -> tuple[float, float, float]:
-    """Median and quartiles of stormo's steps per second over those of a side, pair by pair."""
-    lower, median, upper = statistics.quantiles([pair[side] / pair[0] for pair in times_s], n=4, method="inclusive")
-    return median, lower, upper
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Start the two workers, which are this very command, and print what they measured."""
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -185,14 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(words)
     if options.worker_folder:
         return work(options.worker_folder, flags(options, options.worker_folder), options.pairs, options.steps)
-    from stormo.launch import Node, run_node
-
-    with tempfile.TemporaryDirectory() as temporary:
-        command = [sys.executable, "-m", "benchmarks.overhead", *words, "--worker-folder", temporary]
-        code = run_node(command, Node(num_workers=NUM_WORKERS), environ=one_thread())
-        if code:
-            return code
-        times = Times(**json.loads((Path(temporary) / "times.json").read_text(encoding="utf-8")))
+    times = times_of_workers("benchmarks.overhead", words)
     for side, name in enumerate(SIDES):
         step_ms, cpu_ms = (
             1e3 * statistics.median(pair[side] for pair in seconds) / options.steps

@@ -7,7 +7,6 @@ small ones it consists of would be, without a word to other ranks. Evaluation is
 from __future__ import annotations
 
 import functools
-import types
 from typing import Any, TypeVar
 
 import torch.nn.functional as F
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from stormo.errors import SettingError
 from stormo.layers.ghost_norm import Norm, ghost_norm
 from stormo.layers.norm_act import NormAct, add_residual, plain_norm_act
-from stormo.layers.sync_batch_norm import LocalNorm, SynchronisedNorm
+from stormo.layers.sync_batch_norm import LocalNorm, SynchronisedNorm, check_forward, variant
 from stormo.plan import num_ghosts
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -114,8 +113,7 @@ _GHOSTS: dict[type[Any], type[GhostNorm]] = {
 def ghostly(plain: type[nn.Module]) -> type[GhostNorm]:
     """The variant of a layer's class that a layer of it becomes, and stays an instance of its own class."""
     ghost = next(ghost for base, ghost in _GHOSTS.items() if issubclass(plain, base))
-    body = {"plain": plain, "__module__": plain.__module__, "__doc__": plain.__doc__}
-    return types.new_class(f"Ghost{plain.__name__}", (ghost, plain), exec_body=lambda names: names.update(body))
+    return variant("Ghost", ghost, plain)
 
 
 def _made_again(plain: Any, arguments: tuple[Any, ...]) -> Any:
@@ -137,7 +135,7 @@ def convert_ghost_batch_norm(module: _Module, ghost_batch_size: int) -> _Module:
         if isinstance(layer, GhostNorm):
             norms.append(layer)
         elif isinstance(layer, tuple(_GHOSTS)):
-            _check_forward(layer)
+            check_forward(layer, _GHOSTS, "ghost batch norm")
             norms.append(layer)
     if not norms:
         raise SettingError(
@@ -176,14 +174,4 @@ def _check_not_synchronised(layer: nn.Module) -> None:
             f"ghost batch norm was asked for a model with a {type(layer).__name__}",
             "its first pass would turn it into a plain batch norm",
             "give the layer its number of channels, or convert the model after a first pass",
-        )
-
-
-def _check_forward(layer: nn.Module) -> None:
-    base = next(kind for kind in _GHOSTS if isinstance(layer, kind))
-    if type(layer).forward is not base.forward or "forward" in vars(layer):
-        raise SettingError(
-            f"ghost batch norm was asked for a model with a {type(layer).__name__}",
-            f"that layer replaces the forward pass of {base.__name__}, which a conversion would lose",
-            "write the layer as a batch norm followed by the rest, or use stormo's NormAct",
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -197,15 +197,21 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm, SynchronisedNorm):
 @functools.cache
 def synchronised(plain: type[nn.Module]) -> type[SyncBatchNorm]:
     """The variant of a batch norm's class that a layer of it becomes, and stays an instance of its own class."""
+    return variant("Sync", SyncBatchNorm, plain)
+
+
+def variant(prefix: str, mixin: type[Any], plain: type[nn.Module]) -> type[Any]:
+    """A class that is both, and that knows the plain one."""
     body = {"plain": plain, "__module__": plain.__module__, "__doc__": plain.__doc__}
-    return types.new_class(f"Sync{plain.__name__}", (SyncBatchNorm, plain), exec_body=lambda names: names.update(body))
+    return types.new_class(f"{prefix}{plain.__name__}", (mixin, plain), exec_body=lambda names: names.update(body))
 
 
-def _check_forward(layer: nn.Module) -> None:
-    base = next(kind for kind in _BATCH_NORMS if isinstance(layer, kind))
+def check_forward(layer: nn.Module, bases: Iterable[type[Any]], asked: str) -> None:
+    """Refuse a layer whose own forward pass a conversion to what was asked would lose."""
+    base = next(kind for kind in bases if isinstance(layer, kind))
     if type(layer).forward is not base.forward or "forward" in vars(layer):
         raise SettingError(
-            f"synchronised batch norm was asked for a model with a {type(layer).__name__}",
+            f"{asked} was asked for a model with a {type(layer).__name__}",
             f"that layer replaces the forward pass of {base.__name__}, which a conversion would lose",
             "write the layer as a batch norm followed by the rest, or use stormo's NormAct",
         )
@@ -221,7 +227,7 @@ def convert_sync_batch_norm(module: nn.Module, reduce: Reduce) -> nn.Module:
     norms = [layer for layer in module.modules() if isinstance(layer, kinds) and not isinstance(layer, LocalNorm)]
     plain: list[Any] = [layer for layer in norms if not isinstance(layer, SynchronisedNorm)]
     for layer in plain:
-        _check_forward(layer)
+        check_forward(layer, _BATCH_NORMS, "synchronised batch norm")
     for layer in plain:
         kind: Any = type(layer)
         layer.__class__ = synchronised(kind)

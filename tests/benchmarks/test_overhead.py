@@ -6,7 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.overhead import PROMISED, ratios
+from benchmarks.overhead import PROMISED
+from benchmarks.turns import ratios
 
 ROOT = Path(__file__).parents[2]
 
