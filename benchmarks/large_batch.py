@@ -1,25 +1,28 @@
 """Validation accuracy after the same epochs, by batch and by recipe: what a large batch loses, and what saves it.
 
     python -m benchmarks.large_batch [--batches 512,4096,16384] [--recipes lars,lamb] [--seeds 1] [--budget-s 540]
+                                     [--samples-at-once 21000]
 
 Every cell is one `stormo train fashion-mnist`. A measured cell is kept in the results file and not measured again, so
-the table can be filled over several short runs; --budget-s starts no cell that would probably not end in time. A run
-that diverges counts with the accuracy of its last whole epoch, or 10 %, which is chance, where it had none; the table
-marks it. `tuned` is the best of the grid in `TUNED` (Nado et al., arXiv
-2102.06356): an ordinary optimizer deserves a search as well. The last line is
+the table can be filled over several short runs; --budget-s starts no cell that would probably not end in time. Cells
+share the GPU as long as their batches together stay within --samples-at-once, so that one starts while another trains;
+only accuracies are compared. Other flags are handed on to every cell. A run that diverges counts with the accuracy of
+its last whole epoch, or 10 %, which is chance, where it had none; the table marks it. `tuned` is the best of the grid
+in `TUNED` (Nado et al., arXiv 2102.06356): an ordinary optimizer deserves a search as well. The last line is
 `RESULT accuracy_512=… best_accuracy_16384=… plain_accuracy_16384=…`, `nan` for what was not measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import json
 import math
 import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,6 +32,7 @@ BATCHES = (512, 1024, 2048, 4096, 8192, 16384)
 FIRST = (512, 4096, 16384)  # what is measured first
 BASE = 512
 CHANCE = 0.1
+_LARGEST_GRAPH = 2048  # a CUDA graph saves nothing in a large pass, and holds memory of its own
 RESULTS = Path(__file__).with_name("results") / "large_batch.jsonl"
 # Beside --global-batch-size, --epochs and --seed.
 ALWAYS = "--nesterov --weight-decay 0.0005 --decay linear --task.augment --target-accuracy 2 --checkpoint-every 0"
@@ -74,6 +78,17 @@ class Cell:
         return self.recipe, self.batch, self.seed, self.epochs, self.flags
 
 
+class CellError(Exception):
+    """A run that ended without a result."""
+
+
+class NotBegunError(CellError):
+    """There was no time left for it."""
+
+
+Wanted = tuple[str, int, int]  # recipe, batch, seed
+
+
 def flags_of(recipe: str, batch: int, epochs: int) -> str:
     """The flags of a recipe at a batch."""
     if recipe not in RECIPES:  # of the grid
@@ -88,10 +103,12 @@ def flags_of(recipe: str, batch: int, epochs: int) -> str:
         flags += f" --grow-batch {epochs // 3}:{stride:.6g}x,{2 * epochs // 3}:{stride:.6g}x --max-batch-size {batch}"
     if recipe == "noise" and batch > BASE:
         flags += f" --gradient-noise-batch {BASE}"
+    if batch > _LARGEST_GRAPH:
+        flags += " --no-graph"
     return f"--global-batch-size {start} --epochs {epochs} {flags}"
 
 
-def wanted(recipes: Sequence[str], batches: Sequence[int], seeds: int) -> Iterator[tuple[str, int, int]]:
+def wanted(recipes: Sequence[str], batches: Sequence[int], seeds: int) -> Iterator[Wanted]:
     """The cells in the order in which they are measured: all recipes once, before any second seed."""
     names = [name for name in recipes if name != "tuned"]
     if "tuned" in recipes:
@@ -113,7 +130,7 @@ def measure(recipe: str, batch: int, seed: int, epochs: int, extra: Sequence[str
         summary = json.loads(summary_file.read_text()) if summary_file.is_file() else {}
     stopped_by = summary.get("stopped_by", "nothing")
     if stopped_by not in ("epochs", "divergence"):
-        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+        raise CellError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
     return Cell(
         recipe=recipe,
         batch=batch,
@@ -127,6 +144,27 @@ def measure(recipe: str, batch: int, seed: int, epochs: int, extra: Sequence[str
         wall_time_s=time.perf_counter() - began,
         device=summary["device"],
     )
+
+
+def fill(todo: Sequence[Wanted], samples_at_once: int, run: Callable[[Wanted], Cell]) -> Iterator[Cell | CellError]:
+    """The cells as they end, and what went wrong where one had no result.
+
+    `run` is called in a thread of its own for as many as fit, the first ones first; one that is too large waits until
+    it would be alone.
+    """
+    waiting, running = list(todo), dict[concurrent.futures.Future[Cell], int]()
+    with concurrent.futures.ThreadPoolExecutor(max_workers=max(1, len(waiting))) as threads:
+        while waiting or running:
+            for cell in list(waiting):
+                if not running or sum(running.values()) + cell[1] <= samples_at_once:
+                    running[threads.submit(run, cell)] = cell[1]
+                    waiting.remove(cell)
+            for ended in concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED).done:
+                del running[ended]
+                try:
+                    yield ended.result()
+                except CellError as error:
+                    yield error
 
 
 def read(path: Path) -> list[Cell]:
@@ -203,6 +241,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--budget-s", type=float, default=math.inf)
+    parser.add_argument("--samples-at-once", type=int, default=21000, help="in all cells that share the GPU")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--plot", type=Path, help="FILE.png or .svg")
     options, extra = parser.parse_known_args(arguments)
@@ -211,21 +250,35 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"there is no recipe {unknown[0]}; there are {', '.join([*RECIPES, 'tuned'])}")
     cells = read(options.results)
     known, began, longest_s = {cell.key for cell in cells}, time.perf_counter(), 0.0
-    options.results.parent.mkdir(parents=True, exist_ok=True)
+    todo = []
     for recipe, batch, seed in wanted(recipes, [int(size) for size in options.batches.split(",")], options.seeds):
         flags = " ".join([flags_of(recipe, batch, options.epochs), *extra])
-        if (recipe, batch, seed, options.epochs, flags) in known:
-            continue
+        if (recipe, batch, seed, options.epochs, flags) not in known:
+            todo.append((recipe, batch, seed))
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+
+    def run(cell: Wanted) -> Cell:
+        recipe, batch, seed = cell
         if time.perf_counter() - began + longest_s > options.budget_s:
-            print(f"--budget-s {options.budget_s:g} is spent; the rest is for another run")
-            break
-        cell = measure(recipe, batch, seed, options.epochs, extra)
-        longest_s = max(longest_s, cell.wall_time_s)
-        cells.append(cell)
+            raise NotBegunError
+        return measure(recipe, batch, seed, options.epochs, extra)
+
+    num_later = 0
+    for ended in fill(todo, options.samples_at_once, run):
+        if isinstance(ended, NotBegunError):
+            num_later += 1
+            continue
+        if isinstance(ended, CellError):
+            print(ended, flush=True)
+            continue
+        longest_s = max(longest_s, ended.wall_time_s)
+        cells.append(ended)
         with options.results.open("a") as file:
-            file.write(json.dumps(asdict(cell)) + "\n")
-        outcome = f"{100 * cell.accuracy:.2f} % ({cell.stopped_by}), {cell.wall_time_s:.0f} s"
-        print(f"{recipe} at {batch}, seed {seed}: {outcome}", flush=True)
+            file.write(json.dumps(asdict(ended)) + "\n")
+        outcome = f"{100 * ended.accuracy:.2f} % ({ended.stopped_by}), {ended.wall_time_s:.0f} s"
+        print(f"{ended.recipe} at {ended.batch}, seed {ended.seed}: {outcome}", flush=True)
+    if num_later:
+        print(f"--budget-s {options.budget_s:g} is spent; {num_later} of {len(todo)} cells are for another run")
     # A recipe that has been changed since is another one, and so is one with other flags.
     words = {(c.recipe, c.batch): " ".join([flags_of(c.recipe, c.batch, options.epochs), *extra]) for c in cells}
     shown = [cell for cell in cells if cell.epochs == options.epochs and cell.flags == words[cell.recipe, cell.batch]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import large_batch
-from benchmarks.large_batch import RECIPES, Cell, flags_of, result_line, table_lines, wanted
+from benchmarks.large_batch import RECIPES, Cell, CellError, Wanted, fill, flags_of, result_line, table_lines, wanted
 from stormo.hardware import visible_gpus
 from stormo.layout import resolve_layout
 from stormo.plan import resolve
@@ -56,6 +57,28 @@ def test_the_table_and_the_last_line() -> None:
     assert result_line([]) == "RESULT accuracy_512=nan best_accuracy_16384=nan plain_accuracy_16384=nan"
 
 
+def test_cells_share_the_gpu_as_far_as_their_batches_allow_and_one_that_fails_stops_no_other() -> None:
+    at_once: list[int] = []
+    largest: list[int] = []
+    together = threading.Barrier(3)
+
+    def run(cell: Wanted) -> Cell:
+        at_once.append(cell[1])
+        largest.append(sum(at_once))
+        if cell[0] == "sgd":
+            together.wait(timeout=60)
+        at_once.remove(cell[1])
+        if cell[0] == "lars":
+            raise CellError("no memory")
+        return _cell(*cell[:2], 0.9)
+
+    todo = [("sgd", 16384, 0), ("lars", 16384, 0), ("sgd", 4096, 0), ("sgd", 512, 0), ("larc", 99999, 0)]
+    ended = list(fill(todo, 21000, run))
+    assert sorted(cell.batch for cell in ended if isinstance(cell, Cell)) == [512, 4096, 16384, 99999]
+    assert [str(error) for error in ended if isinstance(error, CellError)] == ["no memory"]
+    assert max(size for size in largest if size != 99999) <= 21000
+
+
 def test_a_cell_is_measured_once_and_no_more_are_begun_than_the_budget_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -71,12 +94,13 @@ def test_a_cell_is_measured_once_and_no_more_are_begun_than_the_budget_holds(
     old = asdict(_cell("sgd", 512, 0.1)) | {"flags": "--of-before"}
     results.write_text(json.dumps(old) + "\n")
     options = ["--results", str(results), "--recipes", "sgd,lars", "--plot", str(tmp_path / "table.png")]
+    options += ["--samples-at-once", "4096"]
     assert large_batch.main([*options, "--batches", "512"]) == 0
     assert large_batch.main([*options, "--batches", "512,4096", "--budget-s", "1.9"]) == 0
     assert calls == [("sgd", 512), ("lars", 512), ("sgd", 4096)]  # the next would take 2 s, as the longest did
     assert json.loads(results.read_text().splitlines()[1]) == asdict(_cell("sgd", 512, 0.9))
     out = capsys.readouterr().out
-    assert "--budget-s 1.9 is spent" in out
+    assert "--budget-s 1.9 is spent; 1 of 2 cells are for another run" in out
     assert "| sgd | 90.00 | 90.00 |" in out  # without the cell of another recipe
     assert (tmp_path / "table.png").stat().st_size > 1000
     with pytest.raises(SystemExit):
