@@ -34,26 +34,26 @@ BASE = 512
 CHANCE = 0.1
 _LARGEST_GRAPH = 2048  # a CUDA graph saves nothing in a large pass, and holds memory of its own
 RESULTS = Path(__file__).with_name("results") / "large_batch.jsonl"
-# Beside --global-batch-size, --epochs and --seed.
-ALWAYS = "--nesterov --weight-decay 0.0005 --decay linear --task.augment --target-accuracy 2 --checkpoint-every 0"
-_LAYER_WISE = f"--lr-rule sqrt --base-batch-size {BASE} --warmup-epochs 5 --decay linear --task.augment"
-_LAYER_WISE += " --target-accuracy 2 --checkpoint-every 0"
-_LINEAR = f"{ALWAYS} --base-lr 0.1 --lr-rule linear --base-batch-size {BASE} --warmup-epochs 5"
+# Beside --global-batch-size, --epochs and --seed. The network bears no full rate from the first step.
+_ALWAYS = "--weight-decay 0.0005 --task.augment --target-accuracy 2 --checkpoint-every 0"
+_NESTEROV = f"{_ALWAYS} --nesterov --decay linear --warmup-from 0.01"
+_LAYER_WISE = f"{_ALWAYS} --lr-rule sqrt --base-batch-size {BASE} --warmup-epochs 5 --decay linear"
+_LARS = f"{_LAYER_WISE} --optimizer lars --nesterov --base-lr 2"
 RECIPES = {
-    "sgd": f"{ALWAYS} --base-lr 0.1 --lr-rule none --warmup-epochs 0",
-    "linear": f"{ALWAYS} --base-lr 0.1 --lr-rule linear --base-batch-size {BASE} --warmup-epochs 0",
-    "sqrt": f"{ALWAYS} --base-lr 0.1 --lr-rule sqrt --base-batch-size {BASE} --warmup-epochs 0",
-    "linear+warm-up": _LINEAR,
-    "lars": f"{_LAYER_WISE} --optimizer lars --nesterov --base-lr 5 --weight-decay 0.0005",
-    "larc": f"{_LAYER_WISE} --optimizer larc --nesterov --base-lr 0.1 --weight-decay 0.0005 --trust-coefficient 0.02",
+    "sgd": f"{_NESTEROV} --base-lr 0.1 --lr-rule none --warmup-epochs 1",
+    "linear": f"{_NESTEROV} --base-lr 0.1 --lr-rule linear --base-batch-size {BASE} --warmup-epochs 1",
+    "sqrt": f"{_NESTEROV} --base-lr 0.1 --lr-rule sqrt --base-batch-size {BASE} --warmup-epochs 1",
+    "linear+warm-up": f"{_NESTEROV} --base-lr 0.1 --lr-rule linear --base-batch-size {BASE} --warmup-epochs 5",
+    "lars": _LARS,
+    "larc": f"{_LAYER_WISE} --optimizer larc --nesterov --base-lr 0.1 --trust-coefficient 0.005",
     "lamb": f"{_LAYER_WISE} --optimizer lamb --base-lr 0.004 --weight-decay 0.01",
     "novograd": f"{_LAYER_WISE} --optimizer novograd --momentum 0.95 --base-lr 0.01 --weight-decay 0.001",
-    "ghost norm": f"{_LINEAR} --ghost-batch-size 128",
-    "noise": _LINEAR,
-    "growth": f"{ALWAYS} --base-lr 0.1 --decay none --warmup-epochs 1 --warmup-from 0.1",
+    "lars+ghost norm": f"{_LARS} --ghost-batch-size 128",
+    "lars+noise": _LARS,
+    "growth": f"{_NESTEROV} --base-lr 0.1 --decay none --warmup-epochs 1 --warmup-from 0.1",
 }
 # (rate, warm-up epochs) that are tried for plain Nesterov momentum at every batch.
-TUNED = ((0.2, 2), (0.4, 5), (0.8, 5), (0.8, 10), (1.6, 10))
+TUNED = ((0.05, 2), (0.1, 5), (0.2, 5), (0.2, 10), (0.4, 10))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def flags_of(recipe: str, batch: int, epochs: int) -> str:
     """The flags of a recipe at a batch."""
     if recipe not in RECIPES:  # of the grid
         rate, warmup = recipe.split()[1:]
-        flags = f"{ALWAYS} --base-lr {rate} --lr-rule none --warmup-epochs {warmup} --warmup-from 0.05"
+        flags = f"{_NESTEROV} --base-lr {rate} --lr-rule none --warmup-epochs {warmup}"
     else:
         flags = RECIPES[recipe]
     start = batch
@@ -101,7 +101,7 @@ def flags_of(recipe: str, batch: int, epochs: int) -> str:
         # In two strides from the batch at which the rate is right, where a decay would have fallen.
         start, stride = BASE, math.sqrt(batch / BASE)
         flags += f" --grow-batch {epochs // 3}:{stride:.6g}x,{2 * epochs // 3}:{stride:.6g}x --max-batch-size {batch}"
-    if recipe == "noise" and batch > BASE:
+    if recipe == "lars+noise" and batch > BASE:
         flags += f" --gradient-noise-batch {BASE}"
     if batch > _LARGEST_GRAPH:
         flags += " --no-graph"
