@@ -40,20 +40,20 @@ _NESTEROV = f"{_ALWAYS} --nesterov --decay linear --warmup-from 0.01"
 _LAYER_WISE = f"{_ALWAYS} --lr-rule sqrt --base-batch-size {BASE} --warmup-epochs 5 --decay linear"
 _LARS = f"{_LAYER_WISE} --optimizer lars --nesterov --base-lr 2"
 RECIPES = {
-    "sgd": f"{_NESTEROV} --base-lr 0.1 --lr-rule none --warmup-epochs 1",
-    "linear": f"{_NESTEROV} --base-lr 0.1 --lr-rule linear --base-batch-size {BASE} --warmup-epochs 1",
-    "sqrt": f"{_NESTEROV} --base-lr 0.1 --lr-rule sqrt --base-batch-size {BASE} --warmup-epochs 1",
-    "linear+warm-up": f"{_NESTEROV} --base-lr 0.1 --lr-rule linear --base-batch-size {BASE} --warmup-epochs 5",
+    "sgd": f"{_NESTEROV} --base-lr 0.05 --lr-rule none --warmup-epochs 2",
+    "linear": f"{_NESTEROV} --base-lr 0.05 --lr-rule linear --base-batch-size {BASE} --warmup-epochs 2",
+    "sqrt": f"{_NESTEROV} --base-lr 0.05 --lr-rule sqrt --base-batch-size {BASE} --warmup-epochs 2",
+    "linear+warm-up": f"{_NESTEROV} --base-lr 0.05 --lr-rule linear --base-batch-size {BASE} --warmup-epochs 5",
     "lars": _LARS,
     "larc": f"{_LAYER_WISE} --optimizer larc --nesterov --base-lr 0.1 --trust-coefficient 0.005",
     "lamb": f"{_LAYER_WISE} --optimizer lamb --base-lr 0.004 --weight-decay 0.01",
     "novograd": f"{_LAYER_WISE} --optimizer novograd --momentum 0.95 --base-lr 0.01 --weight-decay 0.001",
     "lars+ghost norm": f"{_LARS} --ghost-batch-size 128",
     "lars+noise": _LARS,
-    "growth": f"{_NESTEROV} --base-lr 0.1 --decay none --warmup-epochs 1 --warmup-from 0.1",
+    "growth": f"{_NESTEROV} --base-lr 0.05 --decay none --warmup-epochs 1 --warmup-from 0.1",
 }
 # (rate, warm-up epochs) that are tried for plain Nesterov momentum at every batch.
-TUNED = ((0.05, 2), (0.1, 5), (0.2, 5), (0.2, 10), (0.4, 10))
+TUNED = ((0.05, 5), (0.1, 2), (0.1, 5), (0.2, 5), (0.2, 10))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +108,16 @@ def flags_of(recipe: str, batch: int, epochs: int) -> str:
     return f"--global-batch-size {start} --epochs {epochs} {flags}"
 
 
+def nesterov(rate: float, warmup_epochs: int) -> str:
+    """The name of a point of the grid."""
+    return f"nesterov {rate:g} {warmup_epochs}"
+
+
 def wanted(recipes: Sequence[str], batches: Sequence[int], seeds: int) -> Iterator[Wanted]:
     """The cells in the order in which they are measured: all recipes once, before any second seed."""
     names = [name for name in recipes if name != "tuned"]
     if "tuned" in recipes:
-        names += [f"nesterov {rate:g} {warmup}" for rate, warmup in TUNED]
+        names += [nesterov(*point) for point in TUNED]
     for seed in range(seeds):
         for batch in sorted(batches, key=lambda size: (size not in FIRST, size)):
             yield from ((name, batch, seed) for name in names)
@@ -280,8 +285,14 @@ def main(arguments: list[str] | None = None) -> int:
     if num_later:
         print(f"--budget-s {options.budget_s:g} is spent; {num_later} of {len(todo)} cells are for another run")
     # A recipe that has been changed since is another one, and so is one with other flags.
-    words = {(c.recipe, c.batch): " ".join([flags_of(c.recipe, c.batch, options.epochs), *extra]) for c in cells}
-    shown = [cell for cell in cells if cell.epochs == options.epochs and cell.flags == words[cell.recipe, cell.batch]]
+    known_names = {*RECIPES, *(nesterov(*point) for point in TUNED)}
+    shown = [
+        cell
+        for cell in cells
+        if cell.recipe in known_names
+        and cell.epochs == options.epochs
+        and cell.flags == " ".join([flags_of(cell.recipe, cell.batch, options.epochs), *extra])
+    ]
     for line in table_lines(shown):
         print(line)
     if options.plot:
