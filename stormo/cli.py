@@ -13,13 +13,17 @@ from stormo.errors import EXIT_INTERRUPTED, StormoError, unknown_name
 _USAGE = """\
 usage: stormo VERB ...
 
-Trains a PyTorch model on one device or on thousands: fast, exact, in one command.
+Trains a PyTorch model on one device or on thousands: fast, exact, and with its energy bill.
 
   stormo new FILE.py              write a task of your own to start from
   stormo train [TASK] [options]   train a built-in task, a file, or package.module:Class
   stormo run SCRIPT [options]     run your own script, which uses stormo.World, on all workers
   stormo runs                     list the runs in ./runs
   stormo show RUN                 one run: its settings, epochs and curves
+  stormo report RUN...            one page on a run, or on several side by side
+  stormo watch RUN                the same page, live while the run goes on
+  stormo scale [TASK] [options]   train on more and more workers: do they pay, for time and for energy?
+  stormo monitor                  GPUs, processors, memory, disks and network of this node, live or as CSV
 
 stormo VERB --help shows the options of a verb; stormo --version the version.
 """
@@ -108,10 +112,38 @@ def _listing(verb: str, description: str, arguments: list[str], *, wants_name: b
     return Path(parsed.runs_folder), parsed.json, getattr(parsed, "run", "")
 
 
+def _monitor(arguments: list[str]) -> int:
+    from stormo.monitor import command
+
+    return command.main(arguments)
+
+
+def _report(arguments: list[str]) -> int:
+    from stormo.report import command
+
+    return command.main(arguments)
+
+
+def _watch(arguments: list[str]) -> int:
+    from stormo.report import watch
+
+    return watch.main(arguments)
+
+
+def _scale(arguments: list[str]) -> int:
+    from stormo.scale import command
+
+    return command.main(arguments)
+
+
 _VERBS: dict[str, Callable[[list[str]], int]] = {
     "new": _new,
     "train": _train,
     "run": _run,
     "runs": _runs,
     "show": _show,
+    "report": _report,
+    "watch": _watch,
+    "scale": _scale,
+    "monitor": _monitor,
 }

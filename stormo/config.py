@@ -166,6 +166,23 @@ class Run:
     seed: int = option(0, "seed of everything that is random")
     deterministic: bool = option(False, "the same bits every time, at some speed")
     tensorboard: bool = option(True, "write TensorBoard event files")
+    prometheus: int | None = option(None, "show the run to Prometheus at this port while it goes on", metavar="PORT")
+    prometheus_host: str = option("127.0.0.1", "address to listen on for Prometheus", metavar="HOST")
+    profile: str | None = option(
+        None,
+        "record steps with torch's profiler: 10:20 for steps 10 to 19, 10 for ten steps; nvtx marks ranges for Nsight",
+        metavar="STEPS",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Energy:
+    """Energy: what the run draws, and what that means."""
+
+    energy: bool = option(True, "measure the energy and the state of every node")
+    grid_intensity: float | None = option(None, "grams of CO2e for each kWh of your grid; gives the run's")
+    energy_price: float | None = option(None, "price of a kWh; gives the run's cost")
+    currency: str = option("EUR", "of that price")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +221,7 @@ class TrainConfig:
     speed: Speed = field(default_factory=Speed)
     stop: Stop = field(default_factory=Stop)
     run: Run = field(default_factory=Run)
+    energy: Energy = field(default_factory=Energy)
     command: Command = field(default_factory=Command)
     given: frozenset[str] = frozenset()  # field names the user set, by flag or file
     resumed: Effective | None = None  # of the run that goes on
@@ -218,5 +236,6 @@ SECTIONS: dict[str, type[Any]] = {
     "speed": Speed,
     "stop": Stop,
     "run": Run,
+    "energy": Energy,
     "command": Command,
 }

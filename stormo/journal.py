@@ -16,12 +16,16 @@ import torch
 from stormo import checkpoint
 from stormo.config import Effective, TrainConfig
 from stormo.divergence import STEADYING
+from stormo.energy import read_bill
+from stormo.energy.summary import energy_sentence, energy_summary
 from stormo.errors import SettingError, StormoError, counted
+from stormo.measuring import AnyKeeper
 from stormo.optim.noise_scale import NoiseScale
 from stormo.options import to_toml
 from stormo.plan import Plan
 from stormo.plan.stages import stage_of
 from stormo.process import SetUp
+from stormo.profiling.ranges import range_of
 from stormo.state import RunState
 from stormo.telemetry.console import PlainConsole, make_console
 from stormo.telemetry.files import EventFile, RunFolder, collect_environment, read_summary, write_json, write_whole
@@ -34,7 +38,10 @@ from stormo.world.world import World
 class Journal:
     """Opens or goes on with the folder of a run."""
 
-    def __init__(self, config: TrainConfig, plan: Plan, world: World, state: RunState, set_up: SetUp) -> None:
+    def __init__(
+        self, config: TrainConfig, plan: Plan, world: World, state: RunState, set_up: SetUp, keeper: AnyKeeper
+    ) -> None:
+        self.keeper = keeper
         self._config = config
         self._plan = plan
         self._world = world
@@ -114,7 +121,8 @@ class Journal:
             found.path.rename(found.path.with_name(f"superseded-{found.path.name}-{time.time_ns()}"))
 
     def start(self) -> None:
-        """Write the settings and open every sink."""
+        """Write the settings and open every sink. All workers call it."""
+        self._open_account()
         if not self._world.is_main:
             return
         config, plan, progress = self._config, self._plan, self._state.progress
@@ -137,6 +145,11 @@ class Journal:
             self._sinks.insert(0, PlainConsole(sys.stdout) if is_piped else make_console(sys.stdout))
         if config.run.tensorboard:
             self._sinks.append(TensorBoardFile(self.folder.tensorboard))
+        if config.run.prometheus is not None:
+            from stormo.telemetry.prometheus import PrometheusSink
+
+            strategy = plan.layout.strategy
+            self._sinks.append(PrometheusSink(config.run.prometheus, config.run.prometheus_host, strategy=strategy))
         self.record(
             RunStarted(
                 run_name=self.folder.name,
@@ -170,6 +183,15 @@ class Journal:
                 text += " with the same settings and would diverge there again: set a lower --base-lr, or --clip-norm"
             self.record(Notice(kind="warning", text=text))
 
+    def _open_account(self) -> None:
+        """Tell the keepers of all nodes where their file is: in the run folder, as far as a node sees that."""
+        shared = self._world.share_json(str(self.folder.path.resolve()) if self._world.is_main else "")
+        self.run_folder = Path(shared)
+        progress = self._state.progress
+        if self.run_folder.is_dir():
+            path = RunFolder(self.run_folder).nodes / f"{self._world.place.node_id}.jsonl"
+            self.keeper.attach(path, progress.step if progress.num_resumes else None, progress.step)
+
     def record(self, record: Record) -> None:
         """Hand a record to every sink; on other workers there is none."""
         for sink in self._sinks:
@@ -182,6 +204,13 @@ class Journal:
         if not progress.trend.num_uneasy:
             progress.calm_steps = [*[step for step in progress.calm_steps if step < progress.step][-1:], progress.step]
         began = time.perf_counter()
+        self.keeper.enter("checkpoint", progress.step)
+        with range_of("checkpoint"):
+            self._save(metric, began)
+        self.keeper.enter("idle", progress.step)
+
+    def _save(self, metric: float | None, began: float) -> None:
+        progress = self._state.progress
         snapshot = self._state.snapshot(self._world, self._config.run.seed)
         if snapshot is None:
             return
@@ -224,7 +253,14 @@ class Journal:
             step = self._state.progress.step
             text = f"stopped at step {step}, saved; go on with: stormo train --resume {reference}"
             self.record(Notice(kind="info", text=text))
+        self.keeper.close()
+        if stopped_by != "error":  # others may be gone
+            self._world.barrier()  # all files of all nodes are closed
         summary = self._summary(stopped_by) | more
+        if self._world.is_main and (said := energy_sentence(summary)) is not None:
+            self.record(Notice(kind="info", text=said))
+        if self._world.is_main and self.keeper.failure is not None:
+            self.record(Notice(kind="warning", text=f"The account of this node is not whole: {self.keeper.failure}."))
         if summary["noise_scale_advice"] is not None:
             self.record(Notice(kind="info", text=summary["noise_scale_advice"]))
         self.record(RunEnded(summary=summary))
@@ -269,9 +305,22 @@ class Journal:
             "sample_order_sha256": progress.sample_order_sha256,
             "num_resumes": progress.num_resumes,
             "num_rollbacks": progress.num_rollbacks,
+            **self._energy(),
             **self._noise_scale(stopped_by),
             "stopped_by": stopped_by,
         }
+
+    def _energy(self) -> dict[str, Any]:
+        """The bill of all attempts so far, on all nodes."""
+        if not self._world.is_main:
+            return {}
+        progress = self._state.progress
+        return energy_summary(
+            read_bill(self.folder.path) if self._config.energy.energy else None,
+            self._config.energy,
+            num_samples=progress.samples_seen,
+            target_unix_s=progress.target_unix_s,
+        )
 
     def _noise_scale(self, stopped_by: str) -> dict[str, Any]:
         """The batch beyond which more workers stop paying, its range, and what that means for this run."""

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -15,12 +16,15 @@ from stormo.data.loaders import Loader
 from stormo.divergence import Diverged, patience_steps, wait_steps
 from stormo.errors import counted
 from stormo.losses import LossWatch, Moment
+from stormo.measuring import AnyKeeper
 from stormo.metrics import Validation
 from stormo.optim.schedule import Schedule
 from stormo.plan import Plan
+from stormo.profiling.ranges import range_of
+from stormo.profiling.window import ProfileWindow
 from stormo.state import RunState
 from stormo.stopwatch import Stopwatch
-from stormo.telemetry.record import EpochDone, Notice, Record, StepDone, ValidationProgress
+from stormo.telemetry.record import EpochDone, NodeSampled, Notice, Record, StepDone, ValidationProgress
 from stormo.world.signals import StopFlag
 from stormo.world.world import Vote, World
 
@@ -42,7 +46,10 @@ class Training:
     record: Callable[[Record], None]  # does nothing except on the main worker
     save: Callable[[float | None], None]  # publishes a checkpoint; its argument is the metric that ranks it
     sign_of_life: Callable[[int], None]
+    keeper: AnyKeeper  # of the node's account
+    profile: ProfileWindow
     recover: Callable[[Diverged], bool] = lambda diverged: False  # goes back to a good state, where that is asked for
+    shown_sample: Mapping[str, Any] | None = None  # the newest state of the node that has been recorded
 
     def learning_rate(self, position: int) -> float:
         """Of the step that begins at this position of the epoch."""
@@ -61,8 +68,9 @@ class Outcome:
 
 def train(run: Training) -> Outcome:
     """Train until the target is held, the epochs are done, a signal comes or the loss is lost for good."""
+    watch = Stopwatch(run.world, run.loader, run.state.progress, run.state.strategy, run.keeper)
     while True:
-        outcome = _train(run)
+        outcome = _train(run, watch)
         if outcome.diverged is None:
             return outcome
         outcome = replace(outcome, diverged=_inspected(run, outcome.diverged))
@@ -71,10 +79,9 @@ def train(run: Training) -> Outcome:
             return outcome
 
 
-def _train(run: Training) -> Outcome:
+def _train(run: Training, watch: Stopwatch) -> Outcome:
     progress, strategy, plan = run.state.progress, run.state.strategy, run.plan
     vote = Vote(run.world)
-    watch = Stopwatch(run.world, run.loader, progress)
     losses = LossWatch(
         run.world,
         progress.trend,
@@ -89,24 +96,30 @@ def _train(run: Training) -> Outcome:
         size = run.loader.share.global_batch_size
         learning_rate = run.learning_rate((progress.position - 1) // size * size if progress.position else 0)
         watch.start()
-        for batch in run.loader.epoch(progress.epoch, progress.position):
+        for batch in run.profile.batches(run.loader.epoch(progress.epoch, progress.position), progress):
             if batch.span.is_first:
                 vote.cast(run.flag.signal_number, losses.share())
-            loss = strategy.forward_backward(batch)
+            with range_of("forward+backward"):
+                loss = strategy.forward_backward(batch)
             run.state.loss_sum += loss * batch.span.step_samples
             losses.add(loss)
             if not batch.span.is_last:
                 continue
             learning_rate = run.learning_rate(progress.position)
-            strategy.step(learning_rate)
+            with range_of("optimizer"):
+                strategy.step(learning_rate)
             progress.advance(run.loader.samples(batch.span))
             position = batch.span.step_start
             moment = Moment(epoch=progress.epoch, step=progress.step, position=position, learning_rate=learning_rate)
             losses.note(moment)
             run.sign_of_life(progress.step)
+            watch.note_step()
             if run.world.is_main and watch.since_last_s() > _SECONDS_BETWEEN_RECORDS:
                 run.record(_step_record(run, watch, learning_rate))
+                _show_node(run)
             stop, diverged = vote.outcome(), losses.hear(vote.total())
+            if run.profile.step_done(progress.step):
+                _write_profile(run, watch)
             # At its end an epoch is validated before it is saved.
             is_within = progress.position < run.loader.num_samples
             losses.owes_checkpoint |= is_within and plan.is_checkpoint_due(progress.epoch, progress.step)
@@ -168,7 +181,10 @@ def _finish_epoch(
     """Validate, record and save at the end of an epoch; return the signal that cut the validation short, or 0."""
     progress, plan = run.state.progress, run.plan
     began = time.perf_counter()
-    metrics = _validate(run, vote)
+    run.keeper.enter("validation", progress.step)
+    with range_of("validation"):
+        metrics = _validate(run, vote)
+    run.keeper.enter("idle", progress.step)
     if isinstance(metrics, int):
         return metrics
     if run.settings.stop.on_divergence != "ignore" and not math.isfinite(metrics.get("loss", 0.0)):
@@ -179,6 +195,7 @@ def _finish_epoch(
     progress.validation = metrics
     progress.peak_memory_bytes = watch.peak_memory_bytes()
     _count_target(run, metrics)
+    figures = watch.end_of_epoch()
     done = EpochDone(
         epoch=progress.epoch,
         step=progress.step,
@@ -195,6 +212,9 @@ def _finish_epoch(
         validation=metrics,
         unit=plan.facts.unit,
         mfu=plan.mfu(samples_per_s),
+        energy_j=figures.energy_j,
+        power_w=figures.power_w,
+        workers=figures.workers,
     )
     progress.epoch += 1
     progress.epochs_done += 1
@@ -229,7 +249,7 @@ def _count_target(run: Training, metrics: Mapping[str, float]) -> None:
         reached = reached or metrics.get("loss", math.inf) <= stop.target_loss
     progress.target_streak = progress.target_streak + 1 if reached else 0
     if progress.target_streak >= stop.patience and progress.time_to_target_s is None:
-        progress.time_to_target_s = progress.train_time_s
+        progress.time_to_target_s, progress.target_unix_s = progress.train_time_s, time.time()
     rank, best = _rank(metrics), _rank(progress.best_validation or {})
     if progress.best_validation is None or (rank is not None and (best is None or math.isnan(best) or rank > best)):
         progress.best_validation = progress.validation
@@ -249,6 +269,21 @@ def _validate(run: Training, vote: Vote) -> dict[str, float] | int:
         if stop:
             return stop
     raise AssertionError("validation ended without metrics")
+
+
+def _write_profile(run: Training, watch: Stopwatch) -> None:
+    watch.pause()
+    for line in run.profile.write():
+        run.record(Notice(kind="info", text=line))
+    watch.start()
+
+
+def _show_node(run: Training) -> None:
+    """Hand on the newest sample of the main worker's node, once."""
+    sample = run.keeper.latest_sample
+    if sample is not None and sample is not run.shown_sample:
+        run.shown_sample = sample
+        run.record(NodeSampled(sample=sample))
 
 
 def _step_record(run: Training, watch: Stopwatch, learning_rate: float) -> StepDone:
@@ -274,4 +309,5 @@ def _step_record(run: Training, watch: Stopwatch, learning_rate: float) -> StepD
         noise_scale=meter.read().value if (meter := run.state.strategy.noise_scale) else None,
         unit=run.plan.facts.unit,
         mfu=run.plan.mfu(samples_per_s),
+        power_w=run.keeper.power_w,
     )

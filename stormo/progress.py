@@ -33,6 +33,7 @@ class Progress:
     epochs_done: int = 0  # validated ones
     target_streak: int = 0  # epochs in a row that reached the target
     time_to_target_s: float | None = None
+    target_unix_s: float | None = None  # when it was reached
     validation: dict[str, float] | None = None  # of the last validated epoch
     best_validation: dict[str, float] | None = None
     sample_order_sha256: str = ""  # chain over every sample trained on, in order

@@ -55,6 +55,7 @@ class Recovery:
         for name, value in kept.items():
             setattr(progress, name, value)
         progress.num_rollbacks, progress.rate_factor = num_rollbacks, rate_factor
+        self._journal.keeper.rolled_back(progress.step)
         text = (
             f"{self._diagnosis(diverged)} Going back to step {progress.step} with the learning rate × "
             f"{rate_factor:g} (rollback {num_rollbacks} of {stop.max_rollbacks})."

@@ -1,24 +1,48 @@
-"""Training time, input wait and memory of a run: the time of the slowest worker, taken when the device has finished."""
+"""Training time, waiting, memory and energy of a run, taken when the device has finished its work.
+
+The time of a run is that of its slowest worker; those of every worker are told by the epoch.
+"""
 
 from __future__ import annotations
 
 import resource
 import time
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from stormo.data.loaders import Loader
+from stormo.measuring import AnyKeeper
 from stormo.progress import Progress
+from stormo.strategies.strategy import Strategy
 from stormo.world.world import World
+
+_UNKNOWN = -1.0  # in a row of figures, where no figure is negative
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpochFigures:
+    """What all workers and nodes did since the epoch before."""
+
+    workers: tuple[dict[str, Any], ...]
+    energy_j: float | None
+    power_w: float | None
 
 
 class Stopwatch:
     """Runs while the model trains; stands still for validation and checkpoints."""
 
-    def __init__(self, world: World, loader: Loader, progress: Progress) -> None:
+    def __init__(self, world: World, loader: Loader, progress: Progress, strategy: Strategy, keeper: AnyKeeper) -> None:
         self._world = world
         self._loader = loader
         self._progress = progress
+        self._strategy = strategy
+        self._keeper = keeper
+        self._input_s = 0.0  # this worker's waiting for its loader, up to the last pause
+        self._own = [0.0, 0.0]  # of this worker since the last epoch: training time, input wait
+        self._exposed_mark_s = strategy.exposed_s or 0.0
+        self._energy_mark: tuple[float, float | None] | None = None  # time and joules at the end of the last epoch
         self._started_s: float | None = None
         self._mark_s = time.perf_counter()
         self._mark_samples = progress.samples_seen
@@ -30,17 +54,64 @@ class Stopwatch:
         self._started_s = time.perf_counter()
         self._mark_s, self._mark_wait_s, self._mark_samples = self._started_s, 0.0, self._progress.samples_seen
         self._loader.wait_s = 0.0
+        self._keeper.enter("training", self._progress.step, self.waiting_s())
+        if self._energy_mark is None:
+            self._energy_mark = (self._started_s, self._keeper.total_j)
 
     def pause(self) -> None:
         """Add the time since `start`, as the slowest worker saw it, to the progress. All workers must call it."""
         self._synchronize()
         assert self._started_s is not None
-        times = torch.tensor([time.perf_counter() - self._started_s, self._loader.wait_s], dtype=torch.float64)
-        elapsed_s, wait_s = self._world.max(times).tolist()
+        own_s, own_wait_s = time.perf_counter() - self._started_s, self._loader.wait_s
+        self._keeper.enter("idle", self._progress.step, self.waiting_s())
+        self._own = [self._own[0] + own_s, self._own[1] + own_wait_s]
+        self._input_s += own_wait_s
+        self._loader.wait_s = 0.0
+        elapsed_s, wait_s = self._world.max(torch.tensor([own_s, own_wait_s], dtype=torch.float64)).tolist()
         self._progress.train_time_s += elapsed_s
         self._progress.epoch_time_s += elapsed_s
         self._progress.wait_s += wait_s
         self._started_s = None
+
+    def waiting_s(self) -> dict[str, float | None]:
+        """Seconds that this worker has waited since the run was started, by what for."""
+        return {"input": self._input_s + self._loader.wait_s, "communication": self._strategy.exposed_s}
+
+    def note_step(self) -> None:
+        """A step is done: whoever keeps the node's account hears how far it is."""
+        self._keeper.advance(self._progress.step, self.waiting_s())
+
+    def end_of_epoch(self) -> EpochFigures:
+        """What every worker did since the epoch before, and what all nodes drew meanwhile. All workers must call it."""
+        now_s, total_j, exposed_s = time.perf_counter(), self._keeper.total_j, self._strategy.exposed_s
+        assert self._energy_mark is not None
+        mark_s, mark_j = self._energy_mark
+        joules = _UNKNOWN if total_j is None or mark_j is None else total_j - mark_j
+        place = self._world.place
+        rows = torch.zeros(self._world.size, 5, dtype=torch.float64)
+        exposed = _UNKNOWN if exposed_s is None else exposed_s - self._exposed_mark_s
+        keeps = place.local_rank == 0
+        rows[self._world.rank] = torch.tensor(
+            [*self._own, exposed, place.node_id, joules if keeps else 0.0], dtype=torch.float64
+        )
+        self._own, self._exposed_mark_s, self._energy_mark = [0.0, 0.0], exposed_s or 0.0, (now_s, total_j)
+        found = self._world.sum(rows).tolist()
+        by_node_j = [row[4] for row in found]
+        energy_j = None if _UNKNOWN in by_node_j else sum(by_node_j)
+        return EpochFigures(
+            workers=tuple(
+                {
+                    "rank": rank,
+                    "node": int(node_id),
+                    "train_time_s": train_s,
+                    "input_wait_s": wait_s,
+                    "exposed_s": None if exposed_s == _UNKNOWN else exposed_s,
+                }
+                for rank, (train_s, wait_s, exposed_s, node_id, _) in enumerate(found)
+            ),
+            energy_j=energy_j,
+            power_w=None if energy_j is None else energy_j / max(now_s - mark_s, 1e-9),
+        )
 
     def running_s(self) -> float:
         """Seconds since `start`."""

@@ -37,6 +37,10 @@ def main(arguments: list[str]) -> int:
     task = task_class(config.task_options)
     check_made(task)
     dry_run.check(config)
+    if config.run.prometheus is not None:
+        from stormo.telemetry import prometheus
+
+        prometheus.check(config.run.prometheus, config.run.prometheus_host)
     if config.command.dry_run:
         if place is None or place.is_main:
             if task.needs_data_for_facts():

@@ -23,10 +23,13 @@ from stormo.journal import Journal
 from stormo.launch import Lifeline, Place
 from stormo.layout import Layout
 from stormo.loop import Training, train
+from stormo.measuring import AnyKeeper, open_keeper
 from stormo.metrics import Validation
 from stormo.optim.schedule import make_schedule
 from stormo.plan import Plan, resolve
+from stormo.plan.profile import parse_profile
 from stormo.process import SetUp
+from stormo.profiling.window import ProfileWindow
 from stormo.progress import Progress
 from stormo.recovery import Recovery
 from stormo.rehearsal import explained, rehearse
@@ -51,6 +54,8 @@ def run_worker(
     with stop_flag(announces=place.launcher == "alone", is_last=True) as flag:
         device, timeout_s = device_of(layout.device_type, place), config.workers.timeout
         world = World(place, device, store=store, backend=layout.backend, timeout_s=timeout_s)
+        is_measured = config.energy.energy
+        keeper = open_keeper(world, devices_per_worker=layout.devices_per_worker, is_on=is_measured)
         set_up.done("joining")
         with world.once_per_node() as is_fetcher:
             if is_fetcher:
@@ -59,7 +64,7 @@ def run_worker(
         plan = resolve(config, layout, task.facts())
         _require_same_plan(plan, world)
         set_arithmetic(config, plan)
-        code = _train(config, plan, task, world, flag, lifeline.alive, set_up)
+        code = _train(config, plan, task, world, flag, lifeline.alive, set_up, keeper)
         # Only in order: after a failure nothing may stand between it and its report, and the process ends anyway.
         world.close()
     return code
@@ -104,6 +109,7 @@ def _train(
     flag: StopFlag,
     sign_of_life: Callable[[int], None],
     set_up: SetUp,
+    keeper: AnyKeeper,
 ) -> int:
     seed = config.run.seed
     torch.manual_seed(derive_seed(seed, "model"))  # every worker builds the same model
@@ -140,11 +146,13 @@ def _train(
         largest=largest if grown.batch_per_pass > plan.batch_per_pass else None,
     )
     set_up.done("first passes")
-    journal = Journal(config, plan, world, state, set_up)
+    journal = Journal(config, plan, world, state, set_up, keeper)
     journal.resume()
     set_up.done("run folder")
     journal.start()
     recovery = Recovery(config, plan, world, state, journal)
+    spec = None if config.run.profile is None else parse_profile(config.run.profile)
+    profile = ProfileWindow(spec, world, journal.run_folder)
     for text in strategy.notices:
         journal.record(Notice(kind="warning", text=text))
     try:
@@ -162,6 +170,8 @@ def _train(
                 record=journal.record,
                 save=journal.save,
                 sign_of_life=sign_of_life,
+                keeper=keeper,
+                profile=profile,
                 recover=recovery.roll_back,
             )
         )
@@ -169,6 +179,8 @@ def _train(
         with contextlib.suppress(OSError):  # a full disk must not hide what went wrong
             journal.end("error")
         raise
+    for text in profile.close():
+        journal.record(Notice(kind="info", text=text))
     if outcome.diverged is not None:
         recovery.give_up(outcome.diverged)
         journal.end(outcome.stopped_by, diverged_at_step=outcome.diverged.step)

@@ -1,5 +1,6 @@
 """A pool of worker ranks, shared by all tests: importing torch anew for each test would take most of the time.
 
+They are forked by a server that has imported torch once, so that ranks that replace failed ones cost nothing either.
 `run_ranks(function, size, *arguments)` calls `function(world, *arguments)` in `size` processes that share a Gloo
 process group, and returns their results in the order of ranks. The function must be importable (module level).
 """
@@ -14,7 +15,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 MAX_RANKS = 4
-_context = multiprocessing.get_context("spawn")
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "stormo.data.loaders", "stormo.strategies.table", "stormo.world.world"])
 
 
 class RankFailedError(Exception):

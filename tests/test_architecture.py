@@ -18,11 +18,15 @@ FLOORS = {
     "errors": 0,
     "hardware": 0,
     "process": 0,
+    "nvml": 1,
     "config": 1,
     "layout": 2,
     "plan": 2,
     "options": 2,
     "telemetry": 2,
+    "energy": 2,
+    "vitals": 3,
+    "keeper": 3,
     "launch": 2,
     "divergence": 3,
     "nodes": 3,
@@ -30,7 +34,9 @@ FLOORS = {
     "layers": 3,
     "optim": 3,
     "world": 3,
+    "measuring": 4,
     "tasks": 4,
+    "profiling": 4,
     "strategies": 5,
     "metrics": 6,
     "checkpoint": 6,
@@ -51,14 +57,21 @@ FLOORS = {
     "templates": 9,
     "runs": 9,
     "show": 9,
+    "monitor": 9,
+    "report": 9,
+    "scale": 9,
     "cli": 10,
     "__main__": 11,
     "__init__": 11,
 }
 # Neighbours on one floor that may be imported, and only in this direction.
-SIDEWAYS = {("plan", "layout"), ("train", "worker"), ("show", "runs"), ("recovery", "journal")}
+SIDEWAYS = {
+    *(("plan", "layout"), ("train", "worker"), ("recovery", "journal")),
+    *(("show", "runs"), ("report", "runs"), ("scale", "train")),
+}
 WITHOUT_TORCH = {
-    *("errors", "hardware", "process", "config", "layout", "plan", "options", "telemetry", "launch"),
+    *("errors", "hardware", "nvml", "process", "config", "layout", "plan", "options", "telemetry", "launch"),
+    *("energy", "vitals", "keeper", "monitor", "report", "scale"),
     *("dry_run", "runs", "show", "train", "new", "cli"),  # `train` is also what the agent of a node runs
 }
 

@@ -21,6 +21,7 @@ from stormo.config import Effective
 from stormo.divergence import NUM_HIGH_STEPS, Diverged, Trend, diagnosis, patience_steps, remedies, wait_steps
 from stormo.errors import SettingError
 from stormo.journal import Journal
+from stormo.keeper import NoKeeper
 from stormo.launch import alone
 from stormo.loop import Outcome, Training, train
 from stormo.losses import LossWatch, Moment
@@ -29,6 +30,7 @@ from stormo.optim.schedule import make_schedule
 from stormo.options import to_toml
 from stormo.plan.checks import check_numbers
 from stormo.process import SetUp
+from stormo.profiling.window import ProfileWindow
 from stormo.progress import Progress
 from stormo.recovery import Recovery
 from stormo.strategies.graph import _no_synchronisation as no_synchronisation
@@ -409,6 +411,8 @@ def test_on_a_gpu_no_step_waits_for_the_device_to_know_its_loss(
         record=lambda record: None,
         save=lambda metric: None,
         sign_of_life=lambda step: setattr(parts.task, "num_steps", step),
+        keeper=NoKeeper(),
+        profile=ProfileWindow(None, parts.world, None),
     )
     outcome = train(training)
     assert outcome.diverged is not None
@@ -553,7 +557,7 @@ def put_together(world: World, folder: str, task_class: type[Tiny], **flags: Any
         parts.task.num_steps = lambda: progress.step
         parts.task.rate = lambda: schedule(progress.step) * progress.rate_factor
     parts.strategy.warm_up(parts.loader)
-    journal = Journal(parts.config, parts.plan, world, parts.state, SetUp())
+    journal = Journal(parts.config, parts.plan, world, parts.state, SetUp(), NoKeeper())
     journal.resume()
     journal.start()
     recovery = Recovery(parts.config, parts.plan, world, parts.state, journal)
@@ -578,6 +582,8 @@ def put_together(world: World, folder: str, task_class: type[Tiny], **flags: Any
         record=record,
         save=lambda metric: journal.save(metric),  # noqa: PLW0108 - a test may replace it
         sign_of_life=lambda step: None,
+        keeper=journal.keeper,
+        profile=ProfileWindow(None, world, None),
         recover=recovery.roll_back,
     )
     return parts, training, (journal, recovery, records)

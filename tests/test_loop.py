@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from stormo import loop
+from stormo.keeper import NoKeeper
 from stormo.launch import alone
 from stormo.loop import Outcome, Training, train
 from stormo.metrics import Validation
 from stormo.optim.schedule import make_schedule
+from stormo.profiling.window import ProfileWindow
 from stormo.stopwatch import Stopwatch
 from stormo.tasks.task import Task
 from stormo.telemetry.record import EpochDone, Notice, Record, StepDone, ValidationProgress
@@ -84,6 +86,8 @@ def prepare(
         record=record,
         save=save,
         sign_of_life=sign_of_life,
+        keeper=NoKeeper(),
+        profile=ProfileWindow(None, parts.world, None),
     )
     run = Run(parts=parts, training=training, flag=flag)
     return run
@@ -441,7 +445,7 @@ def test_an_interval_counts_what_came_since_the_one_before(monkeypatch: pytest.M
     now_s = 0.0
     monkeypatch.setattr("stormo.stopwatch.time.perf_counter", lambda: now_s)
     parts = build(World(alone(), torch.device("cpu")))
-    watch = Stopwatch(parts.world, parts.loader, parts.state.progress)
+    watch = Stopwatch(parts.world, parts.loader, parts.state.progress, parts.strategy, NoKeeper())
     watch.start()
     now_s, parts.loader.wait_s = 2.0, 0.5
     assert watch.since_last_s() == 2.0

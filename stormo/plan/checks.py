@@ -47,6 +47,8 @@ def check_numbers(config: TrainConfig) -> None:
     at_least("--validation-batch-size", config.speed.validation_batch_size, 1)
     at_least("--loader-workers", config.speed.loader_workers, 0)
     at_least("--keep-checkpoints", run.keep_checkpoints, 1)
+    at_least("--grid-intensity", config.energy.grid_intensity, 0)
+    at_least("--energy-price", config.energy.energy_price, 0)
     at_least("--seed", run.seed, 0)
     for flag, value in (
         ("--weight-decay", optimizer.weight_decay),

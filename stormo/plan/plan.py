@@ -27,6 +27,7 @@ from stormo.plan.choices import (
 )
 from stormo.plan.facts import Facts
 from stormo.plan.noise import check_noise, choose_noise_scale, noise_lines
+from stormo.plan.profile import check_profile
 from stormo.plan.rate import choose_rate, schedule_text, warmup_fraction
 from stormo.plan.stages import Stage, num_steps, recut, stage_of
 
@@ -122,6 +123,8 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
     steps_per_epoch = math.ceil(facts.num_train / global_batch_size)
     stages = choose_stages(config, layout, facts, global_batch_size)
     check_noise(config, stages)
+    if config.run.profile is not None:
+        check_profile(config.run.profile, num_steps(stages, config.stop.epochs))
     learning_rate, rate_text = choose_rate(config, global_batch_size)
     warmup_steps = round(config.optimizer.warmup_epochs * steps_per_epoch)
     start = learning_rate * warmup_fraction(config, layout, learning_rate)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stormo.strategies.strategy import Strategy
@@ -22,6 +23,7 @@ class Replicate(Strategy):
     """torch's DistributedDataParallel."""
 
     name = "ddp"
+    _is_exchanging = False  # whether the pass under way is the last of its step
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         if self.world.size == 1:
@@ -39,9 +41,22 @@ class Replicate(Strategy):
         return self._replica
 
     def _gradient_sync(self, is_last: bool) -> AbstractContextManager[Any]:
-        if is_last or self.world.size == 1:
+        if self.world.size == 1:
             return nullcontext()
-        return self._replica.no_sync()
+        return self._exchange() if is_last else self._replica.no_sync()
+
+    @contextmanager
+    def _exchange(self) -> Iterator[None]:
+        self._is_exchanging = True
+        try:
+            yield
+        finally:
+            self._is_exchanging = False
+
+    def _backward(self, loss: Tensor) -> None:
+        if self._is_exchanging and loss.requires_grad:
+            self._exposed.watch(loss)
+        super()._backward(loss)
 
     def _alone(self) -> nn.Module:
         return self.module  # DDP's hooks act only after a pass through its own forward

@@ -22,6 +22,7 @@ from stormo.layers.sync_batch_norm import convert_sync_batch_norm, local_statist
 from stormo.optim.own import group_rates, left_out, notice, own_optimizer
 from stormo.optim.table import make_optimizer
 from stormo.plan import Plan
+from stormo.strategies.exposed import ExposedWait
 from stormo.strategies.graph import CaptureRefusedError, PassGraph, capture
 from stormo.strategies.noise import GradientNoise
 from stormo.strategies.noise_scale import NoiseScaleMeter, total_norm
@@ -48,6 +49,7 @@ class Strategy:
     """One device. Subclasses spread the same work over several."""
 
     name = "single"
+    exposed_reason: str | None = None  # why it is not known how long a worker stands still for others
 
     def __init__(self, world: World, plan: Plan, task: Task, settings: config.TrainConfig) -> None:
         self.world = world
@@ -68,6 +70,7 @@ class Strategy:
         self._noise = GradientNoise(settings, world.device)
         self._is_sparse = False  # whether any worker has sparse gradients, once a pass has shown it
         self.noise_scale = self._meter()
+        self._exposed = ExposedWait(world.device)
         self._eager = self._wrap(self.module)
         self._model: nn.Module = torch.compile(self._eager, dynamic=False) if plan.compile else self._eager  # type: ignore[assignment]
         self._graph: PassGraph | None = None
@@ -138,8 +141,11 @@ class Strategy:
         # the gradient of (sum of all samples' losses) / (number of all samples), however unequal the shares are.
         with self.autocast():
             loss = check_loss(self.task, self.task.loss(model, data))
-        self.scaler.scale(loss * (weight * self.world.size)).backward()
+        self._backward(self.scaler.scale(loss * (weight * self.world.size)))
         return loss.detach() * weight
+
+    def _backward(self, loss: Tensor) -> None:
+        loss.backward()
 
     def _is_full(self, batch: Batch) -> bool:
         # A model is compiled or captured for one shape; the short last batch is not worth a second time.
@@ -215,6 +221,16 @@ class Strategy:
             if name in buffers:  # a module may make some in its first pass
                 buffer.copy_(buffers[name])
         loader.wait_s = 0.0
+        self._exposed.forget()
+
+    @property
+    def exposed_s(self) -> float | None:
+        """Seconds that this worker has stood still for the gradients of others; on a GPU of the steps it has finished.
+
+        That time is the exchange's own as well as that by which others come later to it. None where it is not measured,
+        for the `exposed_reason`.
+        """
+        return None if self.exposed_reason else self._exposed.total_s
 
     def _look_for_sparse(self) -> None:
         """See what layout the gradients have; all workers call it, and go the same way."""

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 import stormo
 from stormo.errors import SettingError, StormoError, unknown_name
-from stormo.telemetry.record import Record, RunEnded, RunStarted, ValidationProgress, flatten
+from stormo.telemetry.record import NodeSampled, Record, RunEnded, RunStarted, ValidationProgress, flatten
 
 _TAIL_BLOCK_BYTES = 65536
 _GIT_TIMEOUT_S = 5.0
@@ -75,6 +75,11 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def nodes(self) -> Path:
+        """The folder with one file a node: what it drew, and its state."""
+        return self.path / "nodes"
+
+    @property
     def tensorboard(self) -> Path:
         """The folder of the TensorBoard event files."""
         return self.path / "tensorboard"
@@ -104,8 +109,8 @@ class EventFile:
         self._file: BinaryIO = folder.events.open("ab")
 
     def write(self, record: Record) -> None:
-        """Append one record; validation progress is for the eye only and not kept."""
-        if isinstance(record, ValidationProgress):
+        """Append one record; validation progress is for the eye only, and a node's own file has its samples."""
+        if isinstance(record, ValidationProgress | NodeSampled):
             return
         if isinstance(record, RunStarted):
             # The summary of the attempt before this one would make a running run look finished;

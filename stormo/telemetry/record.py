@@ -44,6 +44,7 @@ class StepDone:
     unit: str = "samples"  # what the task counts its speed in: images, tokens, ...
     mfu: float | None = None  # share of the devices' published peak, where that is known
     noise_scale: float | None = None  # in samples, averaged over the last steps; None where it is not measured (yet)
+    power_w: float | None = None  # of the main worker's node, over the last seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +75,17 @@ class EpochDone:
     validation: Mapping[str, float] = field(default_factory=dict)  # "loss", "accuracy", ...
     unit: str = "samples"  # what the task counts its speed in: images, tokens, ...
     mfu: float | None = None  # share of the devices' published peak, where that is known
+    energy_j: float | None = None  # of all nodes, for this epoch and its validation
+    power_w: float | None = None  # the mean of all nodes together over the same time
+    # By worker: rank, node, train_time_s, input_wait_s, exposed_s (stood still for others; None where not measured).
+    workers: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeSampled:
+    """The state of the main worker's node: the keys are those of `stormo.vitals`."""
+
+    sample: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,7 +129,15 @@ class RunEnded:
 
 
 Record = (
-    RunStarted | StepDone | ValidationProgress | EpochDone | CheckpointSaved | Notice | DivergenceNoticed | RunEnded
+    RunStarted
+    | StepDone
+    | ValidationProgress
+    | EpochDone
+    | NodeSampled
+    | CheckpointSaved
+    | Notice
+    | DivergenceNoticed
+    | RunEnded
 )
 
 

@@ -143,6 +143,7 @@ def _step_scalars(record: StepDone) -> dict[str, float]:
         "train/input_wait_fraction": record.input_wait_fraction,
         **({} if record.mfu is None else {"train/mfu": record.mfu}),
         **({} if record.noise_scale is None else {"train/noise_scale": record.noise_scale}),
+        **({} if record.power_w is None else {"train/power_w": record.power_w}),
     }
 
 
@@ -160,4 +161,6 @@ def _epoch_scalars(record: EpochDone) -> dict[str, float]:
         scalars["epoch/mfu"] = record.mfu
     if record.peak_memory_bytes is not None:
         scalars["epoch/peak_memory_bytes"] = record.peak_memory_bytes
+    if record.energy_j is not None and record.power_w is not None:
+        scalars |= {"epoch/energy_j": record.energy_j, "epoch/power_w": record.power_w}
     return scalars

@@ -1,0 +1,106 @@
+"""The attempts of a run over all its nodes: which sections belong together, what was done twice, what is not there."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from stormo.energy.nodefile import Section
+
+_SHOWN_NODES = 4
+
+
+def group(sections: Iterable[Section]) -> list[list[Section]]:
+    """The sections of each attempt, first attempt first.
+
+    Nodes of one attempt begin before any other of them has ended, at the same step; their clocks may differ a little.
+    """
+    attempts: list[list[Section]] = []
+    for section in sorted(sections, key=lambda one: one.begin_unix_s):
+        last = attempts[-1] if attempts else []
+        if (
+            last
+            and all(one.node_id != section.node_id for one in last)
+            and last[0].resumed_at_step == section.resumed_at_step
+            and section.begin_unix_s <= max(one.end_unix_s for one in last)
+        ):
+            last.append(section)
+        else:
+            attempts.append([section])
+    return attempts
+
+
+def mark_lost(attempts: Sequence[Sequence[Section]]) -> None:
+    """Mark what a later attempt had to do again: all after the step at which it began or to which it went back."""
+    back_to: list[int] = []
+    for members in reversed(attempts):
+        for section in members:
+            for interval in section.intervals:
+                for step in back_to:
+                    interval.lose_after(step)
+        back_to += [members[0].resumed_at_step or 0]
+        back_to += [min(section.rollbacks) for section in members if section.rollbacks]
+        back_to = [min(back_to)]  # the earliest step decides
+
+
+def count_once(members: Sequence[Section]) -> list[str]:
+    """Take a device that two nodes of one machine have both read out of all but one of them; say which."""
+    readers: dict[tuple[str, str], list[Section]] = defaultdict(list)
+    for section in members:
+        for source_id in section.sources:
+            readers[section.machine, source_id].append(section)
+    reasons = []
+    for (_, source_id), found in readers.items():
+        if len(found) < 2:
+            continue
+        owner = max(found, key=lambda section: section.joules_of(source_id))
+        for section in found:
+            if section is not owner:
+                del section.sources[source_id]
+                for interval in section.intervals:
+                    interval.joules.pop(source_id, None)
+        nodes = named([section.node_id for section in found])
+        reasons.append(f"{source_id} is one device that {nodes} have read: it is counted once, at node {owner.node_id}")
+    return reasons
+
+
+def reasons_of(attempts: Sequence[Sequence[Section]]) -> list[str]:
+    """What is missing from the figures of the attempts, or is in them besides the job."""
+    nodes_of: dict[str, list[str]] = defaultdict(list)
+    texts = []
+    for number, members in enumerate(attempts, start=1):
+        where = f" in attempt {number}" if len(attempts) > 1 else ""
+        present = {section.node_id for section in members}
+        absent = [str(node_id) for node_id in range(members[0].num_nodes) if str(node_id) not in present]
+        if absent and len(present) < members[0].num_nodes:
+            texts.append(f"{named(absent)} of {members[0].num_nodes} wrote no file{where}: the energy is not counted")
+        for section in members:
+            for reason in _reasons_of(section, where):
+                nodes_of[reason].append(section.node_id)
+    return [*texts, *(f"{named(node_ids)}: {reason}" for reason, node_ids in nodes_of.items())]
+
+
+def _reasons_of(section: Section, where: str) -> list[str]:
+    reasons = [f"{kind} not measured: {reason}" for kind, reason in section.missing]
+    reasons += section.notes
+    if not section.is_ended:
+        reasons.append(f"no end was written{where} (killed, or still running): what came after the last line is lost")
+    is_trained = any(interval.phase == "training" for interval in section.intervals)
+    if section.sources and is_trained and not section.is_waiting_known:
+        reasons.append("waiting was not measured: it is part of training")
+    elif section.is_waiting_known and not section.is_communication_known:
+        reasons.append("waiting for other workers was not measured: it is part of training")
+    return reasons
+
+
+def named(node_ids: Iterable[str]) -> str:
+    """Some nodes in words, the first few by name."""
+    found = sorted(set(node_ids), key=node_order)
+    shown = ", ".join(found[:_SHOWN_NODES])
+    more = f" and {len(found) - _SHOWN_NODES} more" if len(found) > _SHOWN_NODES else ""
+    return f"node{'s' if len(found) > 1 else ''} {shown}{more}"
+
+
+def node_order(node_id: str) -> tuple[bool, int, str]:
+    """Numbers in their order, then names."""
+    return (not node_id.isdecimal(), int(node_id) if node_id.isdecimal() else 0, node_id)

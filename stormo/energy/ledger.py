@@ -1,0 +1,253 @@
+"""The energy bill of a run, from the files of its nodes alone: every joule in exactly one part, over all attempts.
+
+Parts: training, waiting (for input and for other workers), validation, checkpoint, recomputed (done again after a
+resume or a rollback), starting, idle. Waiting is a share of time: a training interval's joules times the share of its
+seconds that were waited. What was not measured is absent and named, never guessed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from stormo.energy.attempts import count_once, group, mark_lost, node_order, reasons_of
+from stormo.energy.nodefile import Interval, Section, read_sections
+from stormo.energy.window import MAX_ERROR
+
+PARTS = ("training", "waiting", "validation", "checkpoint", "recomputed", "starting", "idle")
+JOULES_PER_KWH = 3.6e6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeBill:
+    """One node over all attempts."""
+
+    node_id: str
+    host: str
+    total_j: float | None  # None: nothing could be read on it
+    parts_j: dict[str, float]
+    sources_j: dict[str, float]  # by source id
+    kinds_j: dict[str, float]  # "gpu", "cpu", "dram"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttemptBill:
+    """One attempt over all nodes."""
+
+    number: int  # from 1
+    begin_unix_s: float
+    end_unix_s: float
+    resumed_at_step: int | None
+    total_j: float | None
+    node_ids: tuple[str, ...]
+    is_ended: bool  # False: killed, or still running
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stretch:
+    """What one node drew between two of its lines, and where it went."""
+
+    node_id: str
+    attempt: int
+    begin_unix_s: float
+    end_unix_s: float
+    step: int
+    joules: float
+    parts_j: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bill:
+    """What a run drew; `total_j` is the sum of `parts_j`."""
+
+    total_j: float | None  # None: no source was read anywhere
+    total_error_j: float
+    parts_j: dict[str, float]
+    error_j: dict[str, float]  # by part
+    kinds_j: dict[str, float]  # "gpu", "cpu", "dram"
+    nodes: tuple[NodeBill, ...]
+    attempts: tuple[AttemptBill, ...]
+    stretches: tuple[Stretch, ...]  # by node, in order of time
+    reasons: tuple[str, ...]  # what is not in the figures, or is in them besides the job
+
+    @property
+    def total_wh(self) -> float | None:
+        """The total in watt-hours."""
+        return None if self.total_j is None else self.total_j / 3600
+
+    @property
+    def uncertain_parts(self) -> tuple[str, ...]:
+        """The parts whose bound is over 5 %: too short for their counters, even all stretches together."""
+        return tuple(part for part, joules in self.parts_j.items() if 0 < MAX_ERROR * joules < self.error_j[part])
+
+    def joules_until(self, time_unix_s: float) -> float | None:
+        """Joules of all nodes and attempts up to a moment; None where nothing was read."""
+        if self.total_j is None:
+            return None
+        return math.fsum(one.joules * _share_until(one, time_unix_s) for one in self.stretches)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """What the energy means outside; None where the user gave no figure for it, or nothing was read."""
+
+    co2e_g: float | None
+    money: float | None
+
+
+def cost(bill: Bill, grid_intensity: float | None, price: float | None) -> Cost:
+    """Grams of CO2e and money of a bill: grid intensity in grams per kWh, price per kWh."""
+    kwh = None if bill.total_j is None else bill.total_j / JOULES_PER_KWH
+    co2e_g, money = (None if kwh is None or factor is None else kwh * factor for factor in (grid_intensity, price))
+    return Cost(co2e_g=co2e_g, money=money)
+
+
+def read_bill(run_folder: Path) -> Bill:
+    """The bill of the run in this folder, finished or not."""
+    reasons: list[str] = []
+    files = sorted((run_folder / "nodes").glob("*.jsonl"), key=lambda path: node_order(path.stem))
+    sections = [section for path in files for section in read_sections(path, reasons)]
+    if not sections:
+        reasons.append("no node wrote what it drew: measuring was turned off, or the run ended before it began")
+    attempts = group(sections)
+    for members in attempts:
+        reasons += count_once(members)
+    mark_lost(attempts)
+    is_measured = any(section.sources for section in sections)
+    stretches = [
+        _stretch(section, number, interval)
+        for number, members in enumerate(attempts, start=1)
+        for section in members
+        for interval in section.intervals
+    ]
+    errors_j, total_error_j = _errors(sections)
+    parts_j = _sum_parts(stretches) if is_measured else {}
+    return Bill(
+        total_j=math.fsum(parts_j.values()) if is_measured else None,
+        total_error_j=total_error_j,
+        parts_j=parts_j,
+        error_j={part: errors_j.get(part, 0.0) for part in parts_j},
+        kinds_j=_sum_kinds(sections),
+        nodes=tuple(_node_bill(path.stem, sections, stretches) for path in files),
+        attempts=tuple(_attempt_bill(number, members) for number, members in enumerate(attempts, start=1)),
+        stretches=tuple(sorted(stretches, key=lambda one: (node_order(one.node_id), one.begin_unix_s))),
+        reasons=tuple(dict.fromkeys(reasons + reasons_of(attempts))),
+    )
+
+
+def _parts(interval: Interval) -> dict[str, float]:
+    """The shares of one interval by part; they add up to one."""
+    if interval.is_lost:
+        return {"recomputed": 1.0}
+    if interval.phase == "training":
+        return {"training": 1.0 - interval.waiting, "waiting": interval.waiting}
+    return {interval.phase: 1.0}
+
+
+def _stretch(section: Section, number: int, interval: Interval) -> Stretch:
+    joules = math.fsum(interval.joules.values())
+    return Stretch(
+        node_id=section.node_id,
+        attempt=number,
+        begin_unix_s=interval.begin_unix_s,
+        end_unix_s=interval.end_unix_s,
+        step=interval.step,
+        joules=joules,
+        parts_j={part: joules * share for part, share in _parts(interval).items()},
+    )
+
+
+def _share_until(stretch: Stretch, time_unix_s: float) -> float:
+    seconds = stretch.end_unix_s - stretch.begin_unix_s
+    if seconds <= 0:
+        return float(stretch.end_unix_s <= time_unix_s)
+    return min(max((time_unix_s - stretch.begin_unix_s) / seconds, 0.0), 1.0)
+
+
+def _sum_parts(stretches: Iterable[Stretch]) -> dict[str, float]:
+    by_part: dict[str, list[float]] = {part: [] for part in PARTS}
+    for stretch in stretches:
+        for part, joules in stretch.parts_j.items():
+            by_part[part].append(joules)
+    return {part: math.fsum(joules) for part, joules in by_part.items()}
+
+
+def _sum_sources(sections: Iterable[Section]) -> dict[str, float]:
+    by_source: dict[str, list[float]] = defaultdict(list)
+    for section in sections:
+        for source_id in section.sources:
+            by_source[source_id].append(section.joules_of(source_id))
+    return {source_id: math.fsum(joules) for source_id, joules in by_source.items()}
+
+
+def _sum_kinds(sections: Iterable[Section]) -> dict[str, float]:
+    by_kind: dict[str, list[float]] = defaultdict(list)
+    for section in sections:
+        for source_id, source in section.sources.items():
+            by_kind[str(source["kind"])].append(section.joules_of(source_id))
+    return {kind: math.fsum(joules) for kind, joules in by_kind.items()}
+
+
+def _node_bill(node_id: str, sections: Iterable[Section], stretches: Iterable[Stretch]) -> NodeBill:
+    own = [section for section in sections if section.node_id == node_id]
+    is_measured = any(section.sources for section in own)
+    parts_j = _sum_parts(one for one in stretches if one.node_id == node_id) if is_measured else {}
+    return NodeBill(
+        node_id=node_id,
+        host=", ".join(dict.fromkeys(section.host for section in own)),
+        total_j=math.fsum(parts_j.values()) if is_measured else None,
+        parts_j=parts_j,
+        sources_j=_sum_sources(own),
+        kinds_j=_sum_kinds(own),
+    )
+
+
+def _attempt_bill(number: int, members: Sequence[Section]) -> AttemptBill:
+    is_measured = any(section.sources for section in members)
+    return AttemptBill(
+        number=number,
+        begin_unix_s=min(section.begin_unix_s for section in members),
+        end_unix_s=max(section.end_unix_s for section in members),
+        resumed_at_step=members[0].resumed_at_step,
+        total_j=math.fsum(_sum_kinds(members).values()) if is_measured else None,
+        node_ids=tuple(section.node_id for section in members),
+        is_ended=all(section.is_ended for section in members),
+    )
+
+
+def _errors(sections: Iterable[Section]) -> tuple[dict[str, float], float]:
+    """How wrong each part and the total can be: at every boundary, power × interval of every source."""
+    by_part: dict[str, list[float]] = defaultdict(list)
+    ends = []
+    for section in sections:
+        runs = _runs(section.intervals)
+        for before, after in zip([[], *runs], [*runs, []], strict=True):  # both ends of the attempt are boundaries too
+            error_j = _error_at(section, before, after)
+            if not before or not after:
+                ends.append(error_j)
+            for side in (before[-1:], after[:1]):
+                for part, share in (_parts(side[0]) if side else {}).items():
+                    by_part[part].append(error_j * share)
+    return {part: math.fsum(errors) for part, errors in by_part.items()}, math.fsum(ends)
+
+
+def _runs(intervals: Iterable[Interval]) -> list[list[Interval]]:
+    """Intervals one after the other that go into the same parts: nothing between them can be booked wrongly."""
+    return [list(run) for _, run in itertools.groupby(intervals, lambda one: one.is_lost or one.phase)]
+
+
+def _error_at(section: Section, before: Sequence[Interval], after: Sequence[Interval]) -> float:
+    """The figure there is up to one interval old: what was drawn in that time may be on the wrong side."""
+    errors = []
+    sides = [(side, math.fsum(one.seconds for one in side)) for side in (before, after)]
+    for source_id, source in section.sources.items():
+        power_w = 0.0
+        for side, seconds in sides:  # the larger one: a short side does not show its power
+            if seconds > 0:
+                power_w = max(power_w, sum(one.joules.get(source_id, 0.0) for one in side) / seconds)
+        errors.append(power_w * float(source["interval_s"]) + float(source["resolution_j"]))
+    return math.fsum(errors)

@@ -1,0 +1,56 @@
+"""Appends JSON lines to a file whole: what a kill or a full disk cut short is taken away before the next ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+_TAIL_BYTES = 65536
+
+
+class LineFile:
+    """A file with one writer at a time, opened with the first lines."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: FileIO | None = None
+        self._size_bytes: int | None = None  # of the lines that were written whole
+
+    def append(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Write the lines; after an `OSError` none of them counts, and they may be handed in again."""
+        # Whatever a sensor gives is written, as text if need be.
+        data = b"".join(json.dumps(line, allow_nan=False, default=str).encode() + b"\n" for line in lines)
+        try:
+            if self._file is None:
+                self._file = self._open()
+            rest = memoryview(data)
+            while rest:
+                rest = rest[self._file.write(rest) :]  # not buffered: a kill of this process loses nothing of it
+        except OSError:
+            self.close()
+            raise
+        self._size_bytes = (self._size_bytes or 0) + len(data)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _open(self) -> FileIO:
+        if self._size_bytes is None:
+            with self.path.open("a+b") as file:
+                end = file.tell()
+                file.seek(max(0, end - _TAIL_BYTES))
+                tail = file.read()
+            self._size_bytes = end - (len(tail) - (tail.rfind(b"\n") + 1))
+        opened = self.path.open("ab", buffering=0)
+        try:
+            opened.truncate(self._size_bytes)
+        except OSError:
+            opened.close()
+            raise
+        return opened

@@ -1,0 +1,200 @@
+"""Joules by source since the meter was opened: wrap-arounds mended, power integrated, windows with an error bound."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from stormo.energy.nvidia import open_nvidia
+from stormo.energy.probe import Missing, Probe, Source
+from stormo.energy.rapl import open_rapl
+from stormo.energy.replay import ReplayProbe
+from stormo.energy.window import Window
+
+TRACE_VARIABLE = "STORMO_ENERGY_TRACE"
+_POWER_PERIOD_S = 0.05  # power is sampled at 20 Hz: twice as often as NVML renews it
+_LONGEST_PERIOD_S = 60.0
+_POWER_INTERVALS = 5  # power is taken over at least this many intervals of a source, or it is that of the refresh
+# More than any CPU package or its memory draws. It decides how often a counter that wraps must be read, no figure.
+PLAUSIBLE_W = 1000.0
+
+
+class _Tally:
+    """One source: what its raw figures add up to."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.joules = 0.0
+        self.power_w: float | None = None  # of late
+        self.doubts: dict[str, None] = {}  # in order, each once
+        self.is_lost = False
+        self._start_j = 0.0  # the counter at opening, less all that wrap-arounds took away
+        self._raw: float | None = None
+        self._time_s = 0.0
+        self._mark = (0.0, 0.0)  # time and joules from which the power is taken
+
+    def take(self, raw: float | None, time_s: float) -> None:
+        """Add a reading; None: it failed, and the next that succeeds closes the gap."""
+        if raw is None:
+            self._doubt_loss()
+            return
+        self.is_lost = False
+        before, gap_s = self._raw, time_s - self._time_s
+        self._raw, self._time_s = raw, time_s
+        if before is None:
+            self._start_j = raw
+            self._mark = (time_s, 0.0)
+            return
+        if self.source.method == "power":
+            self.joules += (before + raw) / 2 * gap_s
+        else:
+            if raw < before:
+                self._start_j -= self._step_back(before, raw)
+            self._doubt_wraps(gap_s)
+            self.joules = raw - self._start_j
+        mark_s, mark_j = self._mark
+        if time_s - mark_s >= _POWER_INTERVALS * self.source.interval_s:
+            self.power_w = (self.joules - mark_j) / (time_s - mark_s)
+            self._mark = (time_s, self.joules)
+
+    def _step_back(self, before: float, raw: float) -> float:
+        """How far the counter fell without any energy coming back."""
+        if self.source.wraps_at_j is not None:
+            return self.source.wraps_at_j
+        # No counter of this kind wraps: the driver was loaded anew or the GPU was reset, and it counts from zero.
+        self._doubt("was reset: what it drew since the reading before that is not counted")
+        return before
+
+    def _doubt_wraps(self, gap_s: float) -> None:
+        wraps_at_j = self.source.wraps_at_j
+        if wraps_at_j is not None and gap_s * PLAUSIBLE_W >= wraps_at_j:
+            self._doubt(
+                f"was not read for {gap_s:.0f} s and begins again every {wraps_at_j:.0f} J: "
+                f"above {wraps_at_j / gap_s:.0f} W a wrap-around went unseen and {wraps_at_j:.0f} J are missing"
+            )
+
+    def _doubt_loss(self) -> None:
+        if not self.is_lost:
+            self._doubt("could not be read for a while: a reading after it closes the gap")
+        self.is_lost = True
+
+    def _doubt(self, text: str) -> None:
+        self.doubts[f"{self.source.name} {text}"] = None
+
+
+class Meter:
+    """Reads probes; a thread of its own looks in between where a source wraps around or gives power only."""
+
+    def __init__(
+        self,
+        probes: Sequence[Probe],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        missing: Sequence[Missing] = (),
+        machine: str | None = None,
+        background: bool = True,
+    ) -> None:
+        self._probes = tuple(probes)
+        self._clock = clock
+        self._tallies: dict[str, _Tally] = {}
+        for source in (source for probe in self._probes for source in probe.sources):
+            if source.id in self._tallies:
+                raise ValueError(f"two probes read {source.id}: its energy would count twice")
+            self._tallies[source.id] = _Tally(source)
+        self.sources = tuple(tally.source for tally in self._tallies.values())
+        self.missing = tuple(missing)
+        self.machine = machine if machine is not None else machine_id()
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.read()
+        period_s = self.period_s
+        if background and period_s is not None:
+            self._thread = threading.Thread(target=self._look, args=(period_s,), name="stormo-meter", daemon=True)
+            self._thread.start()
+
+    @property
+    def period_s(self) -> float | None:
+        """How often its thread must look, in seconds; None: no source needs one."""
+        needs = [_POWER_PERIOD_S for source in self.sources if source.method == "power"]
+        # Twice within the shortest time in which a counter could go round.
+        needs += [source.wraps_at_j / PLAUSIBLE_W / 2 for source in self.sources if source.wraps_at_j is not None]
+        return min(*needs, _LONGEST_PERIOD_S) if needs else None
+
+    def read(self) -> dict[str, float]:
+        """Joules by source since the meter was opened."""
+        with self._lock:
+            for probe in self._probes:
+                values, now_s = probe.read(), self._clock()
+                for source in probe.sources:
+                    self._tallies[source.id].take(values.get(source.id), now_s)
+            return {source_id: tally.joules for source_id, tally in self._tallies.items()}
+
+    def power_w(self) -> dict[str, float]:
+        """Watts by source of late, as far as it has been read; without those that were read for too short a time."""
+        with self._lock:
+            return {key: tally.power_w for key, tally in self._tallies.items() if tally.power_w is not None}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What its readers must know: whose energy is in the figures, and what may be missing from them."""
+        with self._lock:
+            doubts = [doubt for tally in self._tallies.values() for doubt in tally.doubts]
+        return (*(note for probe in self._probes for note in probe.notes), *doubts)
+
+    @contextmanager
+    def window(self, finish: Callable[[], None] = lambda: None) -> Iterator[Window]:
+        """Measure a stretch; `finish` waits until the device has done what it was given, at both ends."""
+        finish()
+        power_before_w = self.power_w()
+        begin_j, begin_s = self.read(), self._clock()
+        window = Window(self.sources)
+        try:
+            yield window
+        finally:
+            finish()
+            end_j, end_s = self.read(), self._clock()
+            joules = {key: end_j[key] - begin_j[key] for key in end_j}
+            window.close(joules, end_s - begin_s, power_before_w)
+
+    def close(self) -> None:
+        """End the thread and let go of the probes; a second call does nothing."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join()
+        for probe in self._probes:
+            probe.close()
+
+    def _look(self, period_s: float) -> None:
+        while not self._closing.wait(period_s):
+            self.read()
+
+
+def machine_id() -> str:
+    """The same in all containers on one machine, so that no device of it counts twice; empty where unknown."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def own_meter(device_uuids: Sequence[str] | None, node_id: int | str) -> tuple[Meter, list[Missing]]:
+    """The meter of this node: these GPUs (None: all that CUDA shows), all CPU packages and their memory.
+
+    With STORMO_ENERGY_TRACE=FILE it replays that recording instead; `{node_id}` in the name is this node's.
+    """
+    trace = os.environ.get(TRACE_VARIABLE)
+    if trace:
+        replayed = ReplayProbe(Path(trace.replace("{node_id}", str(node_id))))
+        # Nodes of one machine that replay their own recordings stand for machines of their own.
+        return Meter([replayed], machine=f"replay-{node_id}"), []
+    nvidia, gpus_missing = open_nvidia(device_uuids)
+    rapl, cpus_missing = open_rapl()
+    missing = [*gpus_missing, *cpus_missing]
+    return Meter([probe for probe in (nvidia, rapl) if probe is not None], missing=missing), missing

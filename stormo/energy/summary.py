@@ -1,0 +1,75 @@
+"""The bill of a run in the words and keys of its summary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from stormo.config import Energy
+from stormo.energy.ledger import JOULES_PER_KWH, Bill, cost
+
+_OFF = "measuring was turned off (--no-energy)"
+_SMALLEST_SHOWN_SHARE = 0.005
+_PREFIXES = (("GJ", 1e9), ("MJ", 1e6), ("kJ", 1e3))
+_KIND_NAMES = {"gpu": "GPUs", "cpu": "CPUs", "dram": "memory"}
+
+
+def energy_summary(
+    bill: Bill | None, settings: Energy, *, num_samples: int, target_unix_s: float | None
+) -> dict[str, Any]:
+    """The keys of `summary.json`; None for what was not measured, and the reasons beside it."""
+    total_j = None if bill is None else bill.total_j
+    costs = None if bill is None else cost(bill, settings.grid_intensity, settings.energy_price)
+    return {
+        "energy_j": total_j,
+        "energy_error_j": bill.total_error_j if bill is not None and total_j is not None else None,
+        "energy_wh": None if bill is None else bill.total_wh,
+        "energy_kinds_j": bill.kinds_j if bill else {},
+        "energy_parts_j": bill.parts_j if bill else {},
+        "energy_parts_error_j": bill.error_j if bill else {},
+        "energy_j_per_sample": total_j / num_samples if total_j is not None and num_samples else None,
+        "energy_to_target_j": bill.joules_until(target_unix_s) if bill and target_unix_s is not None else None,
+        "energy_nodes": [{"node_id": node.node_id, "host": node.host, "energy_j": node.total_j} for node in bill.nodes]
+        if bill
+        else [],
+        "energy_reasons": list(bill.reasons) if bill else [_OFF],
+        "co2e_g": costs.co2e_g if costs else None,
+        "energy_cost": costs.money if costs else None,
+        "currency": settings.currency if costs and costs.money is not None else None,
+    }
+
+
+def energy_sentence(summary: Mapping[str, Any]) -> str | None:
+    """What a run says of its energy at its end; None where nothing was to be measured."""
+    total_j = summary["energy_j"]
+    if total_j is None:
+        reasons = "; ".join(summary["energy_reasons"])
+        return None if reasons == _OFF else f"Energy: not measured. {reasons}."
+    wh = total_j * 1e3 / JOULES_PER_KWH
+    text = f"Energy: {joules_text(total_j)} = {_rounded(wh)} Wh"
+    kinds = summary["energy_kinds_j"]
+    named = [f"{_KIND_NAMES.get(kind, kind)} {joules_text(joules)}" for kind, joules in kinds.items()]
+    text += f" ({', '.join(named)})" if len(named) > 1 else f" of the {_KIND_NAMES.get(*2 * tuple(kinds))}"
+    if summary["energy_j_per_sample"] is not None:
+        text += f", {_rounded(summary['energy_j_per_sample'])} J a sample"
+    shares = {part: joules / total_j for part, joules in summary["energy_parts_j"].items()} if total_j else {}
+    shown = [f"{part} {100 * share:.0f} %" for part, share in shares.items() if share >= _SMALLEST_SHOWN_SHARE]
+    text += f"; {', '.join(shown)}" if shown else ""
+    meanings = []
+    if summary["co2e_g"] is not None:
+        meanings.append(f"{_rounded(summary['co2e_g'])} g CO2e")
+    if summary["energy_cost"] is not None:
+        meanings.append(f"{_rounded(summary['energy_cost'])} {summary['currency']}")
+    return ". ".join([text, *([", ".join(meanings)] if meanings else [])]) + "."
+
+
+def joules_text(joules: float) -> str:
+    """Joules with the prefix that suits them."""
+    for unit, size in _PREFIXES:
+        if joules >= size:
+            return f"{_rounded(joules / size)} {unit}"
+    return f"{_rounded(joules)} J"
+
+
+def _rounded(value: float) -> str:
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"

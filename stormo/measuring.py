@@ -1,0 +1,56 @@
+"""Who measures a node: one worker of each keeps the node's file, for the devices of all workers on it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+
+import torch
+
+from stormo.energy import own_meter
+from stormo.keeper import Keeper, NoKeeper
+from stormo.nvml import Device, NvmlUnavailableError, open_nvml
+from stormo.vitals import Vitals
+from stormo.world.world import World
+
+AnyKeeper = Keeper | NoKeeper
+
+
+def open_keeper(world: World, *, devices_per_worker: int, is_on: bool) -> AnyKeeper:
+    """A keeper in one worker of each node, and one that does nothing in the others. All workers call it."""
+    if not is_on:
+        return NoKeeper()
+    uuids = _uuids_of_nodes(world, devices_per_worker)
+    place = world.place
+    if place.local_rank:
+        return NoKeeper()
+    own = uuids.get(str(place.node_id), [])
+    meter, _ = own_meter(own, place.node_id)
+    vitals = Vitals(_devices(own))
+    return Keeper(meter, vitals.sample, place.node_id, socket.gethostname(), num_nodes=len(uuids))
+
+
+def _uuids_of_nodes(world: World, devices_per_worker: int) -> dict[str, list[str]]:
+    """The GPUs that the job uses, by node: a worker may see them all, or its own alone."""
+    own = []
+    if world.device.type == "cuda":
+        indices = [world.device.index] if devices_per_worker == 1 else range(devices_per_worker)
+        own = [str(torch.cuda.get_device_properties(index).uuid) for index in indices]
+    gathered = world.gather_json([world.place.node_id, own])
+    by_node: dict[str, list[str]] = {}
+    for node_id, uuids in gathered or []:
+        known = by_node.setdefault(str(node_id), [])
+        known += [uuid for uuid in uuids if uuid not in known]
+    found: dict[str, list[str]] = world.share_json(by_node)
+    return found
+
+
+def _devices(uuids: Sequence[str]) -> list[Device]:
+    """Where NVML cannot be opened the energy's account says why."""
+    if not uuids:
+        return []
+    try:
+        nvml = open_nvml()
+    except NvmlUnavailableError:
+        return []
+    return [device for device in map(nvml.find, uuids) if device is not None]

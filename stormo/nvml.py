@@ -1,0 +1,238 @@
+"""NVIDIA's management library: the GPUs of this node by UUID, and what each of them tells of itself.
+
+What a device does not tell is None, with the reason. A MIG instance tells its own memory; energy, power, heat and
+clocks exist only for the physical GPU around it and are those of the whole GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from stormo.errors import StormoError
+
+_SM_CLOCK, _MEMORY_CLOCK, _GPU_TEMPERATURE = 1, 2, 0  # NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU
+_MIG_ENABLED = 1
+
+# Bits of nvmlDeviceGetCurrentClocksEventReasons that hold a busy GPU back; idle and set clocks are no throttling.
+THROTTLE_REASONS = {
+    0x004: "power limit",
+    0x008: "hardware slowdown",
+    0x010: "held to the slowest GPU of its group",
+    0x020: "heat",
+    0x040: "heat, by hardware",
+    0x080: "power brake from outside",
+    0x200: "board limit",
+    0x400: "reliability voltage",
+}
+
+
+class NvmlUnavailableError(StormoError):
+    """NVML cannot be asked on this node."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Device:
+    """One GPU, or one MIG instance of it."""
+
+    def __init__(
+        self, library: Any, handle: Any, *, uuid: str, name: str, index: int, parent: tuple[str, Any] | None = None
+    ) -> None:
+        self.uuid = uuid
+        self.name = name
+        self.index = index  # NVML's number of the physical GPU, as nvidia-smi prints it
+        self.parent_uuid = parent[0] if parent else None
+        self._library = library
+        self._own = handle
+        self._whole = parent[1] if parent else handle
+        self._why: dict[str, str] = {}
+
+    @property
+    def physical_uuid(self) -> str:
+        """The UUID of the physical GPU: whatever is counted once per GPU is counted by this."""
+        return self.parent_uuid or self.uuid
+
+    def energy_j(self) -> float | None:
+        """Joules since the driver was loaded; refreshed about every 0.1 s."""
+        value = self._ask("energy_j", self._whole, "nvmlDeviceGetTotalEnergyConsumption")
+        return None if value is None else value / 1000
+
+    def power_w(self) -> float | None:
+        """Watts, as the device averages them (over up to a second)."""
+        value = self._ask("power_w", self._whole, "nvmlDeviceGetPowerUsage")
+        return None if value is None else value / 1000
+
+    def power_limit_w(self) -> float | None:
+        """Watts that it holds itself to."""
+        value = self._ask("power_limit_w", self._whole, "nvmlDeviceGetEnforcedPowerLimit")
+        return None if value is None else value / 1000
+
+    def utilisation(self) -> float | None:
+        """The share of the last sampling period in which a kernel ran, 0 to 1."""
+        value = self._ask("utilisation", self._own, "nvmlDeviceGetUtilizationRates")
+        return None if value is None else value.gpu / 100
+
+    def memory_used_bytes(self) -> int | None:
+        """Bytes in use, by any process."""
+        value = self._ask("memory_used_bytes", self._own, "nvmlDeviceGetMemoryInfo")
+        return None if value is None else int(value.used)
+
+    def memory_total_bytes(self) -> int | None:
+        """Bytes it has."""
+        value = self._ask("memory_total_bytes", self._own, "nvmlDeviceGetMemoryInfo")
+        return None if value is None else int(value.total)
+
+    def temperature_c(self) -> float | None:
+        """Degrees Celsius of the chip."""
+        value = self._ask("temperature_c", self._whole, "nvmlDeviceGetTemperature", _GPU_TEMPERATURE)
+        return None if value is None else float(value)
+
+    def sm_clock_mhz(self) -> float | None:
+        """Clock of its multiprocessors."""
+        value = self._ask("sm_clock_mhz", self._whole, "nvmlDeviceGetClockInfo", _SM_CLOCK)
+        return None if value is None else float(value)
+
+    def memory_clock_mhz(self) -> float | None:
+        """Clock of its memory."""
+        value = self._ask("memory_clock_mhz", self._whole, "nvmlDeviceGetClockInfo", _MEMORY_CLOCK)
+        return None if value is None else float(value)
+
+    def throttled(self) -> tuple[str, ...] | None:
+        """What holds its clocks back at this moment, in words; empty: nothing does."""
+        bits = self._ask("throttled", self._whole, "nvmlDeviceGetCurrentClocksEventReasons")
+        if bits is None:  # the name that drivers before 535 know
+            bits = self._ask("throttled", self._whole, "nvmlDeviceGetCurrentClocksThrottleReasons")
+        return None if bits is None else tuple(word for bit, word in THROTTLE_REASONS.items() if bits & bit)
+
+    def why_not(self, method_name: str) -> str:
+        """Why the last call of that method gave None; empty where it gave a value or was never called."""
+        return self._why.get(method_name, "")
+
+    def _ask(self, method: str, handle: Any, function: str, *arguments: int) -> Any:
+        try:
+            value = getattr(self._library, function)(handle, *arguments)
+        except (self._library.NVMLError, AttributeError) as error:  # an old nvidia-ml-py may lack the function
+            whose = "a MIG instance" if self.parent_uuid and handle is self._own else self.name
+            self._why[method] = f"{whose} does not tell it ({error})"
+            return None
+        self._why.pop(method, None)
+        return value
+
+
+class Nvml:
+    """NVML, opened; `close` it where the process goes on without."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        self._physical: list[tuple[Device, Any]] = []
+        for index in range(library.nvmlDeviceGetCount()):
+            try:
+                handle = library.nvmlDeviceGetHandleByIndex(index)
+                self._physical.append((self._device(handle, index), handle))
+            except library.NVMLError:
+                continue  # another job's (a scheduler's cgroup hides it), or fallen off the bus: CUDA skips it too
+
+    def devices(self) -> list[Device]:
+        """The physical GPUs of this node (of this container) in the order of the PCI bus."""
+        return [device for device, _ in self._physical]
+
+    def instances(self) -> list[Device]:
+        """The MIG instances of all of them."""
+        return [instance for device, handle in self._physical for instance in self._instances_of(device, handle)]
+
+    def visible(self, environment: Mapping[str, str] | None = None) -> list[Device]:
+        """What CUDA shows to this process, MIG instances included.
+
+        Numbers in CUDA_VISIBLE_DEVICES count in the order of the PCI bus: CUDA does so too among GPUs of one model,
+        and among different ones with CUDA_DEVICE_ORDER=PCI_BUS_ID.
+        """
+        text = (os.environ if environment is None else environment).get("CUDA_VISIBLE_DEVICES")
+        physical, instances = self.devices(), self.instances()
+        if text is None:
+            return instances[:1] or physical  # CUDA shows one instance and, beside it, no whole GPU
+        chosen: list[Device] = []
+        for entry in text.split(","):
+            found = _find(entry.strip(), physical, instances)
+            if found is None:
+                break  # CUDA reads up to the first entry that names nothing
+            if any(found.uuid == other.uuid for other in chosen):
+                return []  # named twice: CUDA then shows none at all
+            chosen.append(found)
+        split = [device for device in chosen if device.parent_uuid]
+        return split[:1] or chosen
+
+    def find(self, uuid: str) -> Device | None:
+        """The GPU or MIG instance of that UUID, with or without its "GPU-" or "MIG-"; None where there is none."""
+        wanted = bare_uuid(uuid)
+        return next((one for one in [*self.devices(), *self.instances()] if bare_uuid(one.uuid) == wanted), None)
+
+    def close(self) -> None:
+        """Let go of the library; no device may be asked afterwards."""
+        self._library.nvmlShutdown()
+
+    def _device(self, handle: Any, index: int, parent: tuple[str, Any] | None = None) -> Device:
+        uuid, name = (_text(ask(handle)) for ask in (self._library.nvmlDeviceGetUUID, self._library.nvmlDeviceGetName))
+        return Device(self._library, handle, uuid=uuid, name=name, index=index, parent=parent)
+
+    def _instances_of(self, device: Device, handle: Any) -> list[Device]:
+        library, found = self._library, []
+        try:
+            if library.nvmlDeviceGetMigMode(handle)[0] != _MIG_ENABLED:
+                return []
+            num_places = library.nvmlDeviceGetMaxMigDeviceCount(handle)
+        except (library.NVMLError, AttributeError):  # a GPU that cannot be split
+            return []
+        for place in range(num_places):
+            try:
+                instance = library.nvmlDeviceGetMigDeviceHandleByIndex(handle, place)
+                found.append(self._device(instance, device.index, (device.uuid, handle)))
+            except library.NVMLError:
+                continue  # an empty place, or an instance given to another container
+        return found
+
+
+def open_nvml(load: Callable[[str], Any] = importlib.import_module) -> Nvml:
+    """NVML of this node; `NvmlUnavailableError` says why there is none."""
+    try:
+        library = load("pynvml")
+    except ImportError:
+        raise NvmlUnavailableError("the package nvidia-ml-py is not installed") from None
+    try:
+        library.nvmlInit()
+    except library.NVMLError as error:
+        raise NvmlUnavailableError(f"NVML cannot be opened ({error}): no NVIDIA driver answers") from None
+    try:
+        return Nvml(library)
+    except library.NVMLError as error:
+        library.nvmlShutdown()
+        raise NvmlUnavailableError(f"NVML does not list its GPUs ({error})") from None
+
+
+def bare_uuid(uuid: str) -> str:
+    """A UUID as torch prints it: without what NVML puts before it."""
+    return uuid.lower().removeprefix("gpu-").removeprefix("mig-")
+
+
+def _find(entry: str, physical: Sequence[Device], instances: Sequence[Device]) -> Device | None:
+    """What one entry of CUDA_VISIBLE_DEVICES names: a number, or the unambiguous beginning of a UUID."""
+    if entry.startswith("MIG-GPU-"):  # as drivers before 470 wrote it: MIG-GPU-<uuid>/<instance>/<part of it>
+        candidates = [one for one in instances if one.uuid == entry]
+    elif entry.startswith(("GPU-", "MIG-")) and len(entry) > 4:
+        candidates = [one for one in [*physical, *instances] if one.uuid.startswith(entry)]
+    elif entry.isdecimal() and int(entry) < len(physical):
+        candidates = [physical[int(entry)]]
+    else:
+        return None
+    if len(candidates) != 1:
+        return None
+    within = [one for one in instances if one.parent_uuid == candidates[0].uuid]
+    return within[0] if within else candidates[0]
+
+
+def _text(value: str | bytes) -> str:
+    return value if isinstance(value, str) else value.decode(errors="replace")

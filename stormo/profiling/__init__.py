@@ -1,0 +1,1 @@
+"""Where the time of a step goes: named ranges, and a window of steps that torch's profiler records."""

@@ -1,0 +1,72 @@
+"""Named ranges of a step, for whoever records now: torch's profiler, Nsight by NVTX, or nobody.
+
+The kind belongs to the process, as a recording does. While nobody records, a range is one shared object that does
+nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+
+from stormo.errors import SettingError
+
+NAMES = ("input", "forward+backward", "exchange", "optimizer", "validation", "checkpoint")
+_OFF: AbstractContextManager[Any] = nullcontext()
+
+
+class _NvtxRange:
+    """What Nsight Systems shows as a bar on the thread's line."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        torch.cuda.nvtx.range_push(self._name)
+
+    def __exit__(self, *raised: object) -> None:
+        torch.cuda.nvtx.range_pop()
+
+
+_KINDS: dict[str, Callable[[str], AbstractContextManager[Any]] | None] = {
+    "off": None,
+    "profiler": record_function,
+    "nvtx": _NvtxRange,
+}
+_kind = "off"
+_make = _KINDS[_kind]
+
+
+def range_of(name: str) -> AbstractContextManager[Any]:
+    """A context in which what happens has this name; both its ends must be in one thread."""
+    return _OFF if _make is None else _make(name)
+
+
+def record_ranges(kind: str) -> str:
+    """From now on ranges are of this kind (off, profiler, nvtx); return the kind before."""
+    global _kind, _make
+    before, _kind, _make = _kind, kind, _KINDS[kind]
+    return before
+
+
+def record_for_nsight(is_asked: bool, environ: Mapping[str, str] | None = None) -> None:
+    """Turn NVTX ranges on where the user asks for them or the process runs under Nsight Systems."""
+    is_watched = "NSYS_PROFILING_SESSION_ID" in (os.environ if environ is None else environ)
+    if is_asked and not has_nvtx():
+        raise SettingError(
+            "--profile nvtx was set",
+            f"torch {torch.__version__} was built without CUDA, of which NVTX is a part",
+            "install a torch with CUDA, or name steps to record with torch's profiler, as in --profile 10:20",
+        )
+    if is_asked or (is_watched and has_nvtx()):
+        record_ranges("nvtx")
+
+
+def has_nvtx() -> bool:
+    """Whether this torch can mark ranges for Nsight."""
+    return bool(torch.version.cuda)

@@ -1,0 +1,218 @@
+"""A window of steps that torch's profiler records on every worker, and what it costs outside the window: nothing.
+
+Traces are Chrome traces, which Perfetto and TensorBoard's profiler plugin open.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gzip
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from stormo.data.loaders import Batch
+from stormo.plan.profile import ProfileSpec
+from stormo.profiling.overview import lines, overview
+from stormo.profiling.ranges import range_of, record_for_nsight, record_ranges
+from stormo.profiling.summary import STEP, summarise
+from stormo.world.world import World
+
+_TRACE = "rank-{}.pt.trace.json.gz"  # the ending is what TensorBoard's plugin looks for
+_NO_KERNELS = (
+    "the driver told of no kernel, so that its times are those of the host; another profiler may hold the GPU's "
+    "counters, or the administrator keeps them to root (NVreg_RestrictProfilingToAdminUsers)"
+)
+_WARM_UP_STEPS = 2  # of the profiler: the first events that it is asked for take long
+
+
+class _Clock(Protocol):
+    step: int
+
+
+class ProfileWindow:
+    """Records the steps of `--profile`, once; without a spec it does nothing."""
+
+    def __init__(self, spec: ProfileSpec | None, world: World, folder: Path | None) -> None:
+        """Get ready.
+
+        Args:
+            spec: what is to be recorded.
+            world: of the workers, all of which do the same steps.
+            folder: of the run; traces go to its folder `profile`, on the node of their worker.
+        """
+        self._spec = spec
+        self._world = world
+        self._folder = None if folder is None else folder / "profile"
+        self._is_over = spec is None or spec.nvtx
+        self._steps: range | None = None
+        self._profiler: profile | None = None
+        self._is_recording = False
+        self._open_step: record_function | None = None
+        self._done: list[int] = []
+        self._kind_before = "off"
+        record_for_nsight(is_asked=spec is not None and spec.nvtx)
+
+    def batches(self, batches: Iterator[Batch], clock: _Clock) -> Iterator[Batch]:
+        """The same batches; the wait for the first of a step belongs to that step."""
+        is_first = True
+        while True:
+            if is_first:
+                self.step_begins(clock.step + 1)
+            with range_of("input"):
+                batch = next(batches, None)
+            if batch is None:
+                self._close_step()  # there was none
+                return
+            is_first = batch.span.is_last
+            yield batch
+
+    def step_begins(self, step: int) -> None:
+        """This step begins, counted from 1 as the records count it."""
+        if self._is_over:
+            return
+        if self._steps is None:
+            assert self._spec is not None
+            self._steps = self._spec.window(step)
+        if step >= self._steps.stop:
+            self._is_over = not self._is_recording
+            return
+        if self._profiler is None and step >= self._steps.start - _WARM_UP_STEPS:
+            self._prepare()
+        if step in self._steps:
+            self._start()
+            self._close_step()
+            self._open_step = record_function(f"{STEP}{step}")
+            self._open_step.__enter__()
+
+    def step_done(self, step: int) -> bool:
+        """This step is done; True if it was the last of the window, and `write` is due (whose time is no training)."""
+        if self._open_step is None:
+            return False
+        self._close_step()
+        self._done.append(step)
+        assert self._steps is not None
+        return step == self._steps[-1]
+
+    def write(self) -> list[str]:
+        """End the recording and write the traces; the main worker gets the lines to print. All workers call it."""
+        self._stop()
+        own: dict[str, Any] = {"rank": self._world.rank, "steps": [], "operations": []}
+        try:
+            own |= summarise(self._write_trace(), self._done)
+            if self._world.device.type == "cuda" and own["device"] == "cpu":
+                own["notice"] = _NO_KERNELS
+        except (OSError, RuntimeError, ValueError) as error:  # a full disk, or half a file, must not end the training
+            own["failure"] = _reason(error)
+        gathered = self._world.gather_json(own)
+        if gathered is None:
+            return []
+        assert self._folder is not None
+        found = overview(gathered)
+        said = lines(found)
+        try:
+            self._remove_older()
+            (self._folder / "summary.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            return [*said, f"The summary cannot be written: {_reason(error)}."]
+        return [*said, f"Open {self._folder / _TRACE.format('*')} with ui.perfetto.dev or TensorBoard."]
+
+    def close(self) -> list[str]:
+        """The run ends: write what there is of a window that is still open. All workers call it."""
+        self._close_step()
+        if self._done and self._is_recording:
+            said = self.write()
+            record_ranges("off")
+            return said
+        self._stop()
+        record_ranges("off")
+        was_asked = self._spec is not None and not self._spec.nvtx
+        if not was_asked or self._done or not self._world.is_main:
+            return []
+        if self._steps is None:
+            return ["--profile has recorded nothing, as no step was done."]
+        asked = f"the steps {self._steps[0]} to {self._steps[-1]}"
+        return [f"--profile has recorded nothing: none of {asked} was done since this start of the run."]
+
+    def _prepare(self) -> None:
+        on_gpu = self._world.device.type == "cuda"
+        # It would tell of its own start on the screen of every worker.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+        self._profiler = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])])
+        self._profiler.prepare_trace()
+        atexit.register(self._abandon)
+
+    def _start(self) -> None:
+        if self._is_recording:
+            return
+        assert self._profiler is not None
+        self._synchronize()  # so that the device has nothing of an earlier step to do
+        self._profiler.start_trace()
+        self._is_recording = True
+        self._kind_before = record_ranges("profiler")
+
+    def _stop(self) -> None:
+        self._is_over = True
+        if self._profiler is not None:
+            if not self._is_recording:
+                self._profiler.start_trace()  # it was made ready and can only be ended so
+            self._synchronize()
+            self._profiler.stop_trace()
+            atexit.unregister(self._abandon)
+        if self._is_recording:
+            record_ranges(self._kind_before)
+            self._is_recording = False
+
+    def _abandon(self) -> None:
+        """A run that fails ends here: Python would crash at its end with a recording under way."""
+        if self._is_recording and self._profiler is not None:
+            self._profiler.stop_trace()
+
+    def _write_trace(self) -> list[dict[str, Any]]:
+        profiler, self._profiler = self._profiler, None
+        assert profiler is not None
+        assert self._folder is not None
+        self._folder.mkdir(parents=True, exist_ok=True)
+        rank = self._world.rank
+        plain, packed = self._folder / f".rank-{rank}.json", self._folder / f".rank-{rank}.json.gz"
+        try:
+            profiler.export_chrome_trace(str(plain))
+            with plain.open("rb") as source, gzip.open(packed, "wb", compresslevel=5) as target:
+                shutil.copyfileobj(source, target)
+            packed.replace(self._folder / _TRACE.format(rank))
+            events: list[dict[str, Any]] = json.loads(plain.read_text(encoding="utf-8", errors="replace"))[
+                "traceEvents"
+            ]
+        finally:
+            plain.unlink(missing_ok=True)
+            packed.unlink(missing_ok=True)
+        return events
+
+    def _remove_older(self) -> None:
+        """Traces of a start with more workers would be shown as part of this one."""
+        assert self._folder is not None
+        own = {_TRACE.format(rank) for rank in range(self._world.size)}
+        for path in self._folder.glob(_TRACE.format("*")):
+            if path.name not in own:
+                path.unlink()
+
+    def _close_step(self) -> None:
+        if self._open_step is not None:
+            self._open_step.__exit__(None, None, None)
+            self._open_step = None
+
+    def _synchronize(self) -> None:
+        if self._world.device.type == "cuda":
+            torch.cuda.synchronize(self._world.device)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror} ({error.filename})"
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,72 @@
+"""`stormo report RUN…`: one self-contained page of one or several runs, and their figures as CSV and PNG files."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from stormo.errors import SettingError, counted
+from stormo.options import Parser
+from stormo.report.document import make_document, make_panels
+from stormo.report.exports import check_matplotlib, write_csv, write_png
+from stormo.report.history import Reader
+from stormo.report.page import check_plotly, make_page
+from stormo.telemetry.files import RunFolder, find_run, write_whole
+from stormo.telemetry.text import write_text
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the page and what else was asked for."""
+    parser = Parser(
+        prog="stormo report",
+        description="Write one HTML page of a run, or one that compares several; it opens without a network.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="name of a run, or its folder")
+    parser.add_argument("--runs-folder", default="runs", metavar="FOLDER", help="folder of all runs (default: runs)")
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help="page to write (default: report.html in the run's folder; of several runs, in the folder of all runs)",
+    )
+    parser.add_argument("--csv", metavar="FOLDER", help="write every series and table as CSV files too")
+    parser.add_argument("--png", metavar="FOLDER", help="write every figure as a PNG too (needs stormo[plot])")
+    asked = parser.parse_args(list(arguments))
+    check_plotly()
+    if asked.png is not None:
+        check_matplotlib()
+    parent = Path(asked.runs_folder)
+    folders = list({run.path.resolve(): run for run in (find_run(parent, name) for name in asked.runs)}.values())
+    labels = run_labels(folders)
+    histories = [Reader(folder, label).read() for folder, label in zip(folders, labels, strict=True)]
+    default = folders[0].path / "report.html" if len(folders) == 1 else parent / "report.html"
+    output = Path(asked.output) if asked.output is not None else default
+    _write("--output", output, make_page(make_document(histories)))
+    lines = [f"page      {output}  ({output.stat().st_size / 1e6:.1f} MB; opens without a network)"]
+    for option, name, write in (("--csv", asked.csv, write_csv), ("--png", asked.png, write_png)):
+        if name is not None:
+            try:
+                written = write(Path(name), make_panels(histories), labels)
+            except OSError as error:
+                raise _cannot_write(option, name, error) from None
+            lines.append(f"{option[2:]:9} {name}  ({counted(len(written), 'file')})")
+    write_text("".join(f"{line}\n" for line in lines), sys.stdout)
+    return 0
+
+
+def run_labels(folders: Sequence[RunFolder]) -> list[str]:
+    """The names of the runs, or their paths where two have the same name."""
+    names = [folder.name for folder in folders]
+    return [str(folder.path) if names.count(name) > 1 else name for folder, name in zip(folders, names, strict=True)]
+
+
+def _write(option: str, path: Path, text: str) -> None:
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise _cannot_write(option, str(path), error) from None
+
+
+def _cannot_write(option: str, name: str, error: OSError) -> SettingError:
+    return SettingError(f"{option} {name} was set", f"it cannot be written ({error.strerror})", "name another place")

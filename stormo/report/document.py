@@ -1,0 +1,111 @@
+"""The whole page as JSON-ready data: what `page.js` draws, and what the CSV and PNG files are made of."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from stormo.report.facts import MOST_HAPPENINGS, fact_panels, happenings, timeline_panel
+from stormo.report.history import History
+from stormo.report.machines import machine_panels
+from stormo.report.panel import Chart, Panel
+from stormo.report.power import ledger_panel, power_panel
+from stormo.report.series import Series
+from stormo.report.summary import summary_figures
+from stormo.report.training import training_panels
+
+_TIME_UNITS = (("s", 1, 180), ("min", 60, 180 * 60), ("h", 3600, 72 * 3600), ("d", 86400, math.inf))
+_CHECKPOINTS_DRAWN = 60  # more of them would hide the curves
+
+
+def make_panels(histories: Sequence[History]) -> list[Panel]:
+    """Every panel, in the order of the page."""
+    return [
+        *training_panels(histories),
+        power_panel(histories),
+        ledger_panel(histories),
+        *machine_panels(histories),
+        timeline_panel(histories),
+        *fact_panels(histories),
+    ]
+
+
+def make_document(histories: Sequence[History]) -> dict[str, Any]:
+    """What the page shows of these runs, thinned to what can be seen."""
+    longest_s = max((history.clock.total_s for history in histories), default=0.0)
+    unit, seconds, _ = next(row for row in _TIME_UNITS if longest_s < row[2])
+    happened = [one for run, history in enumerate(histories) for one in _happenings(run, history)]
+    return {
+        "title": " · ".join(history.label for history in histories),
+        "made_unix_s": time.time(),
+        "time_unit": {"name": unit, "seconds": seconds},
+        "runs": [
+            {
+                "name": history.label,
+                "task": history.started.get("task") or history.summary.get("task"),
+                "state": history.state,
+                "figures": summary_figures(history),
+                "notes": list(history.notes),
+            }
+            for history in histories
+        ],
+        "happenings": happened[:MOST_HAPPENINGS],
+        "draws_checkpoints": sum(one["kind"] == "checkpoint" for one in happened) <= _CHECKPOINTS_DRAWN,
+        "panels": [_panel(panel) for panel in make_panels(histories)],
+    }
+
+
+def _happenings(run: int, history: History) -> Iterator[dict[str, Any]]:
+    """What happened when, on every axis; an event without a step lies where the run had got to."""
+    step = 0
+    for event, kind, words in happenings(history):
+        known = [event.get(key) for key in ("rolled_back_to_step", "resumed_at_step", "step")]
+        step = next((int(one) for one in known if one is not None), step)
+        yield {
+            "run": run,
+            "kind": kind,
+            "words": words,
+            "step": step,
+            "epoch": history.epoch_at(step),
+            "time_s": round(history.clock.running_s(event["time_unix_s"]), 2),
+        }
+
+
+def _panel(panel: Panel) -> dict[str, Any]:
+    return {
+        **{key: getattr(panel, key) for key in ("id", "title", "about", "why_empty")},
+        "notes": list(panel.notes),
+        "charts": [_chart(chart) for chart in panel.charts],
+        "stacks": [asdict(stack) for stack in panel.stacks],
+        "tables": [asdict(table) for table in panel.tables],
+    }
+
+
+def _chart(chart: Chart) -> dict[str, Any]:
+    drawn = [line.thinned() for line in chart.series]
+    num_points, num_drawn = (sum(len(line.y) for line in lines) for lines in (chart.series, drawn))
+    thinned = (
+        f"{num_points:,} points drawn as {num_drawn:,}: the lowest and the highest of each stretch."
+        if num_drawn < num_points
+        else ""
+    )
+    return {
+        **{key: getattr(chart, key) for key in ("id", "title", "y_title", "from_zero", "top")},
+        "why_empty": "" if drawn else chart.why_empty or "There is no figure of this.",
+        "note": " ".join(text for text in (chart.note, thinned) if text),
+        "series": [_series(line) for line in drawn],
+    }
+
+
+def _series(line: Series) -> dict[str, Any]:
+    return {
+        "run": line.run,
+        "name": line.name,
+        "mode": line.mode,
+        "at": line.at,
+        # Six digits are more than a screen shows, and keep the page small.
+        "y": [None if value is None else float(f"{value:.6g}") for value in line.y],
+    }

@@ -1,0 +1,173 @@
+"""Everything the files of one run say, gathered for the page; a file that is not there yet is no error."""
+
+from __future__ import annotations
+
+import time
+import tomllib
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stormo.errors import StormoError, counted
+from stormo.report.clock import Clock, make_clock
+from stormo.report.lines import JsonLines
+from stormo.runs import overview
+from stormo.telemetry.files import RunFolder, current_events, read_environment, read_summary
+
+if TYPE_CHECKING:
+    from stormo.energy.ledger import Bill
+
+_SILENT_AFTER_S = 300.0  # as `stormo runs` judges it
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """One run as it stands now."""
+
+    label: str  # how the page calls it
+    path: Path
+    state: str  # waiting, running, done, stopped, diverged, failed, interrupted
+    summary: Line
+    environment: Line
+    config: Mapping[str, str]  # flat: "batch.batch_size" → "32"
+    events: Sequence[Line]  # all that was ever written
+    current: Sequence[Line]  # without what a resume or a rollback made obsolete
+    nodes: Mapping[str, Sequence[Line]]  # the lines of each node's file
+    clock: Clock
+    bill: Bill | None = None
+    no_bill_reason: str = ""
+    notes: Sequence[str] = field(default_factory=tuple)  # what of the files could not be read
+
+    def of(self, name: str) -> list[Line]:
+        """The events of one kind that still hold."""
+        return [event for event in self.current if event.get("event") == name]
+
+    @cached_property
+    def started(self) -> Line:
+        """The last `run_started`, or an empty one."""
+        return next((event for event in reversed(self.events) if event.get("event") == "run_started"), {})
+
+    @cached_property
+    def _epochs_by_step(self) -> tuple[list[int], list[float]]:
+        places = sorted(
+            (int(event["step"]), epoch_place(event, self.started))
+            for event in self.current
+            if event.get("event") in ("step_done", "epoch_done") and event.get("step") is not None
+        )
+        return [step for step, _ in places], [epoch for _, epoch in places]
+
+    def epoch_at(self, step: int) -> float:
+        """How many epochs are done at a step, as far as the records tell."""
+        steps, epochs = self._epochs_by_step
+        found = bisect_right(steps, step) - 1
+        return epochs[found] if found >= 0 else 0.0
+
+
+def epoch_place(event: Line, started: Line) -> float:
+    """Where in the epochs an event lies: 1.5 is the middle of the second."""
+    epoch = float(event.get("epoch") or 0)
+    if event.get("event") == "epoch_done":
+        return epoch
+    steps = event.get("steps_in_epoch") or started.get("steps_per_epoch") or 1
+    return epoch - 1 + float(event.get("step_in_epoch") or 0) / float(steps)
+
+
+class Reader:
+    """Reads one run again and again; what has been read of a growing file is kept."""
+
+    def __init__(self, folder: RunFolder, label: str | None = None) -> None:
+        self.folder = folder
+        self._label = label or folder.name
+        self._events = JsonLines(folder.events)
+        self._nodes: dict[str, JsonLines] = {}
+
+    def version(self) -> str:
+        """Changes whenever a file of the run does."""
+        folder = self.folder
+        files = [folder.events, folder.summary, folder.config, folder.environment, *_node_files(folder)]
+        return ";".join(f"{file.name}:{mark}" for file in files if (mark := _mark(file)))
+
+    def read(self) -> History:
+        """The run as it stands now."""
+        events = list(self._events.read())
+        nodes = dict(self._read_nodes())
+        summary = read_summary(self.folder)
+        bill, no_bill_reason = _read_bill(self.folder, nodes)
+        return History(
+            label=self._label,
+            path=self.folder.path,
+            state=self._state(summary, events, nodes),
+            summary=summary or {},
+            environment=read_environment(self.folder) or {},
+            config=_flat_config(self.folder.config),
+            events=events,
+            current=current_events(events),
+            nodes=nodes,
+            clock=make_clock(events, nodes.values()),
+            bill=bill,
+            no_bill_reason=no_bill_reason,
+            notes=tuple(self._notes()),
+        )
+
+    def _read_nodes(self) -> Iterator[tuple[str, list[Line]]]:
+        for file in _node_files(self.folder):
+            lines = self._nodes.setdefault(file.stem, JsonLines(file, strict=False))  # a kill may cut a line in two
+            yield file.stem, list(lines.read())
+
+    def _notes(self) -> Iterator[str]:
+        for name, lines in self._nodes.items():
+            if lines.num_damaged:
+                yield f"{counted(lines.num_damaged, 'line')} of nodes/{name}.jsonl cannot be read and left out"
+
+    def _state(self, summary: Line | None, events: Sequence[Line], nodes: Mapping[str, Sequence[Line]]) -> str:
+        if summary is not None:
+            return overview(self.folder, now_unix_s=time.time()).state
+        last = [lines[-1].get("time_unix_s") or 0.0 for lines in (events, *nodes.values()) if lines]
+        if not last:
+            return "waiting"
+        return "running" if time.time() - max(last) < _SILENT_AFTER_S else "interrupted"
+
+
+def _node_files(folder: RunFolder) -> list[Path]:
+    return sorted((folder.path / "nodes").glob("*.jsonl"))
+
+
+def _mark(file: Path) -> str:
+    try:
+        status = file.stat()
+    except FileNotFoundError:
+        return ""
+    return f"{status.st_size}:{status.st_mtime_ns}"
+
+
+def _read_bill(folder: RunFolder, nodes: Mapping[str, Sequence[Line]]) -> tuple[Bill | None, str]:
+    if not nodes:
+        return None, "no node of this run wrote nodes/NODE.jsonl: energy was not measured"
+    from stormo.energy.ledger import read_bill
+
+    bill = read_bill(folder.path)
+    if bill.total_j is None:
+        return None, "; ".join(bill.reasons)
+    return bill, ""
+
+
+def _flat_config(path: Path) -> dict[str, str]:
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise StormoError(f"{path} is not valid TOML ({error}); it was changed after it was written.") from error
+    return dict(_flat(content, ""))
+
+
+def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", str(value)

@@ -1,0 +1,222 @@
+"""Power over time and energy so far, from the counters the nodes wrote down; and the ledger of every joule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from stormo.report.history import History, Line
+from stormo.report.machines import Sampled, sampled_series, time_place
+from stormo.report.panel import Chart, Panel, Stack, Table
+from stormo.report.series import Series, gathered, uncrowded
+from stormo.report.training import places
+
+if TYPE_CHECKING:
+    from stormo.energy.ledger import Bill
+
+_MOST_BINS = 20_000
+_KINDS = {"gpu": "GPUs", "cpu": "CPUs", "dram": "memory (DRAM)"}
+_PARTS = {
+    "training": "useful training",
+    "waiting": "waiting for input and for others",
+    "validation": "validation",
+    "checkpoint": "checkpoints",
+    "recomputed": "lost and computed again",
+    "starting": "starting",
+    "idle": "idle",
+}
+
+
+def energy_scale(most_j: float) -> tuple[float, str]:
+    """The divisor and the unit in which so much energy reads well."""
+    for scale, unit in ((1e9, "GJ"), (1e6, "MJ"), (1e3, "kJ")):
+        if most_j >= 2 * scale:
+            return scale, unit
+    return 1.0, "J"
+
+
+def _bins(history: History, lines: Sequence[Line]) -> dict[str, dict[int, float]]:
+    """Joules of each kind of part of one node by stretch of running time, as its counters tell."""
+    bin_s = _bin_s(history)
+    joules: dict[str, dict[int, float]] = {}
+    kinds: dict[str, str] = {}
+    before: Line = {}
+    begin_s = 0.0
+    for line in lines:
+        if line.get("kind") == "start":
+            kinds = {source["id"]: source["kind"] for source in line.get("sources") or ()}
+            before, begin_s = {}, history.clock.running_s(float(line["time_unix_s"]))
+        elif line.get("kind") == "energy" and isinstance(line.get("joules"), dict):
+            end_s = history.clock.running_s(float(line["time_unix_s"]))
+            for source, value in line["joules"].items():
+                if value is not None:
+                    found = joules.setdefault(kinds.get(source, "other"), {})
+                    _spread(found, float(value) - float(before.get(source) or 0.0), begin_s / bin_s, end_s / bin_s)
+            before, begin_s = line["joules"], end_s
+    return joules
+
+
+def _bin_s(history: History) -> float:
+    """A second, over which a counter's resolution does not show; more in a run that takes very long."""
+    return max(1.0, history.clock.total_s / _MOST_BINS)
+
+
+def _spread(bins: dict[int, float], joules: float, begin: float, end: float) -> None:
+    """Add energy to the bins between two places, to each by its share."""
+    if end <= begin:
+        bins[int(begin)] = bins.get(int(begin), 0.0) + joules
+        return
+    for position in range(int(begin), math.ceil(end)):
+        share = (min(end, position + 1) - max(begin, position)) / (end - begin)
+        bins[position] = bins.get(position, 0.0) + joules * share
+
+
+def _power_series(run: int, history: History, *, by_kind: bool) -> list[Series]:
+    """The power of all nodes: of each kind of part, or of all of them together."""
+    bin_s = _bin_s(history)
+    joules: dict[str, dict[int, float]] = {}
+    for lines in history.nodes.values():
+        for kind, bins in _bins(history, lines).items():
+            into = joules.setdefault(_KINDS.get(kind, kind) if by_kind else "all nodes", {})
+            for position, value in bins.items():
+                into[position] = into.get(position, 0.0) + value
+    ends = [max(bins) for bins in joules.values() if len(bins) > 1]
+    return [
+        line
+        for name in sorted(joules)
+        # The last bin has only begun, and would look like a fall.
+        for line in gathered(
+            run,
+            name,
+            (
+                ({"time_s": round((position + 1) * bin_s, 2)}, value / bin_s)
+                for position, value in sorted(joules[name].items())
+                if position not in ends
+            ),
+        )
+    ]
+
+
+def power_panel(histories: Sequence[History]) -> Panel:
+    """Power by kind of part, energy so far, and the power of each GPU."""
+    power: list[Series] = []
+    energy: list[Series] = []
+    for run, history in enumerate(histories):
+        power += _power_series(run, history, by_kind=len(histories) == 1)
+        energy += gathered(run, "energy", _cumulative(history))
+    power = power or _recorded_power(histories)
+    scale, unit = energy_scale(max((value or 0.0 for line in energy for value in line.y), default=0.0))
+    reasons = "; ".join(dict.fromkeys(history.no_bill_reason for history in histories if history.no_bill_reason))
+    why = f"There is no measured power: {reasons or 'no counter has been read yet'}."
+    devices = sampled_series(histories, Sampled("gpus", "power_w"))
+    shown, crowd = uncrowded(devices, "GPUs")
+    return Panel(
+        id="power",
+        title="Power and energy",
+        about="Of all nodes together; a mean over each second.",
+        charts=[
+            Chart(
+                id="power", title="Power", y_title="W", series=power, from_zero=True, why_empty=why,
+            ),
+            Chart(
+                id="energy", title="Energy so far", y_title=unit, from_zero=True, why_empty=why,
+                series=[replace(line, y=[None if y is None else y / scale for y in line.y]) for line in energy],
+            ),
+            *(
+                [
+                    Chart(
+                        id="power-gpu", title="Power of each GPU", y_title="W", series=shown, all_series=devices,
+                        from_zero=True, note=crowd,
+                    )
+                ]
+                if len(devices) > 1
+                else []
+            ),
+        ],
+    )  # fmt: skip
+
+
+def _cumulative(history: History) -> Iterator[tuple[dict[str, float], float]]:
+    """The energy of all nodes so far, as the bill counts it, at the end of each of its stretches."""
+    total_j = 0.0
+    stretches = history.bill.stretches if history.bill is not None else ()
+    for stretch in sorted(stretches, key=lambda one: one.end_unix_s):
+        total_j += stretch.joules
+        yield time_place(history, stretch.end_unix_s), total_j
+
+
+def _recorded_power(histories: Sequence[History]) -> list[Series]:
+    """The power in the records of the steps, for a run whose node files are gone."""
+    return [
+        line
+        for run, history in enumerate(histories)
+        for line in gathered(
+            run, "main node", ((places(history, event), event.get("power_w")) for event in history.of("step_done"))
+        )
+    ]
+
+
+def ledger_panel(histories: Sequence[History]) -> Panel:
+    """Where every joule went: a bar and a table, and the reasons for what is missing."""
+    billed = [(history, history.bill) for history in histories if history.bill is not None]
+    notes = [_named(histories, history, history.no_bill_reason) for history in histories if history.no_bill_reason]
+    notes += [_named(histories, history, reason) for history, bill in billed for reason in bill.reasons]
+    notes += [
+        _named(histories, history, f"{_PARTS[part]}: too short for its counters to tell to within 5 %")
+        for history, bill in billed
+        for part in bill.uncertain_parts
+    ]
+    scale, unit = energy_scale(max((bill.total_j or 0.0 for _, bill in billed), default=0.0))
+    names = [name for name in _PARTS if any(bill.parts_j.get(name) for _, bill in billed)]
+    return Panel(
+        id="ledger",
+        title="Energy ledger",
+        about="Every measured joule is in exactly one part; ± is the most by which the counters can be wrong.",
+        stacks=[
+            Stack(
+                id="ledger",
+                title="Where the energy went",
+                x_title=unit,
+                bars=[history.label for history, _ in billed],
+                parts=[
+                    (_PARTS[name], [(bill.parts_j.get(name) or 0.0) / scale for _, bill in billed]) for name in names
+                ],
+            )
+        ]
+        if names
+        else [],
+        tables=[
+            Table(
+                id="ledger",
+                title="Parts of the energy",
+                columns=["run", "part", "J", "Wh", "share", "± J"],
+                rows=[row for history, bill in billed for row in _ledger_rows(history.label, bill)],
+                first_figure=2,
+            )
+        ]
+        if billed
+        else [],
+        notes=list(dict.fromkeys(notes)),
+        why_empty="" if billed else "There is no bill.",
+    )
+
+
+def _named(histories: Sequence[History], history: History, text: str) -> str:
+    return text if len(histories) == 1 else f"{history.label}: {text}"
+
+
+def _ledger_rows(label: str, bill: Bill) -> Iterator[list[str]]:
+    total_j = bill.total_j or 0.0
+    parts = [(_PARTS.get(name, name), joules, bill.error_j[name]) for name, joules in bill.parts_j.items()]
+    whole = ("all", total_j, bill.total_error_j)
+    for name, joules, error_j in [*parts, whole]:
+        yield [
+            label,
+            name,
+            f"{joules:,.1f}",
+            f"{joules / 3600:,.3f}",
+            f"{100 * joules / total_j:.1f} %" if total_j else "n/a",
+            f"{error_j:,.1f}",
+        ]

@@ -1,0 +1,104 @@
+"""Lines of a chart: their points, how many of them are drawn, and a crowd of lines drawn as three."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+MOST_POINTS = 1200  # a line of more is drawn by the lowest and highest point of each stretch
+MOST_LINES = 12  # a chart of more shows the lowest, the mean and the highest of each run
+MOST_COMPARED_LINES = 6  # the same, where several runs are compared
+_CROWD_STRETCHES = 300
+
+AXES = ("step", "epoch", "time_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """One line: its places on every axis it has, and its values; None is a gap."""
+
+    run: int  # position of the run on the page
+    name: str
+    at: Mapping[str, Sequence[float]]
+    y: Sequence[float | None]
+    mode: str = "lines"  # lines, points (joined), steps (a value holds until the next)
+
+    def thinned(self, most: int = MOST_POINTS) -> Series:
+        """The same line with at most about that many points, its peaks kept."""
+        if len(self.y) <= most:
+            return self
+        kept = thin(self.y, most)
+        at = {axis: [places[index] for index in kept] for axis, places in self.at.items()}
+        return replace(self, at=at, y=[self.y[index] for index in kept])
+
+
+def thin(values: Sequence[float | None], most: int) -> list[int]:
+    """Positions of the first, the last, and the lowest and highest value of each of `most / 2` stretches, in order."""
+    num_stretches = max((most - 2) // 2, 1)
+    kept = {0, len(values) - 1}
+    for stretch in range(num_stretches):
+        begin = stretch * len(values) // num_stretches
+        end = (stretch + 1) * len(values) // num_stretches
+        known = [index for index in range(begin, end) if values[index] is not None]
+        if known:
+            kept.add(min(known, key=lambda index: values[index] or 0.0))
+            kept.add(max(known, key=lambda index: values[index] or 0.0))
+        elif end > begin:
+            kept.add(begin)  # the gap stays a gap
+    return sorted(kept)
+
+
+def gathered(
+    run: int, name: str, points: Iterable[tuple[Mapping[str, float], Any]], *, mode: str = "lines"
+) -> list[Series]:
+    """The line through points of (places, value), or none if no value is known."""
+    at: dict[str, list[float]] = {}
+    y: list[float | None] = []
+    for places, value in points:
+        for axis, place in places.items():
+            at.setdefault(axis, []).append(place)
+        y.append(float(value) if isinstance(value, int | float) and math.isfinite(value) else None)
+    return [Series(run=run, name=name, at=at, y=y, mode=mode)] if any(value is not None for value in y) else []
+
+
+def uncrowded(series: Sequence[Series], noun: str) -> tuple[list[Series], str]:
+    """The lines themselves or, of too many, the lowest, mean and highest of each run, and a sentence that says so."""
+    runs = sorted({line.run for line in series})
+    if len(series) <= (MOST_LINES if len(runs) == 1 else MOST_COMPARED_LINES):
+        return list(series), ""
+    drawn: list[Series] = []
+    for run in runs:
+        drawn += _crowd([line for line in series if line.run == run], noun)
+    return drawn, f"{len(series)} {noun}: drawn are the lowest, the mean and the highest; each is in the CSV files."
+
+
+def _crowd(series: Sequence[Series], noun: str) -> list[Series]:
+    if len(series) <= 3:
+        return list(series)
+    axes = [axis for axis in AXES if all(axis in line.at for line in series)]
+    along = axes[-1]
+    low = min(min(line.at[along]) for line in series)
+    high = max(max(line.at[along]) for line in series)
+    stretch = (high - low) / _CROWD_STRETCHES or 1.0
+    buckets: dict[int, list[tuple[dict[str, float], float]]] = {}
+    for line in series:
+        for index, value in enumerate(line.y):
+            if value is not None:
+                places = {axis: line.at[axis][index] for axis in axes}
+                buckets.setdefault(int((places[along] - low) / stretch), []).append((places, value))
+    pick: dict[str, Callable[[list[float]], float]] = {
+        "lowest": min,
+        "mean": lambda values: math.fsum(values) / len(values),
+        "highest": max,
+    }
+    return [
+        found
+        for name, choose in pick.items()
+        for found in gathered(
+            series[0].run,
+            f"{name} of {len(series)} {noun}",
+            ((bucket[0][0], choose([value for _, value in bucket])) for _, bucket in sorted(buckets.items())),
+        )
+    ]

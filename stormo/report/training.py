@@ -1,0 +1,244 @@
+"""The panels of the training itself: loss, metrics, speed, rate, waiting, stragglers, gradient noise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from stormo.report.history import History, Line, epoch_place
+from stormo.report.panel import Chart, Panel
+from stormo.report.series import Series, gathered, uncrowded
+from stormo.telemetry.files import speed_of
+
+_NO_STEP = "No step has been recorded yet."
+_NO_EPOCH = "No epoch is done yet."
+_NO_WORKERS = "No epoch with the times of each worker is done yet; runs of older versions did not record them."
+
+Figure = Callable[[Line], Any]
+
+
+def training_panels(histories: Sequence[History]) -> list[Panel]:
+    """All panels of this file, in the order of the page."""
+    makers = (_loss, _metrics, _throughput, _rate_and_batch, _waiting, _stragglers, _noise)
+    return [maker(histories) for maker in makers]
+
+
+def places(history: History, event: Line) -> dict[str, float]:
+    """Where an event lies on each of the axes."""
+    return {
+        "step": int(event.get("step") or 0),
+        "epoch": round(epoch_place(event, history.started), 4),
+        "time_s": round(history.clock.running_s(float(event.get("time_unix_s") or 0.0)), 2),
+    }
+
+
+def _lines(
+    histories: Sequence[History], event_name: str, name: str, figure: Figure, *, mode: str = "lines"
+) -> list[Series]:
+    """One line a run: a figure of each event of a kind."""
+    return [
+        line
+        for run, history in enumerate(histories)
+        for line in gathered(
+            run, name, ((places(history, event), figure(event)) for event in history.of(event_name)), mode=mode
+        )
+    ]
+
+
+def _loss(histories: Sequence[History]) -> Panel:
+    series = _lines(histories, "step_done", "training", lambda event: event.get("loss"))
+    series += _lines(histories, "epoch_done", "validation", lambda event: _validation(event).get("loss"), mode="points")
+    chart = Chart(id="loss", title="Loss", y_title="loss", series=series, why_empty=_NO_STEP)
+    return Panel(
+        id="loss", title="Loss", about="Training loss of each step, validation loss of each epoch.", charts=[chart]
+    )
+
+
+def _validation(event: Line) -> Line:
+    found: Line = event.get("validation") or {}
+    return found
+
+
+def _metrics(histories: Sequence[History]) -> Panel:
+    names = dict.fromkeys(
+        name for history in histories for event in history.of("epoch_done") for name in _validation(event)
+    )
+    names.pop("loss", None)
+    charts = [
+        Chart(
+            id=f"metric-{position}",
+            title=f"Validation {name.replace('_', ' ')}",
+            y_title=name.replace("_", " "),
+            series=_lines(histories, "epoch_done", "validation", _metric(name), mode="points"),
+        )
+        for position, name in enumerate(names)
+    ]
+    why = "" if charts else f"{_NO_EPOCH} Or the task has no metric besides its loss."
+    return Panel(
+        id="accuracy", title="Accuracy", about="Exact over the whole validation set.", charts=charts, why_empty=why
+    )
+
+
+def _metric(name: str) -> Figure:
+    return lambda event: _validation(event).get(name)
+
+
+def _throughput(histories: Sequence[History]) -> Panel:
+    units = {speed_of(event)[0] for history in histories for event in history.of("step_done")[-1:]}
+    is_shared = len(units) == 1  # runs that count images and tokens are compared by their samples
+    unit = next(iter(units)) if is_shared else "samples"
+    figure: Figure = (lambda event: speed_of(event)[1]) if is_shared else (lambda event: event.get("samples_per_s"))
+    series = _lines(histories, "step_done", "all workers", figure)
+    everyone = _by_worker(histories, _share_per_s)
+    drawn, note = uncrowded(everyone, "workers")
+    return Panel(
+        id="throughput",
+        title="Throughput",
+        about="A worker's own speed is its share of the samples over its own training time.",
+        charts=[
+            Chart(
+                id="throughput", title="All workers together", y_title=f"{unit}/s", series=series, from_zero=True,
+                why_empty=_NO_STEP,
+            ),
+            Chart(
+                id="throughput-worker", title="Each worker", y_title="samples/s", series=drawn, all_series=everyone,
+                from_zero=True, why_empty=_NO_WORKERS, note=note,
+            ),
+        ],
+    )  # fmt: skip
+
+
+def _share_per_s(worker: Line, epoch: Line) -> float | None:
+    samples = float(epoch.get("samples_per_s") or 0.0) * float(epoch.get("epoch_time_s") or 0.0)
+    time_s = worker.get("train_time_s")
+    return samples / len(epoch["workers"]) / time_s if time_s and samples else None
+
+
+def _by_worker(histories: Sequence[History], figure: Callable[[Line, Line], float | None]) -> list[Series]:
+    """One line a worker: a figure of each epoch."""
+    series: list[Series] = []
+    for run, history in enumerate(histories):
+        points: dict[int, list[tuple[dict[str, float], float | None]]] = {}
+        for epoch in history.of("epoch_done"):
+            for worker in epoch.get("workers") or ():
+                points.setdefault(int(worker["rank"]), []).append((places(history, epoch), figure(worker, epoch)))
+        for rank in sorted(points):
+            series += gathered(run, f"worker {rank}", points[rank], mode="points")
+    return series
+
+
+def _rate_and_batch(histories: Sequence[History]) -> Panel:
+    rate = _lines(histories, "step_done", "learning rate", lambda event: event.get("learning_rate"))
+    batch = [
+        line
+        for run, history in enumerate(histories)
+        for line in gathered(run, "global batch", _batches(history), mode="steps")
+    ]
+    return Panel(
+        id="rate",
+        title="Learning rate and batch",
+        charts=[
+            Chart(
+                id="rate", title="Learning rate", y_title="learning rate", series=rate, from_zero=True,
+                why_empty=_NO_STEP,
+            ),
+            Chart(
+                id="batch", title="Global batch", y_title="samples a step", series=batch, from_zero=True,
+                why_empty=_NO_STEP,
+            ),
+        ],
+    )  # fmt: skip
+
+
+def _batches(history: History) -> Iterator[tuple[dict[str, float], Any]]:
+    of_run = history.started.get("global_batch_size")
+    for event in history.of("step_done"):
+        yield places(history, event), event.get("global_batch_size") or of_run
+
+
+def _waiting(histories: Sequence[History]) -> Panel:
+    waits = _lines(histories, "step_done", "input", lambda event: _percent(event.get("input_wait_fraction")))
+    exposed = _lines(histories, "epoch_done", "communication", _exposed_percent, mode="points")
+    return Panel(
+        id="waiting",
+        title="Waiting",
+        about="Share of the training time in which devices stood still: for input, or for the gradients of others.",
+        charts=[
+            Chart(
+                id="wait-input", title="Input wait", y_title="% of training time", series=waits, from_zero=True,
+                why_empty=_NO_STEP,
+            ),
+            Chart(
+                id="wait-communication", title="Exposed communication", y_title="% of training time", series=exposed,
+                from_zero=True,
+                why_empty="Exposed communication was not measured: it needs two workers, and an epoch that is done.",
+            ),
+        ],
+    )  # fmt: skip
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share
+
+
+def _exposed_percent(epoch: Line) -> float | None:
+    """The mean over the workers whose exposed time was measured."""
+    measured = [worker for worker in epoch.get("workers") or () if worker.get("exposed_s") is not None]
+    total_s = sum(worker.get("train_time_s") or 0.0 for worker in measured)
+    return 100 * sum(worker["exposed_s"] for worker in measured) / total_s if total_s else None
+
+
+def _own_time_s(worker: Line) -> float:
+    """The time a worker was busy itself: waiting for others makes all of them look alike."""
+    return float(worker.get("train_time_s") or 0.0) - float(worker.get("exposed_s") or 0.0)
+
+
+def _behind_percent(worker: Line, epoch: Line) -> float | None:
+    fastest_s = min(_own_time_s(one) for one in epoch["workers"])
+    return 100 * (_own_time_s(worker) / fastest_s - 1) if fastest_s > 0 and len(epoch["workers"]) > 1 else None
+
+
+def _stragglers(histories: Sequence[History]) -> Panel:
+    everyone = _by_worker(histories, _behind_percent)
+    drawn, note = uncrowded(everyone, "workers")
+    is_alone = all((history.started.get("world_size") or 1) == 1 for history in histories)
+    why = "One worker has nobody to fall behind." if is_alone else _NO_WORKERS
+    return Panel(
+        id="stragglers",
+        title="Stragglers",
+        about="How much longer than the fastest worker each one was busy in an epoch; waiting for others, where "
+        "measured, is left out.",
+        charts=[
+            Chart(
+                id="stragglers", title="Behind the fastest worker", y_title="% more time", series=drawn,
+                all_series=everyone, from_zero=True, why_empty=why, note=note,
+            )
+        ],
+    )  # fmt: skip
+
+
+def _noise(histories: Sequence[History]) -> Panel:
+    series = _lines(histories, "step_done", "noise scale", lambda event: event.get("noise_scale"))
+    batch = [
+        line
+        for run, history in enumerate(histories)
+        if any(event.get("noise_scale") is not None for event in history.of("step_done"))
+        for line in gathered(run, "global batch", _batches(history), mode="steps")
+    ]
+    reasons = [str(history.summary.get("noise_scale_reason") or "") for history in histories]
+    why = "; ".join(dict.fromkeys(reason for reason in reasons if reason)) or _NO_STEP
+    advice = [
+        str(history.summary["noise_scale_advice"]) for history in histories if history.summary.get("noise_scale_advice")
+    ]
+    return Panel(
+        id="noise",
+        title="Gradient noise scale",
+        about="The batch beyond which steps hardly get better.",
+        charts=[
+            Chart(
+                id="noise", title="Gradient noise scale", y_title="samples", series=[*series, *batch], from_zero=True,
+                why_empty=f"It was not measured: {why}",
+            )
+        ],
+        notes=list(dict.fromkeys(advice)),
+    )  # fmt: skip

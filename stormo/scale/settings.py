@@ -1,0 +1,273 @@
+"""The command line of `stormo scale`: its own options, and what every run of the study is told."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stormo import train
+from stormo.config import TrainConfig
+from stormo.errors import SettingError, counted
+from stormo.nodes import find_place
+from stormo.options import Parser
+from stormo.scale.cells import Cell
+
+MODES = {"strong": ("strong",), "weak": ("weak",), "both": ("strong", "weak")}
+_EPOCHS = 3  # where nothing says how long to train: a warm-up and two that are measured
+_SECONDS = 60.0
+_NO_TARGET = "2"  # an accuracy that no run reaches
+# What a study sets itself, for each of its runs.
+_ITS_OWN = ("num_gpus", "run_name", "runs_folder", "resume", "dry_run", "plot_schedule", "grow_batch")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Study:
+    """What is to be measured, and how."""
+
+    train_arguments: tuple[str, ...]  # the same for every run
+    workers: tuple[int, ...]
+    num_nodes: tuple[int, ...]  # for each of `workers`
+    modes: tuple[str, ...]
+    repeats: int
+    seed: int
+    seconds: float | None  # of training after the warm-up, before a run is ended; None: to its end
+    global_batch_size: int  # strong
+    batch_size: int  # of one worker in one pass, weak
+    node_id: int
+    output: Path
+    keeps_checkpoints: bool
+
+    def arguments(self, cell: Cell) -> list[str]:
+        """What `stormo train` is told for one run."""
+        batch = ["--batch-size", str(self.batch_size)]
+        if cell.mode != "weak":
+            batch = ["--global-batch-size", str(self.global_batch_size)]
+        nodes = ["--num-nodes", str(cell.num_nodes), "--node-id", str(self.node_id)]
+        return [
+            *self.train_arguments,
+            *batch,
+            *("--num-gpus", str(cell.workers // cell.num_nodes)),
+            *(nodes if max(self.num_nodes) > 1 else ()),
+            *("--seed", str(self.seed + cell.repeat - 1)),  # another seed each repeat, the same for all workers
+            *("--run-name", cell.name),
+            *("--runs-folder", str(self.output / "runs")),
+        ]
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for runs to belong to one study; workers, modes and repeats may be added later."""
+        return {
+            "train_arguments": list(self.train_arguments),
+            "seed": self.seed,
+            "seconds": self.seconds,
+            "global_batch_size": self.global_batch_size,
+            "batch_size": self.batch_size,
+        }
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The options of `stormo scale` itself."""
+    parser = Parser(
+        prog="stormo scale",
+        usage="stormo scale TASK --workers 1,2,4 [options] [any option of stormo train]\n"
+        "       stormo scale --from table.csv [--mode strong|weak] [--output FOLDER]",
+        description="Train TASK at several numbers of workers and say whether more of them pay.",
+        allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=110),
+    )
+    add = parser.add_argument
+    add("--workers", metavar="N,N,…", help="numbers of workers to compare, over all nodes: 1,2,4")
+    add("--num-nodes", metavar="N[,N…]", default="1", help="nodes they are spread over: one for all, or one for each")
+    add(
+        "--repeats", metavar="R", default="1", help="runs of each, for intervals; 3 or more tell something (default: 1)"
+    )
+    add(
+        "--mode", metavar="|".join(MODES), help="global batch fixed, batch of a worker fixed, or both (default: strong)"
+    )
+    add("--seconds", metavar="S", help="measured seconds after which a run is ended; default 60, or none with a target")
+    add("--output", metavar="FOLDER", help="where everything goes; the same folder again goes on with the study")
+    add("--from", dest="table", metavar="FILE.csv", help="a table measured elsewhere, instead of training")
+    add("--batch-size", metavar="N", help="samples of one worker in one pass, with the fewest workers")
+    add("--global-batch-size", metavar="N", help="samples of all workers in one step, with the fewest workers")
+    return parser
+
+
+def read_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The study's own options, and what is for `stormo train`."""
+    return make_parser().parse_known_args([_dashed(argument) for argument in arguments])
+
+
+def read_study(own: argparse.Namespace, rest: Sequence[str]) -> Study:
+    """Everything that was asked for, checked before any process starts."""
+    config, task_class = train.read_settings(list(rest))
+    _refuse(config)
+    workers, num_nodes = _sizes(own)
+    _check_alone(config, num_nodes, own.output)
+    smallest = workers[0]
+    global_batch_size, batch_size = _batches(own, config, smallest)
+    wants_target = bool(config.given & {"target_accuracy", "target_loss"})
+    told = list(rest)
+    if not wants_target:
+        told += ["--target-accuracy", _NO_TARGET]
+    epochs = config.stop.epochs
+    if not wants_target and "epochs" not in config.given:
+        epochs = _EPOCHS
+        told += ["--epochs", str(epochs)]
+    if epochs < 2:
+        raise SettingError(
+            f"--epochs {epochs} was set", "the first epoch is the warm-up and is not measured", "set --epochs 2 or more"
+        )
+    for key, flags in {"checkpoint_every": ("--checkpoint-every", "0"), "tensorboard": ("--no-tensorboard",)}.items():
+        if key not in config.given:
+            told += flags
+    seconds = _positive(own.seconds, "--seconds", 60.0) if own.seconds else None if wants_target else _SECONDS
+    name = f"scale-{task_class.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return Study(
+        train_arguments=tuple(told),
+        workers=workers,
+        num_nodes=num_nodes,
+        modes=read_mode(own.mode),
+        repeats=_whole(own.repeats, "--repeats"),
+        seed=config.run.seed,
+        seconds=seconds,
+        global_batch_size=global_batch_size,
+        batch_size=batch_size,
+        node_id=config.workers.node_id,
+        output=Path(own.output) if own.output else Path("runs") / name,
+        keeps_checkpoints="checkpoint_every" in config.given,
+    )
+
+
+def read_mode(asked: str | None) -> tuple[str, ...]:
+    """The modes that a word stands for."""
+    if asked is None:
+        return MODES["strong"]
+    if asked not in MODES:
+        raise SettingError(f"--mode {asked} was set", f"it is one of {', '.join(MODES)}", "set one of them")
+    return MODES[asked]
+
+
+def _refuse(config: TrainConfig) -> None:
+    for key in _ITS_OWN:
+        if key in config.given:
+            raise SettingError(
+                f"{key} was set for a scaling study",
+                "it sets that itself for every run" if key != "grow_batch" else "its epochs must be alike",
+                "leave it out" + (", and set --workers" if key == "num_gpus" else ""),
+            )
+    for key in ("batch_size", "global_batch_size"):
+        if key in config.given:
+            raise SettingError(
+                f"{key} was set in the file of --config",
+                "a study sets the batch of every run from its flags",
+                f"set --{key.replace('_', '-')} instead",
+            )
+
+
+def _sizes(own: argparse.Namespace) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The numbers of workers, fewest first, and the nodes of each."""
+    if own.workers is None:
+        raise SettingError("no --workers was set", "a study compares numbers of workers", "set --workers 1,2,4")
+    workers = _wholes(own.workers, "--workers")
+    nodes = _wholes(own.num_nodes, "--num-nodes")
+    if len(nodes) == 1:
+        nodes *= len(workers)
+    if len(nodes) != len(workers):
+        raise SettingError(
+            f"--num-nodes {own.num_nodes} was set with --workers {own.workers}",
+            f"{len(nodes)} is not {len(workers)}",
+            "give one number of nodes for all, or one for each number of workers",
+        )
+    if len(set(workers)) != len(workers) or len(workers) < 2:
+        raise SettingError(
+            f"--workers {own.workers} was set", "a study compares different numbers", "set two or more, such as 1,2,4"
+        )
+    pairs = sorted(zip(workers, nodes, strict=True))
+    for count, spread in pairs:
+        if count % spread:
+            raise SettingError(
+                f"--workers {count} was set on {counted(spread, 'node')}",
+                f"{count} / {spread} is no whole number and every node starts equally many",
+                f"set {count + spread - count % spread}, or fewer --num-nodes",
+            )
+    return tuple(count for count, _ in pairs), tuple(spread for _, spread in pairs)
+
+
+def _check_alone(config: TrainConfig, num_nodes: Sequence[int], output: str | None) -> None:
+    place = find_place(config)
+    if place is not None:
+        raise SettingError(
+            f"stormo scale was started by {place.launcher}",
+            f"a launch has a fixed number of workers (here {place.world_size}) and a study starts its own",
+            "start it once on each node, without a launcher",
+        )
+    if max(num_nodes) > 1 and output is None:
+        raise SettingError(
+            f"--num-nodes {max(num_nodes)} was set without --output",
+            "all nodes must name the same folder",
+            "set --output FOLDER, the same on every node",
+        )
+    if config.workers.node_id >= max(num_nodes):
+        raise SettingError(
+            f"--node-id {config.workers.node_id} was set with --num-nodes {max(num_nodes)}",
+            f"the nodes are counted from 0 to {max(num_nodes) - 1}",
+            "give every node its own id from that range",
+        )
+
+
+def _batches(own: argparse.Namespace, config: TrainConfig, smallest: int) -> tuple[int, int]:
+    """The global batch of strong scaling and a worker's of weak scaling: with the fewest workers they are the same."""
+    passes = smallest * config.batch.accumulate
+    total, each = own.global_batch_size, own.batch_size
+    if total is not None and each is not None:
+        raise SettingError(
+            f"--global-batch-size {total} and --batch-size {each} were both set",
+            "each follows from the other with the fewest workers",
+            "set only one of them",
+        )
+    if total is None and each is None:
+        total, each = config.batch.global_batch_size, config.batch.batch_size
+    if total is None:
+        if each == "auto":
+            raise SettingError("--batch-size auto was set", "the runs must have batches that compare", "set a number")
+        size = _whole(str(each), "--batch-size")
+        return size * passes, size
+    whole = _whole(str(total), "--global-batch-size")
+    if whole % passes:
+        raise SettingError(
+            f"--global-batch-size {whole} was set",
+            f"{counted(smallest, 'worker')} × {config.batch.accumulate} accumulation cut it unevenly",
+            f"set a multiple of {passes}",
+        )
+    return whole, whole // passes
+
+
+def _wholes(text: str, flag: str) -> list[int]:
+    return [_whole(part.strip(), flag) for part in text.split(",")]
+
+
+def _whole(text: str, flag: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise SettingError(f"{flag} was set to {text!r}", "it takes whole numbers from 1 on", f"set {flag} 4")
+    return int(text)
+
+
+def _positive(text: str, flag: str, example: float) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise SettingError(f"{flag} was set to {text!r}", "it takes a number above 0", f"set {flag} {example:g}")
+    return value
+
+
+def _dashed(argument: str) -> str:
+    # Both spellings name the same option, as for `stormo train`.
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value

@@ -1,0 +1,195 @@
+"""Whether more workers pay, in one paragraph: what was measured, how sure it is, what is extrapolated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from stormo.errors import counted
+from stormo.scale.curve import Curve, Point
+from stormo.scale.estimate import Estimate
+from stormo.scale.fit import Fit
+from stormo.telemetry.text import format_duration
+
+REACH = 4  # times the largest measured number of workers: no further is anything extrapolated
+_MOST_MISFIT = 0.1  # of a model that is extrapolated
+_HALF = 0.5
+_TOO_GOOD = 1.05  # efficiency beyond which the comparison itself is in doubt
+
+
+def paragraph(curve: Curve, fit: Fit | str) -> str:
+    """The whole answer for one mode."""
+    if len(curve.points) < 2:
+        workers = counted(curve.base.workers, "worker")
+        return (
+            f"It cannot be told whether more workers pay in {curve.mode} scaling: {workers} alone "
+            f"{'was' if curve.base.workers == 1 else 'were'} measured, and at least two numbers of workers are needed."
+        )
+    sentences = [*_time(curve), *_efficiency(curve, fit), *_energy(curve), *_target(curve)]
+    return " ".join(sentences)
+
+
+def figure(value: float) -> str:
+    """Three digits, as many as such a measurement bears."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{digits}f}"
+
+
+def _interval(one: Estimate) -> str:
+    assert one.low is not None
+    assert one.high is not None
+    return f"95 % interval {figure(one.low)} to {figure(one.high)}"
+
+
+def _known(one: Estimate) -> str:
+    return "measured once, so without an interval" if one.low is None else _interval(one)
+
+
+def _time(curve: Curve) -> list[str]:
+    base, more = curve.base, curve.points[1:]
+    best = max(more, key=lambda point: point.speed_up.value)
+    fewest, where = counted(base.workers, "worker"), f"In {curve.mode} scaling"
+    told = f"{counted(best.workers, 'worker')} train {figure(best.speed_up.value)} times as fast as {fewest}"
+    sure_low = best.speed_up.value if best.speed_up.low is None else best.speed_up.low
+    sure_high = best.speed_up.value if best.speed_up.high is None else best.speed_up.high
+    if sure_high <= 1:
+        others = " and every other number that was measured is slower still" if len(more) > 1 else ""
+        return [f"{where} more workers do not pay for time: {told} ({_known(best.speed_up)}){others}."]
+    if sure_low <= 1:
+        return [
+            f"{where} it cannot be told whether more workers pay for time: {told}, and the {_interval(best.speed_up)} "
+            "holds 1; more --repeats would narrow it."
+        ]
+    share = f"each of them put to {100 * best.efficiency.value:.0f} % use"
+    sentences = [f"{where} more workers pay for time: {told} ({_known(best.speed_up)}), {share}."]
+    too_good = max(more, key=lambda point: point.efficiency.value)
+    if too_good.efficiency.value > _TOO_GOOD:
+        above = f"{counted(too_good.workers, 'worker')} do {100 * too_good.efficiency.value:.0f} % of the ideal"
+        sentences.append(
+            f"That {above} says that something else held {fewest} back, such as too little memory or other programs on "
+            "the machine: measure again before you rely on it."
+        )
+    beyond = [point for point in more if point.workers > best.workers]
+    if beyond:
+        sentences.append(
+            f"Time stops falling there: with {counted(beyond[0].workers, 'worker')} it is "
+            f"{figure(beyond[0].speed_up.value)} times ({_known(beyond[0].speed_up)})."
+        )
+    return sentences
+
+
+def _efficiency(curve: Curve, fit: Fit | str) -> list[str]:
+    """Where efficiency falls under one half, and how far the curve can be drawn out."""
+    low = [point for point in curve.points if point.efficiency.value < _HALF]
+    sentences = []
+    if low:
+        sentences.append(
+            f"Efficiency is under 50 % from {counted(low[0].workers, 'worker')} on "
+            f"({100 * low[0].efficiency.value:.0f} %, measured)."
+        )
+    if any(point.efficiency.value > _TOO_GOOD for point in curve.points):
+        return sentences
+    if isinstance(fit, str) or fit.num_distinct < 3:
+        known = "" if low else "where efficiency falls under 50 % or "
+        sentences.append(
+            f"Two numbers of workers cannot tell {known}how many more would pay: that takes a third, "
+            "with which a model can be tested."
+        )
+        return sentences
+    if fit.misfit > _MOST_MISFIT:
+        sentences.append(
+            f"The fitted model misses the measurements by up to {100 * fit.misfit:.0f} %, so nothing is extrapolated "
+            "from it."
+        )
+        return sentences
+    return sentences + _extrapolated(curve, fit, is_low=bool(low))
+
+
+def _extrapolated(curve: Curve, fit: Fit, *, is_low: bool) -> list[str]:
+    base, last = curve.base.workers, curve.points[-1].workers
+    most = REACH * last
+    ahead = fit.speed_up(most, base)
+    reach = (
+        f"at {most} workers, {REACH} times the most that were measured, the speed-up would be {figure(ahead.value)}"
+        f"{'' if ahead.low is None else f' ({_interval(ahead)})'}"
+    )
+    if is_low:
+        return [f"Extrapolated, not measured: {reach}."]
+    half = fit.first_below(_HALF, base, most)
+    if half is None:
+        return [f"Extrapolated, not measured: efficiency stays above 50 % as far as {most} workers, and {reach}."]
+    sure = ""
+    if half.low is not None and half.high is not None:
+        upper = f"more than {most}" if math.isinf(half.high) else f"{half.high:.0f}"
+        sure = f" (95 % interval {half.low:.0f} to {upper})"
+    return [f"Extrapolated, not measured: efficiency falls under 50 % at {half.value:.0f} workers{sure}, and {reach}."]
+
+
+def _energy(curve: Curve) -> list[str]:
+    base, more = curve.base, curve.points[1:]
+    told = [point for point in more if point.energy_ratio is not None]
+    if base.j_per_sample is None or not told:
+        return [f"Energy was not measured ({curve.energy_reason or 'not recorded'}), so nothing is said of it."]
+    best = min(told, key=lambda point: point.energy_ratio.value if point.energy_ratio else math.inf)
+    assert best.energy_ratio is not None
+    low = best.energy_ratio.value if best.energy_ratio.low is None else best.energy_ratio.low
+    high = best.energy_ratio.value if best.energy_ratio.high is None else best.energy_ratio.high
+    if high < 1:
+        return [f"They pay for energy too: {_cost(curve, best)}; of all measured that is the least."]
+    if low <= 1:
+        why = "measured once, it is the same" if best.energy_ratio.low is None else "the interval holds no change"
+        return [f"Whether they pay for energy cannot be told: {_cost(curve, best)}, and {why}."]
+    return [f"For energy they do not pay: {_cost(curve, best)}; it is least with {counted(base.workers, 'worker')}."]
+
+
+def _cost(curve: Curve, point: Point) -> str:
+    """The energy of a sample beside that of the fewest workers."""
+    base, ratio = curve.base, point.energy_ratio
+    assert base.j_per_sample is not None
+    assert point.j_per_sample is not None
+    assert ratio is not None
+    sure = "measured once"
+    if ratio.low is not None and ratio.high is not None:
+        sure = f"95 % interval {100 * (ratio.low - 1):+.1f} to {100 * (ratio.high - 1):+.1f} %"
+    return (
+        f"{'an' if curve.energy_per[0] in 'aeiou' else 'a'} {curve.energy_per} takes "
+        f"{figure(point.j_per_sample.value)} J with {counted(point.workers, 'worker')} and "
+        f"{figure(base.j_per_sample.value)} J with {base.workers}, {100 * (ratio.value - 1):+.1f} % ({sure})"
+    )
+
+
+def _target(curve: Curve) -> list[str]:
+    reached = [point for point in curve.points if point.time_to_target_s is not None]
+    if not reached:
+        return []
+    fastest = min(reached, key=_time_to_target_s)
+    sentences = [
+        f"The target was reached soonest with {counted(fastest.workers, 'worker')}, "
+        f"after {format_duration(_time_to_target_s(fastest))} of training."
+    ]
+    short = [point for point in curve.points if point.num_reached < point.num_repeats]
+    if short:
+        sentences.append(f"Not every run reached it: {_listed(short)}.")
+    frugal = [point for point in reached if point.energy_to_target_j is not None]
+    if frugal:
+        least = min(frugal, key=_energy_to_target_j)
+        sentences.append(
+            f"It took the least energy with {counted(least.workers, 'worker')}: {figure(_energy_to_target_j(least))} J."
+        )
+    return sentences
+
+
+def _time_to_target_s(point: Point) -> float:
+    return math.inf if point.time_to_target_s is None else point.time_to_target_s.value
+
+
+def _energy_to_target_j(point: Point) -> float:
+    return math.inf if point.energy_to_target_j is None else point.energy_to_target_j.value
+
+
+def _listed(points: Sequence[Point]) -> str:
+    return ", ".join(
+        f"{point.num_reached} of {point.num_repeats} with {counted(point.workers, 'worker')}" for point in points
+    )

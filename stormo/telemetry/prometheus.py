@@ -1,0 +1,205 @@
+"""Shows a run to Prometheus: the newest records, as metrics at http://HOST:PORT/metrics for as long as the run lasts.
+
+Names follow Prometheus' rules: base units, `_total` for what only grows, `_ratio` for shares of one. A figure that was
+not measured has no series. `dashboards/` holds a configuration of Prometheus and a dashboard of Grafana for them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from stormo import __version__
+from stormo.errors import MissingPackageError, SettingError
+from stormo.telemetry.prometheus_metrics import GPU_KEYS, METRICS, NODE_KEYS
+from stormo.telemetry.record import (
+    CheckpointSaved,
+    DivergenceNoticed,
+    EpochDone,
+    NodeSampled,
+    Notice,
+    Record,
+    RunStarted,
+    StepDone,
+)
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric as Family
+
+_HIGHEST_PORT = 65535
+_NOTICES = ("info", "warning", "stop")
+_DIVERGENCES = ("loss", "weights", "validation", "exploded", "lost")
+
+
+class PrometheusSink:
+    """Serves the metrics of one run from the moment it is made until `close`; port 0 takes any free one."""
+
+    def __init__(
+        self, port: int, host: str = "127.0.0.1", *, strategy: str, clock: Callable[[], float] = time.time
+    ) -> None:
+        check(port, host)
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        self._strategy = strategy
+        self._clock = clock
+        self._run = ""
+        self._lock = threading.Lock()  # the server's threads read what the run writes
+        self._values: dict[str, dict[tuple[str, ...], float]] = {name: {} for name in METRICS}
+        self._samples_seen = 0
+        registry = CollectorRegistry()
+        registry.register(self)
+        try:
+            self._server, self._thread = start_http_server(port, host, registry)
+        except OSError as error:
+            raise SettingError(
+                f"--prometheus {port} was set",
+                f"{host}:{port} cannot be listened on ({error.strerror or error})",
+                "set another port, or another --prometheus-host",
+            ) from None
+        self.port: int = self._server.server_port
+
+    def write(self, record: Record) -> None:
+        """Take over what one record says."""
+        with self._lock:
+            match record:
+                case RunStarted():
+                    self._start(record)
+                case StepDone():
+                    self._take_step(record)
+                case EpochDone():
+                    self._take_epoch(record)
+                case NodeSampled():
+                    self._take_sample(record.sample)
+                case CheckpointSaved():
+                    self._add("stormo_checkpoints_total", 1)
+                    self._add("stormo_checkpoint_seconds_total", record.save_time_s)
+                    self._set("stormo_checkpoint_last_step", record.step)
+                case Notice():
+                    self._add("stormo_notices_total", 1, record.kind)
+                case DivergenceNoticed():
+                    self._add("stormo_divergences_total", 1, record.kind)
+
+    def close(self) -> None:
+        """Let go of the port; harmless when repeated."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def collect(self) -> Iterator[Family]:
+        """Every metric that has a value, as the registry asks for them."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        families = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
+        with self._lock:
+            values = {name: dict(series) for name, series in self._values.items()}
+        for name, metric in METRICS.items():
+            if values[name]:
+                family = families[metric.kind](name, metric.help, labels=("run", *metric.labels))
+                for labels, value in values[name].items():
+                    family.add_metric(labels, value)
+                yield family
+
+    def _start(self, record: RunStarted) -> None:
+        self._run = record.run_name
+        self._set("stormo_run_info", 1, record.task, self._strategy, str(record.world_size), __version__)
+        self._set("stormo_epochs_planned", record.epochs)
+        self._set("stormo_global_batch_size", record.global_batch_size)
+        self._set("stormo_step", record.resumed_at_step or 0)
+        # A series that is there from the start shows its first increase.
+        if record.resumed_at_step is None:
+            self._add("stormo_samples_total", 0)
+        self._add("stormo_checkpoints_total", 0)
+        self._add("stormo_checkpoint_seconds_total", 0)
+        for kind in _NOTICES:
+            self._add("stormo_notices_total", 0, kind)
+        for kind in _DIVERGENCES:
+            self._add("stormo_divergences_total", 0, kind)
+
+    def _take_step(self, record: StepDone) -> None:
+        self._set("stormo_epoch", record.epoch)
+        self._set("stormo_step", record.step)
+        self._set("stormo_progress_timestamp_seconds", self._clock())
+        self._raise("stormo_training_seconds_total", record.train_time_s)
+        self._set("stormo_samples_per_second", record.samples_per_s)
+        self._set("stormo_units_per_second", record.units_per_s, record.unit)
+        self._set("stormo_loss", record.loss)
+        self._set("stormo_learning_rate", record.learning_rate)
+        self._set("stormo_input_wait_ratio", record.input_wait_fraction)
+        self._set("stormo_mfu_ratio", record.mfu)
+        self._set("stormo_noise_scale_samples", record.noise_scale)
+        self._set("stormo_main_node_power_watts", record.power_w)
+        if record.global_batch_size is not None:
+            self._set("stormo_global_batch_size", record.global_batch_size)
+        self._count_samples(record.samples_seen)
+
+    def _take_epoch(self, record: EpochDone) -> None:
+        self._set("stormo_epoch", record.epoch)
+        self._set("stormo_step", record.step)
+        self._set("stormo_progress_timestamp_seconds", self._clock())
+        self._raise("stormo_training_seconds_total", record.cumulative_time_s)
+        self._set("stormo_epoch_loss", record.train_loss)
+        self._set("stormo_epoch_seconds", record.epoch_time_s)
+        self._set("stormo_validation_seconds", record.validation_time_s)
+        self._set("stormo_peak_memory_bytes", record.peak_memory_bytes)
+        self._set("stormo_job_power_watts", record.power_w)
+        for metric, value in record.validation.items():
+            self._set("stormo_validation", value, metric)
+        if record.energy_j is not None:
+            self._add("stormo_energy_joules_total", record.energy_j)
+        self._count_samples(record.samples_seen)
+
+    def _count_samples(self, samples_seen: int) -> None:
+        # Falls when the run is rolled back, which a counter must not. A resumed run goes on from what it had.
+        self._add("stormo_samples_total", max(samples_seen - self._samples_seen, 0))
+        self._samples_seen = samples_seen
+
+    def _take_sample(self, sample: Mapping[str, Any]) -> None:
+        host = str(sample["host"])
+        for name, (key, factor) in NODE_KEYS.items():
+            self._set(name, _scaled(sample[key], factor), host)
+        for gpu in sample["gpus"]:
+            labels = (host, str(gpu["index"]), str(gpu["uuid"]))
+            self._set("stormo_gpu_info", 1, *labels, str(gpu["name"]))
+            for name, (key, factor) in GPU_KEYS.items():
+                self._set(name, _scaled(gpu[key], factor), *labels)
+            reasons = self._values["stormo_gpu_throttled"]
+            for known in [series for series in reasons if series[1:4] == labels]:
+                reasons[known] = 0
+            for reason in gpu["throttled"] or ():
+                self._set("stormo_gpu_throttled", 1, *labels, str(reason))
+
+    def _set(self, name: str, value: float | None, *labels: str) -> None:
+        if value is None:  # the last one would pass for a new one
+            self._values[name].pop((self._run, *labels), None)
+        else:
+            self._values[name][self._run, *labels] = value
+
+    def _raise(self, name: str, value: float) -> None:
+        # The main worker's time may run ahead of the slowest worker's by a hair, which must not show as a restart.
+        series = self._values[name]
+        series[self._run,] = max(value, series.get((self._run,), value))
+
+    def _add(self, name: str, value: float, *labels: str) -> None:
+        series = self._values[name]
+        series[self._run, *labels] = series.get((self._run, *labels), 0) + value
+
+
+def check(port: int, host: str) -> None:
+    """Refuse what cannot be served, before anything is started for it."""
+    if importlib.util.find_spec("prometheus_client") is None:
+        raise MissingPackageError("prometheus_client", f"--prometheus {port}", "prometheus")
+    if not 0 <= port <= _HIGHEST_PORT:
+        raise SettingError(
+            f"--prometheus {port} was set", f"a port is a number from 0 to {_HIGHEST_PORT}", "set one like 9701"
+        )
+    if not host:
+        raise SettingError(
+            "--prometheus-host was set to nothing", "an address is needed", "leave it out for 127.0.0.1, or name one"
+        )
+
+
+def _scaled(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor

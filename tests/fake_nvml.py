@@ -1,0 +1,104 @@
+"""A stand-in for the module pynvml: GPUs, MIG instances and refusals as a test describes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+
+class NVMLError(Exception):
+    """The library's own error."""
+
+
+@dataclass
+class Card:
+    """One GPU or MIG instance; a value that is an exception is raised, as is one that is not there."""
+
+    uuid: str
+    name: str = "NVIDIA H200"
+    instances: list[Card | None] = field(default_factory=list)  # None: an empty place
+    is_hidden: bool = False  # another job's
+    tells: dict[str, Any] = field(default_factory=dict)
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self.tells:
+            raise NVMLError("Not Supported")
+        value = self.tells[key]
+        if isinstance(value, Exception):
+            raise value
+        return value() if callable(value) else value
+
+
+class FakeNvml:
+    """What `stormo.nvml` uses of pynvml."""
+
+    NVMLError = NVMLError
+
+    def __init__(self, cards: list[Card], *, init: Exception | None = None) -> None:
+        self.cards = cards
+        self.num_open = 0
+        self._init = init
+
+    def nvmlInit(self) -> None:  # noqa: N802 - the library's names
+        if self._init is not None:
+            raise self._init
+        self.num_open += 1
+
+    def nvmlShutdown(self) -> None:  # noqa: N802
+        self.num_open -= 1
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        assert self.num_open > 0
+        return len(self.cards)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> Card:  # noqa: N802
+        if self.cards[index].is_hidden:
+            raise NVMLError("Insufficient Permissions")
+        return self.cards[index]
+
+    def nvmlDeviceGetUUID(self, card: Card) -> str:  # noqa: N802
+        return card.uuid
+
+    def nvmlDeviceGetName(self, card: Card) -> str:  # noqa: N802
+        return card.name
+
+    def nvmlDeviceGetMigMode(self, card: Card) -> list[int]:  # noqa: N802
+        if "V100" in card.name:
+            raise NVMLError("Not Supported")
+        return [int(bool(card.instances))] * 2
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, card: Card) -> int:  # noqa: N802
+        return len(card.instances)
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, card: Card, place: int) -> Card:  # noqa: N802
+        instance = card.instances[place]
+        if instance is None:
+            raise NVMLError("Not Found")
+        return instance
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, card: Card) -> Any:  # noqa: N802
+        assert self.num_open > 0
+        return card["energy_mj"]
+
+    def nvmlDeviceGetPowerUsage(self, card: Card) -> Any:  # noqa: N802
+        return card["power_mw"]
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, card: Card) -> Any:  # noqa: N802
+        return card["power_limit_mw"]
+
+    def nvmlDeviceGetUtilizationRates(self, card: Card) -> Any:  # noqa: N802
+        return SimpleNamespace(gpu=card["percent"], memory=1)
+
+    def nvmlDeviceGetMemoryInfo(self, card: Card) -> Any:  # noqa: N802
+        return SimpleNamespace(used=card["used"], total=card["total"])
+
+    def nvmlDeviceGetTemperature(self, card: Card, sensor: int) -> Any:  # noqa: N802
+        assert sensor == 0
+        return card["celsius"]
+
+    def nvmlDeviceGetClockInfo(self, card: Card, clock: int) -> Any:  # noqa: N802
+        return card[{1: "sm_mhz", 2: "memory_mhz"}[clock]]
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, card: Card) -> Any:  # noqa: N802
+        return card["throttle_bits"]

@@ -1,0 +1,92 @@
+"""On a GPU: the time that its stream stands still, and a window of steps by its kernels."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from stormo.data.loaders import Batch
+from stormo.data.order import Pass
+from stormo.launch import alone
+from stormo.plan.profile import ProfileSpec
+from stormo.profiling.ranges import range_of
+from stormo.profiling.window import ProfileWindow
+from stormo.strategies.exposed import ExposedWait
+from stormo.world.world import World
+
+pytestmark = pytest.mark.gpu
+CYCLES, FASTEST_HZ = 100_000_000, 4e9  # no GPU runs faster
+
+
+def test_the_wait_of_a_stream_is_read_without_waiting_for_it() -> None:
+    device = torch.device("cuda", 0)
+    wait, weight = ExposedWait(device), torch.ones(8, device=device, requires_grad=True)
+
+    def exchange(gradient: Tensor) -> None:
+        # As DDP does it: once the gradients are there, the stream, not the host, waits for others.
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: torch.cuda._sleep(CYCLES))
+
+    weight.register_hook(exchange)
+    for _ in range(3):
+        loss = weight.square().sum()
+        wait.watch(loss)
+        loss.backward()
+    before_s = wait.total_s
+    torch.cuda.synchronize()
+    assert wait.total_s > 3 * CYCLES / FASTEST_HZ
+    assert before_s < wait.total_s
+    assert not wait._pending
+    assert 1 <= len(wait._free) <= 3
+    total_s = wait.total_s
+    quiet = torch.ones(8, device=device, requires_grad=True)
+    loss = quiet.square().sum()
+    wait.watch(loss)
+    loss.backward()
+    torch.cuda.synchronize()
+    assert wait.total_s - total_s < CYCLES / FASTEST_HZ  # nobody was waited for
+
+
+class _Clock:
+    step = 0
+
+
+def test_a_window_by_kernels(tmp_path: Path) -> None:
+    device = torch.device("cuda", 0)
+    world, clock = World(alone(), device), _Clock()
+    window = ProfileWindow(ProfileSpec(first=3, num_steps=3), world, tmp_path)
+    weight = torch.randn(2048, 2048, device=device, requires_grad=True)
+
+    def batches() -> Any:
+        for step in range(6):
+            time.sleep(0.02)  # the device has nothing to do meanwhile
+            span = Pass(step_start=step, step_stop=step + 1, start=step, stop=step + 1, is_first=True, is_last=True)
+            yield Batch(torch.randn(512, 2048).pin_memory().to(device, non_blocking=True), span, is_ghost=False)
+
+    said: list[str] = []
+    for batch in window.batches(batches(), clock):
+        with range_of("forward+backward"):
+            (batch.data @ weight).square().mean().backward()
+        with range_of("optimizer"), torch.no_grad():
+            weight -= 0.01 * weight.grad
+            weight.grad = None
+        clock.step += 1
+        if window.step_done(clock.step):
+            said += window.write()
+    assert window.close() == []
+    assert said[0].startswith("Profile of steps 3 to 5, 1 worker, by GPU time: ")
+    summary = json.loads((tmp_path / "profile" / "summary.json").read_text())
+    (rank,) = summary["ranks"]
+    for step in rank["steps"]:
+        parts = [step[f"{part}_s"] for part in ("compute", "overlapped", "exposed", "input", "idle")]
+        assert sum(parts) == pytest.approx(step["time_s"], rel=1e-12)
+        assert min(parts) >= 0
+        assert step["compute_s"] > 0
+        assert step["overlapped_s"] == step["exposed_s"] == 0
+    assert sum(step["input_s"] for step in rank["steps"]) > 0.05
+    assert any("gemm" in row["name"].lower() or "sgemm" in row["name"] for row in summary["operations"])

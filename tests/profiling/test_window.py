@@ -1,0 +1,123 @@
+"""A window of steps as two workers record it: the files, the parts of a step, and no trace in the training."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stormo.plan.profile import ProfileSpec, parse_profile
+from stormo.profiling import ranges
+from stormo.profiling.ranges import range_of
+from stormo.profiling.window import ProfileWindow
+from stormo.world.world import World
+from tests.tiny_run import Parts, assert_same_bits, build, whole_state
+
+Ranks = Callable[..., list[Any]]
+
+
+def _train(parts: Parts, window: ProfileWindow, num_steps: int) -> list[str]:
+    """Steps as the loop does them, over the ends of epochs; what is to be printed."""
+    progress, said = parts.state.progress, list[str]()
+    while True:
+        for batch in window.batches(parts.loader.epoch(progress.epoch, progress.position), progress):
+            with range_of("forward+backward"):
+                parts.strategy.forward_backward(batch)
+            if not batch.span.is_last:
+                continue
+            with range_of("optimizer"):
+                parts.strategy.step(0.1)
+            progress.advance(parts.loader.samples(batch.span))
+            if window.step_done(progress.step):
+                said += window.write()
+            if progress.step == num_steps:
+                return said
+        progress.epoch, progress.position = progress.epoch + 1, 0
+
+
+def _profiled(world: World, text: str, folder: str, num_steps: int = 8) -> dict[str, Any]:
+    parts = build(world, {"num_train": 64, "width": 256}, global_batch_size=16, accumulate=2)
+    parts.strategy.warm_up(parts.loader)
+    window = ProfileWindow(parse_profile(text) if text else None, world, Path(folder))
+    said = _train(parts, window, num_steps)
+    left = window.close()
+    assert range_of("input") is ranges._OFF
+    return {"state": whole_state(parts), "said": said, "left": left}
+
+
+def test_two_workers_record_the_steps_that_were_named(run_ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "profile").mkdir()
+    (tmp_path / "profile" / "rank-5.pt.trace.json.gz").touch()  # of an earlier start
+    main, other = run_ranks(_profiled, 2, "3:7", str(tmp_path))  # the epoch's end is between the steps 4 and 5
+    for plain, seen in zip(run_ranks(_profiled, 2, "", str(tmp_path)), (main, other), strict=True):
+        assert_same_bits(plain["state"], seen["state"])
+    assert other["said"] == main["left"] == other["left"] == []
+    assert main["said"][0].startswith("Profile of steps 3 to 6, 2 workers, by CPU time: ")
+    files = sorted(path.name for path in (tmp_path / "profile").iterdir())
+    assert files == ["rank-0.pt.trace.json.gz", "rank-1.pt.trace.json.gz", "summary.json"]
+    summary = json.loads((tmp_path / "profile" / "summary.json").read_text())
+    assert summary["steps"] == [3, 4, 5, 6]
+    for rank in summary["ranks"]:
+        assert [step["step"] for step in rank["steps"]] == [3, 4, 5, 6]
+        for step in rank["steps"]:
+            parts = [step[f"{part}_s"] for part in ("compute", "overlapped", "exposed", "input", "idle")]
+            assert sum(parts) == pytest.approx(step["time_s"], rel=1e-12)
+            assert step["compute_s"] + step["overlapped_s"] > 0
+            assert step["exposed_s"] > 0
+            assert step["input_s"] > 0
+            assert min(parts) >= 0
+    assert any(row["name"] == "aten::addmm" for row in summary["operations"])
+    with gzip.open(tmp_path / "profile" / "rank-1.pt.trace.json.gz", "rt", encoding="utf-8") as file:
+        trace = json.load(file)
+    assert trace["distributedInfo"]["rank"] == 1
+    names = {event.get("name") for event in trace["traceEvents"]}
+    assert {"ProfilerStep#3", "ProfilerStep#6", "input", "forward+backward", "exchange", "optimizer"} <= names
+    assert not {"ProfilerStep#2", "ProfilerStep#7"} & names
+
+
+@pytest.mark.parametrize(
+    ("text", "num_steps", "said", "left"),
+    [
+        ("1:3", 4, "Profile of steps 1 to 2, 1 worker, ", ""),  # without a step for the profiler's own warm-up
+        ("2", 9, "Profile of steps 7 to 8, ", ""),
+        ("3:9", 4, "", "Profile of steps 3 to 4, "),  # the run ends within the window
+        ("5:9", 3, "", "--profile has recorded nothing: none of the steps 5 to 8 was done since"),
+        ("5:9", 4, "", "--profile has recorded nothing: none of the steps 5 to 8 was done since"),  # made ready
+    ],
+)
+def test_windows_at_the_ends_of_a_run(
+    run_ranks: Ranks, tmp_path: Path, text: str, num_steps: int, said: str, left: str
+) -> None:
+    (found,) = run_ranks(_profiled, 1, text, str(tmp_path), num_steps)
+    for lines, expected in ((found["said"], said), (found["left"], left)):
+        assert lines[0].startswith(expected) if expected else not lines
+    assert (tmp_path / "profile" / "rank-0.pt.trace.json.gz").exists() is (not left.startswith("--profile"))
+
+
+def _resumed(world: World, folder: str) -> list[str]:
+    parts = build(world, {"num_train": 64}, global_batch_size=16)
+    parts.state.progress.step = 20
+    window = ProfileWindow(ProfileSpec(first=3, num_steps=4), world, Path(folder))
+    assert _train(parts, window, 22) == []
+    return window.close()
+
+
+def test_steps_that_were_done_before_a_resume_are_not_waited_for(run_ranks: Ranks, tmp_path: Path) -> None:
+    (left,) = run_ranks(_resumed, 1, str(tmp_path))
+    assert left == ["--profile has recorded nothing: none of the steps 3 to 6 was done since this start of the run."]
+    assert list(tmp_path.iterdir()) == []
+
+
+def _in_the_way(world: World, folder: str) -> dict[str, Any]:
+    return _profiled(world, "2:4", f"{folder}/{world.rank}", 4)
+
+
+def test_a_trace_that_cannot_be_written_does_not_end_the_training(run_ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "1").touch()  # where the folder of rank 1 should be
+    main, _ = run_ranks(_in_the_way, 2, str(tmp_path))
+    assert main["said"][0].startswith("Profile of steps 2 to 3, ")
+    assert any(line.startswith("Rank 1 has no trace: Not a directory (") for line in main["said"])

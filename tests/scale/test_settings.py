@@ -1,0 +1,102 @@
+"""What a study makes of its command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stormo.errors import SettingError, StormoError
+from stormo.scale.cells import Cell
+from stormo.scale.settings import Study, read_arguments, read_study
+
+
+def study(*arguments: str) -> Study:
+    return read_study(*read_arguments(["fashion-mnist", "--device", "cpu", *arguments]))
+
+
+def value(arguments: list[str], flag: str) -> str | None:
+    """The last value of a flag, which is the one that counts."""
+    at = [index for index, argument in enumerate(arguments) if argument == flag]
+    return arguments[at[-1] + 1] if at else None
+
+
+def test_strong_keeps_the_global_batch_and_weak_that_of_a_worker() -> None:
+    found = study("--workers", "4,2", "--mode", "both", "--batch_size=16", "--accumulate", "2", "--seed", "7")
+    assert (found.workers, found.modes) == ((2, 4), ("strong", "weak"))
+    strong, weak = (found.arguments(Cell(mode=mode, workers=4, repeat=3)) for mode in ("strong", "weak"))
+    assert (value(strong, "--global-batch-size"), value(strong, "--batch-size")) == ("64", None)  # 16 × 2 × 2 workers
+    assert (value(weak, "--global-batch-size"), value(weak, "--batch-size")) == (None, "16")
+    assert value(strong, "--num-gpus") == "4"
+    assert value(strong, "--seed") == "9"  # another one in every repeat
+    assert "--num-nodes" not in strong
+
+
+def test_a_global_batch_is_cut_for_weak_scaling() -> None:
+    found = study("--workers", "2,4", "--global-batch-size", "100")
+    assert (found.global_batch_size, found.batch_size) == (100, 50)
+
+
+def test_runs_are_short_unless_told_otherwise() -> None:
+    short = study("--workers", "1,2")
+    told = list(short.train_arguments)
+    assert (value(told, "--epochs"), value(told, "--target-accuracy"), short.seconds) == ("3", "2", 60.0)
+    assert value(told, "--checkpoint-every") == "0"
+    long = study("--workers", "1,2", "--target-accuracy", "0.8", "--epochs", "5", "--checkpoint-every", "1ep")
+    told = list(long.train_arguments)
+    assert (value(told, "--epochs"), value(told, "--target-accuracy"), long.seconds) == ("5", "0.8", None)
+    assert value(told, "--checkpoint-every") == "1ep"
+    assert long.keeps_checkpoints
+
+
+def test_workers_are_spread_over_nodes() -> None:
+    found = study(*("--workers", "2,8", "--num-nodes", "1,2", "--node-id", "1", "--master-addr", "h", "--output", "o"))
+    arguments = found.arguments(Cell(mode="strong", workers=8, num_nodes=2))
+    assert [value(arguments, flag) for flag in ("--num-gpus", "--num-nodes", "--node-id")] == ["4", "2", "1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "no --workers was set"),
+        (["--workers", "4"], "different numbers"),
+        (["--workers", "2,2"], "different numbers"),
+        (["--workers", "1,x"], "--workers was set to 'x'"),
+        (["--workers", "1,2", "--repeats", "0"], "--repeats was set to '0'"),
+        (["--workers", "1,2", "--mode", "odd"], "--mode odd"),
+        (["--workers", "1,2", "--seconds", "no"], "--seconds was set to 'no'"),
+        (["--workers", "1,2", "--epochs", "1"], "--epochs 1 was set"),
+        (["--workers", "1,2", "--num-gpus", "2"], "num_gpus was set"),
+        (["--workers", "1,2", "--run-name", "x"], "run_name was set"),
+        (["--workers", "1,2", "--grow-batch", "1:2x"], "epochs must be alike"),
+        (["--workers", "1,2", "--batch-size", "auto"], "--batch-size auto was set"),
+        (["--workers", "1,2", "--batch-size", "4", "--global-batch-size", "4"], "were both set"),
+        (["--workers", "2,4", "--global-batch-size", "33"], "set a multiple of 2"),
+        (["--workers", "1,2,4", "--num-nodes", "1,2"], "2 is not 3"),
+        (["--workers", "2,5", "--num-nodes", "2", "--output", "o"], "5 / 2 is no whole number"),
+        (["--workers", "2,4", "--num-nodes", "2"], "without --output"),
+        (["--workers", "1,2", "--node-id", "1"], "counted from 0 to 0"),
+        (["--workers", "1,2", "--bach-size", "4"], "--batch-size"),
+    ],
+)
+def test_what_cannot_hold_is_said_before_anything_runs(arguments: list[str], said: str) -> None:
+    with pytest.raises(StormoError) as raised:
+        study(*arguments)
+    assert said in str(raised.value)
+
+
+def test_a_batch_in_a_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[batch]\nbatch_size = 8\n", encoding="utf-8")
+    with pytest.raises(SettingError, match="set --batch-size instead"):
+        study("--workers", "1,2", "--config", str(file))
+
+
+def test_a_launcher_has_started_its_workers_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, text)
+    for name, text in {"GROUP_RANK": "0", "MASTER_ADDR": "h", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, text)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.raises(SettingError, match="was started by torchrun"):
+        study("--workers", "1,2")

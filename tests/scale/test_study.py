@@ -1,0 +1,165 @@
+"""A study from its first run to its answer, with runs that only pretend to train."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from stormo.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USAGE, SettingError
+from stormo.scale import main
+from stormo.scale.children import StoppedError
+
+OPTIONS = ["fashion-mnist", "--device", "cpu", "--workers", "1,2,4", "--repeats", "2"]
+
+
+class FakeTraining:
+    """Stands for `stormo train`: writes what a run leaves, at a speed that follows from its workers."""
+
+    def __init__(self, *, fails: dict[str, int] | None = None, stops_at: int | None = None) -> None:
+        self.names: list[str] = []
+        self._fails = fails or {}
+        self._stops_at = stops_at
+        self.stop: type[BaseException] = KeyboardInterrupt
+
+    def __call__(self, arguments: Sequence[str], log: Path, is_enough: Callable[[], bool]) -> int:
+        told = dict(zip(arguments, arguments[1:], strict=False))
+        name, workers = told["--run-name"], int(told["--num-gpus"])
+        self.names.append(name)
+        if len(self.names) == self._stops_at:
+            raise self.stop
+        code = next((code for start, code in self._fails.items() if name.startswith(start)), 0)
+        if code:
+            log.write_text("a line\nstormo: 4 workers were asked for, but 2 are here.\nmore\n", encoding="utf-8")
+            return code
+        folder = Path(told["--runs-folder"]) / name
+        assert not folder.exists()
+        from tests.scale.made_up import write_run
+
+        write_run(folder, 100.0 * workers / (1 + 0.1 * (workers - 1)) * (1 + 0.01 * int(name[-1])))
+        (folder / "checkpoints").mkdir()
+        assert not is_enough()
+        return 0
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "out"
+
+
+def test_a_study_prints_and_writes_everything(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train = FakeTraining()
+    assert main([*OPTIONS, "--mode", "both", "--output", str(folder)], train) == 0
+    assert len(train.names) == len(set(train.names)) == 2 * (1 + 2 * 2)
+    out = capsys.readouterr().out
+    assert "Strong scaling" in out
+    assert "Weak scaling" in out
+    assert "1.82 ± 0.00" in out  # 2 / 1.1
+    assert "more workers pay for time: 4 workers train 3.08 times as fast as 1 worker" in out
+    assert "Energy was not measured (the runs recorded none)" in out
+    assert out.isascii() is False  # ±
+    rows = list(csv.DictReader((folder / "scale.csv").open(encoding="utf-8")))
+    assert [(row["mode"], row["workers"]) for row in rows[:3]] == [("strong", "1"), ("strong", "2"), ("strong", "4")]
+    assert float(rows[1]["speed_up"]) == pytest.approx(2 / 1.1)
+    assert rows[1]["j_per_sample"] == ""
+    content = json.loads((folder / "scale.json").read_text(encoding="utf-8"))
+    assert content["studies"][0]["model"]["serial_share"]["value"] == pytest.approx(0.1, rel=1e-3)
+    assert content["failed"] == []
+    assert (folder / "scale.png").read_bytes().startswith(b"\x89PNG")
+    assert not (folder / "runs" / "both-1-workers-1" / "checkpoints").exists()
+
+
+def test_it_goes_on_where_it_was_stopped(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stopped = FakeTraining(stops_at=3)
+    assert main([*OPTIONS, "--output", str(folder)], stopped) == EXIT_INTERRUPTED
+    assert "go on with the same command" in capsys.readouterr().out
+    (folder / "runs" / stopped.names[2]).mkdir(parents=True)  # what the run that was stopped has left
+    again = FakeTraining()
+    assert main([*OPTIONS, "--output", str(folder)], again) == 0
+    assert again.names[0] == stopped.names[2]
+    assert sorted(stopped.names[:2] + again.names) == sorted(set(stopped.names + again.names))
+    more = FakeTraining()
+    assert main([*OPTIONS, "--repeats", "3", "--output", str(folder)], more) == 0
+    assert {name[-1] for name in more.names} == {"3"}
+    assert len(more.names) == 3
+
+
+def test_sigterm_ends_it_as_resumable(folder: Path) -> None:
+    train = FakeTraining(stops_at=1)
+    train.stop = StoppedError
+    assert main([*OPTIONS, "--output", str(folder)], train) == EXIT_RESUMABLE
+
+
+def test_a_failed_run_is_named_and_the_others_go_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train = FakeTraining(fails={"strong-4": EXIT_FAILURE})
+    assert main([*OPTIONS, "--output", str(folder)], train) == EXIT_FAILURE
+    assert len(train.names) == 6  # each repeat is tried
+    out = capsys.readouterr().out
+    assert "2 runs failed:" in out
+    assert "repeat 1, strong, 4 workers: 4 workers were asked for, but 2 are here. (exit code 1; all it said is" in out
+    assert "2 workers train 1.82 times as fast" in out
+    mended = FakeTraining()
+    assert main([*OPTIONS, "--output", str(folder)], mended) == 0
+    assert sorted(mended.names) == ["strong-4-workers-1", "strong-4-workers-2"]
+
+
+def test_refused_settings_are_not_tried_again(folder: Path) -> None:
+    train = FakeTraining(fails={"strong-4": EXIT_USAGE})
+    assert main([*OPTIONS, "--output", str(folder)], train) == EXIT_FAILURE
+    assert [name for name in train.names if name.startswith("strong-4")] == ["strong-4-workers-1"]
+    failed = json.loads((folder / "scale.json").read_text(encoding="utf-8"))["failed"]
+    assert [one["name"] for one in failed] == ["strong-4-workers-1", "strong-4-workers-2"]
+
+
+def test_where_every_run_fails_there_is_no_answer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*OPTIONS, "--output", str(folder)], FakeTraining(fails={"strong": EXIT_FAILURE})) == EXIT_FAILURE
+    assert "6 runs failed" in capsys.readouterr().out
+    assert not (folder / "scale.csv").exists()
+
+
+def test_a_folder_holds_one_study(folder: Path) -> None:
+    assert main([*OPTIONS, "--output", str(folder)], FakeTraining()) == 0
+    with pytest.raises(SettingError, match="global_batch_size = 32, not 64"):
+        main([*OPTIONS, "--batch-size", "64", "--output", str(folder)], FakeTraining())
+
+
+def test_another_node_runs_its_part_alone(folder: Path) -> None:
+    options = [*OPTIONS, "--workers", "1,2,4", "--num-nodes", "1,2,2", "--master-addr", "h", "--output", str(folder)]
+
+    def follow(arguments: Sequence[str], log: Path, is_enough: Callable[[], bool]) -> int:
+        names.append(arguments[arguments.index("--run-name") + 1])
+        assert arguments[arguments.index("--num-gpus") + 1] in ("1", "2")
+        assert not is_enough()
+        return EXIT_RESUMABLE  # node 0 had enough
+
+    names: list[str] = []
+    assert main([*options, "--node-id", "1"], follow) == 0
+    assert sorted(names) == [f"strong-{workers}-workers-{repeat}" for workers in (2, 4) for repeat in (1, 2)]
+    assert not (folder / "scale.csv").exists()
+
+
+def test_a_table_gives_the_same_without_training(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = str(Path(__file__).parents[2] / "examples" / "t4_scaling.csv")
+    assert main(["--from", table, "--mode", "weak", "--output", str(folder)], FakeTraining()) == 0
+    assert "3.83" in capsys.readouterr().out
+    assert {path.name for path in folder.iterdir()} == {"scale.csv", "scale.json", "scale.png"}
+    for wrong in (["--workers", "1,2"], ["fashion-mnist"], ["--mode", "both"]):
+        with pytest.raises(SettingError):
+            main(["--from", table, *wrong])
+
+
+def test_without_matplotlib_it_says_so(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert (
+        main(["--from", str(Path(__file__).parents[2] / "examples" / "t4_scaling.csv"), "--output", str(folder)]) == 0
+    )
+    assert (
+        "no scale.png: matplotlib is not installed; get it with: pip install 'stormo[plot]'" in capsys.readouterr().out
+    )
+    assert (folder / "scale.csv").is_file()
