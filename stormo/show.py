@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from stormo.energy import read_bill
+from stormo.energy.summary import joules_text
 from stormo.errors import StormoError
 from stormo.runs import MISSING, RunOverview, align, last_event, overview
 from stormo.telemetry.files import (
@@ -139,6 +141,7 @@ def _lines(run: _Run) -> Iterator[tuple[str, str]]:
     sections = {
         "Configuration": _configuration(run),
         "Result": _result(run.summary),
+        "Energy": _energy(run.folder),
         "Epochs": _epoch_table(run.epochs),
         "Curves": _curves(run),
         "Checkpoints": [f"{path}  {_size_bytes(path) / 2**20:,.1f} MiB" for path in run.checkpoints],
@@ -223,6 +226,21 @@ def _result(summary: Mapping[str, Any] | None) -> list[str]:
         ("weights SHA-256", _show(summary.get("weights_sha256"), str)),
     ]
     return align(rows, num_text_columns=2)
+
+
+def _energy(folder: RunFolder) -> list[str]:
+    """The bill so far, also of a run that goes on or was killed; nothing for runs that kept none."""
+    if not folder.nodes.is_dir():
+        return []
+    bill = read_bill(folder.path)
+    if bill.total_j is None:
+        return [f"not measured: {'; '.join(bill.reasons)}"]
+    rows = [["", "energy", "share", "at most off by"]]
+    for part, joules in [*bill.parts_j.items(), ("all", bill.total_j)]:
+        if joules:
+            error_j = bill.total_error_j if part == "all" else bill.error_j[part]
+            rows.append([part, joules_text(joules), format_share(joules / bill.total_j), joules_text(error_j)])
+    return [*align(rows, num_text_columns=1), *bill.reasons]
 
 
 def _epoch_table(epochs: Sequence[Mapping[str, Any]]) -> list[str]:

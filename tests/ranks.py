@@ -1,22 +1,19 @@
 """A pool of worker ranks, shared by all tests: importing torch anew for each test would take most of the time.
 
-They are forked by a server that has imported torch once, so that ranks that replace failed ones cost nothing either.
 `run_ranks(function, size, *arguments)` calls `function(world, *arguments)` in `size` processes that share a Gloo
 process group, and returns their results in the order of ranks. The function must be importable (module level).
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tests.programs import CONTEXT, free_port
+
 MAX_RANKS = 4
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "stormo.data.loaders", "stormo.strategies.table", "stormo.world.world"])
 
 
 class RankFailedError(Exception):
@@ -78,11 +75,11 @@ class Pool:
     def run(self, function: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
         """Call the function in `size` ranks; raise the first rank's error, if any, with its traceback."""
         while len(self._members) < size:
-            ours, theirs = _context.Pipe()
-            process = _context.Process(target=_serve, args=(theirs,), daemon=True)
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
             self._members.append((process, ours))
-        port = _free_port()
+        port = free_port()
         for rank in range(size):
             self._members[rank][1].send((rank, size, port, function, arguments))
         answers = []
@@ -105,9 +102,3 @@ class Pool:
             process.join()
             connection.close()
         self._members = []
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

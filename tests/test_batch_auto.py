@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stormo.cli import main
-from tests.test_train import TASK, stormo, summary
+from tests.test_train import TASK, in_ranks, summary
 
 # The global batch is that of `SETTINGS`' 64 for each of two workers, at a rate that does not depend on how it is said.
 RATE = ["--num-gpus", "2", "--lr-rule", "none", "--warmup-epochs", "0"]
@@ -20,7 +20,7 @@ AUTO = [*RATE, "--batch-size", "auto", "--global-batch-size", "128"]
 def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """A run of two workers, the second of which has memory for 20 samples only."""
     folder = tmp_path_factory.mktemp("auto")
-    done = stormo(folder, *AUTO, "--run-name", "auto", TINY_MEMORY="1 20")
+    done = in_ranks(folder, *AUTO, "--run-name", "auto", TINY_MEMORY="1 20")
     assert done.returncode == 0, done.stderr
     return folder / "runs" / "auto", done
 
@@ -43,7 +43,7 @@ def test_a_resume_keeps_the_batch_and_searches_anew(
     searched: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:
     run, _ = searched
-    done = stormo(run.parents[1], *AUTO, "--resume", "auto", "--epochs", "3")  # with all memory there is
+    done = in_ranks(run.parents[1], *AUTO, "--resume", "auto", "--epochs", "3")  # with all memory there is
     assert done.returncode == 0, done.stderr
     assert "128 as before = 1 pass of 64 (auto: 64 fits with " in done.stdout
     result = summary(run)

@@ -17,11 +17,10 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from stormo import checkpoint
-from stormo.cli import main
 from stormo.data.iterables import IterableLoader
 from stormo.data.loaders import Share
 from stormo.telemetry.files import current_events, read_events
-from tests.test_train import SETTINGS, TASK, checkpoints, stormo, summary
+from tests.test_train import checkpoints, here, in_ranks, summary
 
 ABSURD = ["--base-lr", str(2.0**65), "--warmup-epochs", "1", "--warmup-from", str(2.0**-68), "--checkpoint-every", "1"]
 ABSURD += ["--no-task.norm"]
@@ -30,7 +29,7 @@ ROLLBACK = ["--on-divergence", "rollback", "--rollback-factor"]
 
 def test_two_workers_go_back_together_and_stop_with_what_happened(tmp_path: Path) -> None:
     once = [*ROLLBACK, "0.5", "--max-rollbacks", "1"]  # half of an absurd rate
-    done = stormo(tmp_path, *ABSURD, *once, "--num-gpus", "2", "--run-name", "one")
+    done = in_ranks(tmp_path, *ABSURD, *once, "--run-name", "one")
     run = tmp_path / "runs" / "one"
     assert (done.returncode, done.stderr) == (65, "")
     back, end = [line for line in done.stdout.splitlines() if line.startswith("Diverged at step ")]
@@ -54,30 +53,25 @@ def test_a_rollback_is_what_the_command_of_the_diagnosis_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert _train("--run-name", "one", *ABSURD) == 65
-    assert _train("--resume", "one", "--base-lr", "0.125") == 0
+    assert here("--run-name", "one", *ABSURD) == 65
+    assert here("--resume", "one", "--base-lr", "0.125") == 0
     assert "Warning: one diverged at step 4; it goes on from step 1\n" in capfd.readouterr().out
     expected = summary(tmp_path / "runs" / "one")
 
     # The same by itself, streamed by a loading process that is far ahead when it goes back.
     rolling = [*ABSURD, *ROLLBACK, str(2.0**-68), "--loader", "streamed"]
-    assert _train("--run-name", "two", *rolling, "--loader-workers", "1") == 0
+    assert here("--run-name", "two", *rolling, "--loader-workers", "1") == 0
     _recovered(tmp_path / "runs" / "two", expected, num_resumes=0)
 
     # It fails in the sixth step after the rollback: one call is the rehearsal's, and four came before.
     monkeypatch.setenv("TINY_FAULT", "raise 0 11")
     with pytest.raises(ValueError, match="on purpose"):
-        _train("--run-name", "three", *rolling, "--loader-workers", "0")
+        here("--run-name", "three", *rolling, "--loader-workers", "0")
     monkeypatch.delenv("TINY_FAULT")
     capfd.readouterr()
-    assert _train("--resume", "three") == 0
+    assert here("--resume", "three") == 0
     assert f"after 1 rollback the learning rate is × {2.0**-68:g} of the schedule\n" in capfd.readouterr().out
     _recovered(tmp_path / "runs" / "three", expected, num_resumes=1)
-
-
-def _train(*arguments: str) -> int:
-    """The command in this process, with one worker."""
-    return main(["train", TASK, "--device", "cpu", *SETTINGS, *arguments])
 
 
 def _recovered(run: Path, expected: dict[str, Any], *, num_resumes: int) -> None:

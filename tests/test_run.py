@@ -19,6 +19,10 @@ from stormo.cli import main
 SCRIPT = Path(__file__).with_name("script") / "training.py"
 ENDS_WITHIN_S = 240.0  # on a busy machine; what is promised is seconds
 SLOW = ("--slow", "0.1", "--epochs", "1000")
+NUM_EPOCHS = 25  # of four steps each: ten seconds of slow ones, in which a signal comes
+NUM_STEPS = 4 * NUM_EPOCHS
+ALONE_S = "8"
+TO_THE_END = ("--epochs", str(NUM_EPOCHS), "--alone", ALONE_S)
 
 
 def _environ() -> dict[str, str]:
@@ -80,28 +84,44 @@ def _digest(out: str) -> str:
     return str(found[0])
 
 
-def test_a_script_runs_as_it_is_with_stormo_and_with_torchrun(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def whole() -> str:
+    """What two workers print from start to end, of which one forks a child and the last goes on alone.
+
+    Those of torchrun, side by side with them, come to the same weights.
+    """
+    began_s = time.monotonic()
+    ours = _start(*_words(2, *TO_THE_END, "--fail-rank", "1", "--how", "fork"))
+    torchrun = _start("-m", "torch.distributed.run", "--nproc-per-node", "2", str(SCRIPT), *TO_THE_END)
+    code, out, err = _end(ours)
+    assert (code, err) == (0, "")
+    assert time.monotonic() - began_s > float(ALONE_S)
+    code, theirs, err = _end(torchrun)
+    assert code == 0, err
+    assert _digest(theirs) == _digest(out)
+    return out
+
+
+def test_a_script_runs_as_it_is_with_stormo_and_with_torchrun(tmp_path: Path, whole: str) -> None:
+    assert "[rank 1] rank 1 has pid" in whole
+    assert f"steps {NUM_STEPS} of 2 workers" in whole
     code, plain, err = _end(_start(str(SCRIPT), "--num-workers", "2", cwd=tmp_path))
     assert (code, err) == (0, "")
     assert "of 1 workers" in plain
-    code, two, err = _run(2, "--num-workers", "2")
-    assert (code, err) == (0, "")
-    assert "[rank 1] rank 1 has pid" in two
-    code, out, err = _end(_start("-m", "torch.distributed.run", "--nproc-per-node", "2", str(SCRIPT)))
-    assert code == 0, err
-    assert _digest(out) == _digest(two)
-    code, out, err = _run(3, "--fail-rank", "1", "--how", "fork")
-    assert (code, err) == (0, "")
-    assert "of 3 workers" in out
 
 
-def test_a_module_is_run_by_its_name_with_its_own_flags(tmp_path: Path) -> None:
+def test_a_module_is_run_by_its_name_with_its_own_flags_though_it_never_asks_for_the_world(tmp_path: Path) -> None:
     tmp_path.joinpath("mine.py").write_text(
-        "import sys, stormo\nworld = stormo.World()\nprint(world.rank, sys.argv[1:])\n"
+        "import os, sys, time\ntime.sleep(2.5)\nprint(os.environ['RANK'], sys.argv[1:])\n"
     )
-    code, out, err = _run(2, "--num-gpus", "7", script="mine", cwd=tmp_path)
-    assert (code, err) == (0, "")
+    # A script may prepare its data for as long as it likes: the timeout is for workers that wait for each other.
+    words = ["-m", "stormo", "run", "mine", "--num-gpus", "2", "--device", "cpu", "--timeout", "1", "--"]
+    code, out, err = _end(_start(*words, "--num-gpus", "7", cwd=tmp_path))
+    assert code == 0
     assert sorted(out.splitlines()) == ["0 ['--num-gpus', '7']", "[rank 1] 1 ['--num-gpus', '7']"]
+    assert (
+        err == "stormo: no worker called stormo.World(), so that each of the 2 ran alone (a task is for stormo train)\n"
+    )
 
 
 ENDINGS: dict[str, tuple[int, str]] = {
@@ -127,23 +147,22 @@ def test_a_worker_that_fails_ends_all_and_is_named_first(how: str) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)], ids=str)
-def test_a_script_that_looks_stops_in_order_and_goes_on(tmp_path: Path, number: signal.Signals, code: int) -> None:
-    folder = ("--folder", str(tmp_path / "c"), "--looks")
-    process = _start(*_words(2, *SLOW, *folder))
+def test_a_script_that_looks_stops_in_order_and_goes_on(
+    tmp_path: Path, whole: str, number: signal.Signals, code: int
+) -> None:
+    flags = ("--epochs", str(NUM_EPOCHS), "--folder", str(tmp_path / "c"), "--looks")
+    process = _start(*_words(2, "--slow", "0.1", *flags))
     pids = _pids(process, 2)
     process.send_signal(number)
     ended, out, err = _end(process)
     assert ended == code, err
     assert "Traceback" not in err
+    assert re.search(r"saved at step \d+", out)
     assert all(_is_gone(pid) for pid in pids.values())
     if number is signal.SIGTERM:
-        found = re.search(r"saved at step (\d+)", out)
-        assert found
-        epochs = int(found[1]) // 4 + 2
-        done, resumed, err = _run(2, "--epochs", str(epochs), *folder)
+        done, resumed, err = _run(2, *flags, "--num-workers", "2")
         assert (done, err) == (0, "")
-        _, whole, _ = _run(2, "--epochs", str(epochs))
-        assert f"steps {4 * epochs} of" in resumed
+        assert f"steps {NUM_STEPS} of" in resumed
         assert _digest(resumed) == _digest(whole)
 
 
@@ -173,30 +192,6 @@ def test_one_process_ends_as_python_does(tmp_path: Path) -> None:
     code, out, err = _end(process)
     assert (code, err) == (75, "")
     assert "saved at step" in out
-
-
-def test_the_last_worker_may_go_on_alone() -> None:
-    began_s = time.monotonic()
-    ours = _start(*_words(2, "--alone", "8"))
-    torchrun = _start("-m", "torch.distributed.run", "--nproc-per-node", "2", str(SCRIPT), "--alone", "8")
-    code, out, err = _end(ours)
-    assert (code, err) == (0, "")
-    assert "of 2 workers" in out
-    assert time.monotonic() - began_s > 8
-    code, _, err = _end(torchrun)
-    assert code == 0, err
-
-
-def test_a_script_that_never_asks_for_the_world_runs_on_each_worker(tmp_path: Path) -> None:
-    tmp_path.joinpath("plain.py").write_text("import time\ntime.sleep(2.5)\nprint('done')\n")
-    # A script may prepare its data for as long as it likes: the timeout is for workers that wait for each other.
-    script = str(tmp_path / "plain.py")
-    code, out, err = _end(_start("-m", "stormo", "run", script, "--num-gpus", "2", "--device", "cpu", "--timeout", "1"))
-    assert code == 0
-    assert out.count("done") == 2
-    assert (
-        err == "stormo: no worker called stormo.World(), so that each of the 2 ran alone (a task is for stormo train)\n"
-    )
 
 
 def test_lines_are_written_whole_even_without_a_buffer(tmp_path: Path) -> None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -28,6 +25,7 @@ from stormo.state import RunState
 from stormo.strategies.table import STRATEGIES
 from stormo.worker import make_batch, make_loader
 from stormo.world.world import World
+from tests import programs
 from tests.stream_task import Streamed, StreamOptions
 from tests.tiny_run import Parts, arrays, assert_same_bits, steps, whole_state
 
@@ -220,15 +218,7 @@ def test_a_stream_trains_by_the_command_with_an_optimizer_and_metrics_of_its_own
     task = str(Path(__file__).with_name("stream_task.py"))
     settings = ["--epoch-samples", "150", "--batch-size", "16", "--epochs", "2", "--no-tensorboard", "--num-gpus", "2"]
     own = ["--task.own-optimizer", "--warmup-epochs", "0", "--run-name", "whole", "--no-task.says-length"]
-    done = subprocess.run(
-        [sys.executable, "-m", "stormo", "train", task, *settings, *own],
-        cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = programs.run(["-m", "stormo", "train", task, *settings, *own], tmp_path, 2)
     assert done.returncode == 0, done.stderr
     assert "a stream in its own order; every worker reads it, by one loading process" in done.stdout
     assert "150 samples are an epoch, and the next one goes on from there" in done.stdout

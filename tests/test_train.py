@@ -1,6 +1,7 @@
 """The real command: from start to end, through kills, signals and damaged checkpoints.
 
-Every command costs seconds of imports, so each serves as many facts as it can; they all train the tiny task.
+Every command costs seconds of imports, so each serves as many facts as it can, and what an agent has no part in is run
+by `tests.programs` or in this process; they all train the tiny task.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import pytest
 
 from stormo.cli import main
 from stormo.telemetry.files import current_events, read_events
+from tests import programs
 
 TASK = str(Path(__file__).with_name("tiny_task.py"))
 # 1001 samples in batches of 128: eight steps an epoch, the last one with 105.
@@ -68,6 +70,17 @@ def start(folder: Path, *arguments: str, fault: str = "", **variables: str) -> s
         text=True,
         start_new_session=True,
     )
+
+
+def in_ranks(folder: Path, *arguments: str, num_workers: int = 2, **variables: str) -> subprocess.CompletedProcess[str]:
+    """The same in processes that another launcher has started; see `tests.programs`."""
+    words = ["-m", "stormo", "train", TASK, *SETTINGS, "--num-gpus", str(num_workers), *arguments]
+    return programs.run(words, folder, num_workers, **variables)
+
+
+def here(*arguments: str) -> int:
+    """The same in this process, with one worker."""
+    return main(["train", TASK, "--device", "cpu", *SETTINGS, *arguments])
 
 
 def session(leader: int) -> list[int]:
@@ -167,15 +180,14 @@ def test_nothing_of_a_job_on_one_machine_listens_where_others_could_reach_it(
 
 
 def test_early_stopping_says_so_and_a_name_is_taken_only_once(tmp_path: Path) -> None:
-    arguments = ["--num-gpus", "1", "--run-name", "alone", "--target-accuracy", "0", "--patience", "1"]
-    done = stormo(tmp_path, *arguments)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    arguments = ["--run-name", "alone", "--target-accuracy", "0", "--patience", "1"]
+    done = in_ranks(tmp_path, *arguments, num_workers=1)
+    assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == "Early stopping after epoch 1"
     result = summary(tmp_path / "runs" / "alone")
     assert (result["stopped_by"], result["epochs_run"]) == ("target", 1)
     assert result["time_to_target_s"] == result["train_time_s"]
-    again = stormo(tmp_path, *arguments)
+    again = in_ranks(tmp_path, *arguments, num_workers=1)
     assert again.returncode == 2
     assert again.stdout == ""
     assert again.stderr == (
@@ -188,7 +200,7 @@ def test_early_stopping_says_so_and_a_name_is_taken_only_once(tmp_path: Path) ->
 # --- killed and resumed -----------------------------------------------------------------------------------------------
 
 
-def test_after_one_and_two_kills_the_very_same_line_ends_with_the_same_weights(
+def test_after_two_kills_and_a_sigterm_the_very_same_line_ends_with_the_same_weights(
     whole: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
     expected = summary(whole[0])
@@ -200,23 +212,35 @@ def test_after_one_and_two_kills_the_very_same_line_ends_with_the_same_weights(
         assert killed.returncode == -signal.SIGKILL, killed.stderr
         assert checkpoints(run)[-1] == f"step-{saved:08d}"
         assert not (run / "summary.json").exists()
-        other = tmp_path / f"after-{num_kills}"
-        copied = copy(run, other)
-        ended = stormo(other, *line)
-        assert ended.returncode == 0, ended.stderr
-        result = summary(copied)
-        assert result["num_resumes"] == num_kills
-        for key in ("weights_sha256", "sample_order_sha256", "steps", "samples_seen", "validation_accuracy"):
-            assert result[key] == expected[key], key
-        losses = [
-            [
-                event["train_loss"]
-                for event in current_events(read_events(path / "events.jsonl"))
-                if event["event"] == "epoch_done"
-            ]
-            for path in (whole[0], copied)
+        _ends_like(whole[0], run, tmp_path / f"after-{num_kills}", num_resumes=num_kills)
+    # Both calls are of the first steps after the last checkpoint.
+    stopped = stormo(tmp_path, *line, fault="term-job 1 3")
+    assert stopped.returncode == 75, stopped.stderr
+    result = summary(run)
+    assert result["stopped_by"] == "signal"
+    assert 8 < result["steps"] < expected["steps"]
+    assert checkpoints(run)[-1] == f"step-{result['steps']:08d}"
+    _ends_like(whole[0], run, tmp_path / "after-sigterm", num_resumes=3)
+
+
+def _ends_like(whole: Path, run: Path, folder: Path, *, num_resumes: int) -> None:
+    """Let a copy of a run go on to its end, which must be that of the undisturbed one."""
+    copied = copy(run, folder)
+    ended = in_ranks(folder, "--run-name", "one", "--resume")
+    assert ended.returncode == 0, ended.stderr
+    result, expected = summary(copied), summary(whole)
+    assert result["num_resumes"] == num_resumes
+    for key in ("weights_sha256", "sample_order_sha256", "steps", "samples_seen", "validation_accuracy"):
+        assert result[key] == expected[key], key
+    losses = [
+        [
+            event["train_loss"]
+            for event in current_events(read_events(path / "events.jsonl"))
+            if event["event"] == "epoch_done"
         ]
-        assert losses[0] == losses[1]
+        for path in (whole, copied)
+    ]
+    assert losses[0] == losses[1]
 
 
 def test_another_number_of_workers_goes_on_with_the_same_batch_and_rate(
@@ -224,7 +248,7 @@ def test_another_number_of_workers_goes_on_with_the_same_batch_and_rate(
 ) -> None:
     run = copy(whole[0], tmp_path)
     path = run / "checkpoints" / "step-00000015"
-    done = stormo(tmp_path, "--num-gpus", "1", "--resume", str(path))
+    done = in_ranks(tmp_path, "--resume", str(path), num_workers=1)
     assert done.returncode == 0, done.stderr
     assert "global batch   128 as before = 128 per worker × 1 worker × 1 accumulation" in done.stdout
     assert "learning rate  0.02 as before" in done.stdout
@@ -242,7 +266,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_good_one_offered_and_taken(
     content = bytearray(newest.read_bytes())
     content[-1] ^= 1
     newest.write_bytes(content)
-    refused = stormo(tmp_path, "--num-gpus", "1", "--resume", "one")
+    refused = in_ranks(tmp_path, "--resume", "one", num_workers=1)
     assert refused.returncode == 2
     assert "Traceback" not in refused.stderr
     assert "at least one byte changed since it was written" in refused.stderr
@@ -250,7 +274,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_good_one_offered_and_taken(
     assert offered
     assert offered[1] == "runs/one/checkpoints/step-00000015"
     assert checkpoints(run)[-1] == "step-00000016"  # nothing was moved or removed
-    done = stormo(tmp_path, "--num-gpus", "1", "--resume", offered[1])
+    done = in_ranks(tmp_path, "--resume", offered[1], num_workers=1)
     assert done.returncode == 0, done.stderr
     assert summary(run)["steps"] == 16
 
@@ -265,24 +289,9 @@ def test_a_killed_run_leaves_no_loading_process_behind(tmp_path: Path) -> None:
 # --- signals ----------------------------------------------------------------------------------------------------------
 
 
-def test_sigterm_saves_and_exits_with_75_and_the_run_goes_on_to_the_same_weights(
-    whole: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
-) -> None:
-    line = ["--num-gpus", "2", "--run-name", "one", "--resume"]
-    stopped = stormo(tmp_path, *line, fault="term-job 1 6")
-    assert stopped.returncode == 75, stopped.stderr
-    run = tmp_path / "runs" / "one"
-    result = summary(run)
-    assert result["stopped_by"] == "signal"
-    assert checkpoints(run)[-1] == f"step-{result['steps']:08d}"
-    ended = stormo(tmp_path, *line)
-    assert ended.returncode == 0, ended.stderr
-    assert summary(run)["weights_sha256"] == summary(whole[0])["weights_sha256"]
-
-
 @pytest.mark.parametrize(("fault", "code"), [("usr1-job 0 6", 75), ("interrupt-job 0 6", 130)])
 def test_sigusr1_exits_with_75_and_ctrl_c_with_130_both_saved(tmp_path: Path, fault: str, code: int) -> None:
-    stopped = stormo(tmp_path, "--num-gpus", "1", "--run-name", "a", fault=fault)
+    stopped = in_ranks(tmp_path, "--run-name", "a", num_workers=1, TINY_FAULT=fault)
     assert stopped.returncode == code, stopped.stderr
     assert "Traceback" not in stopped.stderr
     run = tmp_path / "runs" / "a"

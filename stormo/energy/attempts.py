@@ -77,6 +77,8 @@ def reasons_of(attempts: Sequence[Sequence[Section]]) -> list[str]:
         for section in members:
             for reason in _reasons_of(section, where):
                 nodes_of[reason].append(section.node_id)
+    if all(section.num_nodes == 1 for members in attempts for section in members):
+        return [*texts, *nodes_of]
     return [*texts, *(f"{named(node_ids)}: {reason}" for reason, node_ids in nodes_of.items())]
 
 

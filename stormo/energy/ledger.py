@@ -113,6 +113,8 @@ def read_bill(run_folder: Path) -> Bill:
     sections = [section for path in files for section in read_sections(path, reasons)]
     if not sections:
         reasons.append("no node wrote what it drew: measuring was turned off, or the run ended before it began")
+    for section in sections:
+        _merge_seams(section)
     attempts = group(sections)
     for members in attempts:
         reasons += count_once(members)
@@ -137,6 +139,16 @@ def read_bill(run_folder: Path) -> Bill:
         stretches=tuple(sorted(stretches, key=lambda one: (node_order(one.node_id), one.begin_unix_s))),
         reasons=tuple(dict.fromkeys(reasons + reasons_of(attempts))),
     )
+
+
+def _merge_seams(section: Section) -> None:
+    """Give a moment between two phases that is too short for the counters to the phase after it."""
+    longest_s = max((float(source["interval_s"]) for source in section.sources.values()), default=0.0)
+    runs = [list(run) for _, run in itertools.groupby(section.intervals, lambda one: one.phase)]
+    for run, after in itertools.pairwise(runs):
+        if run[0].phase == "idle" and math.fsum(one.seconds for one in run) < longest_s:
+            for one in run:
+                one.phase, one.is_after_save = after[0].phase, after[0].is_after_save
 
 
 def _parts(interval: Interval) -> dict[str, float]:

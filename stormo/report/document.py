@@ -13,11 +13,12 @@ from stormo.report.history import History
 from stormo.report.machines import machine_panels
 from stormo.report.panel import Chart, Panel
 from stormo.report.power import ledger_panel, power_panel
-from stormo.report.series import Series
+from stormo.report.series import MOST_POINTS, Series
 from stormo.report.summary import summary_figures
 from stormo.report.training import training_panels
 
 _TIME_UNITS = (("s", 1, 180), ("min", 60, 180 * 60), ("h", 3600, 72 * 3600), ("d", 86400, math.inf))
+_MOST_CHART_POINTS = 6000  # over all its lines
 _CHECKPOINTS_DRAWN = 60  # more of them would hide the curves
 
 
@@ -85,7 +86,8 @@ def _panel(panel: Panel) -> dict[str, Any]:
 
 
 def _chart(chart: Chart) -> dict[str, Any]:
-    drawn = [line.thinned() for line in chart.series]
+    most = min(MOST_POINTS, _MOST_CHART_POINTS // max(len(chart.series), 1))
+    drawn = [line.thinned(most) for line in chart.series]
     num_points, num_drawn = (sum(len(line.y) for line in lines) for lines in (chart.series, drawn))
     thinned = (
         f"{num_points:,} points drawn as {num_drawn:,}: the lowest and the highest of each stretch."

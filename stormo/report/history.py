@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 import tomllib
 from bisect import bisect_right
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 _SILENT_AFTER_S = 300.0  # as `stormo runs` judges it
 Line = Mapping[str, Any]
+Places = dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +44,37 @@ class History:
     no_bill_reason: str = ""
     notes: Sequence[str] = field(default_factory=tuple)  # what of the files could not be read
 
-    def of(self, name: str) -> list[Line]:
+    def of(self, name: str) -> Sequence[Line]:
         """The events of one kind that still hold."""
-        return [event for event in self.current if event.get("event") == name]
+        return [event for _, event in self.placed(name)]
+
+    def placed(self, name: str) -> Sequence[tuple[Places, Line]]:
+        """The events of one kind that still hold, each with where it lies on every axis."""
+        return self._placed.get(name, ())
+
+    @cached_property
+    def _placed(self) -> dict[str, list[tuple[Places, Line]]]:
+        found: dict[str, list[tuple[Places, Line]]] = {}
+        for event in self.current:
+            places = {
+                "step": int(event.get("step") or 0),
+                "epoch": round(epoch_place(event, self.started), 4),
+                **self.time_place(event),
+            }
+            found.setdefault(str(event.get("event")), []).append((places, event))
+        return found
+
+    @cached_property
+    def samples(self) -> Mapping[str, Sequence[tuple[Places, Line]]]:
+        """The samples of each node, each with its running time, the only axis they have."""
+        return {
+            node: [(self.time_place(line), line) for line in lines if line.get("kind") == "sample"]
+            for node, lines in self.nodes.items()
+        }
+
+    def time_place(self, line: Line) -> Places:
+        """The running time at which a line was written."""
+        return {"time_s": round(self.clock.running_s(float(line.get("time_unix_s") or 0.0)), 2)}
 
     @cached_property
     def started(self) -> Line:
@@ -89,7 +119,8 @@ class Reader:
         """Changes whenever a file of the run does."""
         folder = self.folder
         files = [folder.events, folder.summary, folder.config, folder.environment, *_node_files(folder)]
-        return ";".join(f"{file.name}:{mark}" for file in files if (mark := _mark(file)))
+        marks = ";".join(f"{file.name}:{_mark(file)}" for file in files)
+        return hashlib.sha256(marks.encode()).hexdigest()[:16]
 
     def read(self) -> History:
         """The run as it stands now."""

@@ -70,7 +70,7 @@ def sampled_series(histories: Sequence[History], figure: Sampled) -> list[Series
     for run, history in enumerate(histories):
         is_one_node = len(history.nodes) == 1
         for node, lines in history.nodes.items():
-            prefix = "" if is_one_node else f"{node}: "
+            prefix = "" if is_one_node else f"node {node}: "
             points: dict[str, list[tuple[dict[str, float], Any]]] = {}
             for line in lines:
                 if line.get("kind") != "sample":
@@ -154,7 +154,7 @@ _SAMPLED = (
         [
             _SampledChart("memory-gpu", "GPU memory", "GiB", [Sampled("gpus", "memory_used_bytes", _GIB)]),
             _SampledChart(
-                "memory-node", "Node memory", "GiB", [Sampled("node", "memory_used_bytes", _GIB, "node")]
+                "memory-node", "Node memory", "GiB", [Sampled("node", "memory_used_bytes", _GIB, "in use")]
             ),
         ],
         extra=_peak_memory,

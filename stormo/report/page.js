@@ -138,7 +138,7 @@ function show(isWhole) {
   byId("summary").replaceChildren(summary());
   const notes = doc.runs.flatMap((run) => run.notes);
   if (notes.length) byId("summary").append(el("p", { class: "note", text: notes.join("; ") }));
-  byId("sections").replaceChildren(...doc.panels.map((panel) => el("li", {}, el("a", { href: `#${panel.id}`, text: panel.title }))));
+  if (isWhole) byId("sections").replaceChildren(...doc.panels.map((panel) => el("li", {}, el("a", { href: `#${panel.id}`, text: panel.title }))));
   const wide = widths(doc.panels);
   doc.panels.forEach((panel, index) => {
     const looks = looksOf(panel, wide[index]);
@@ -181,10 +181,15 @@ const STATES = { waiting: "waiting for the run to begin", running: "running", do
   stopped: "the run has ended: stopped, can be resumed", diverged: "the run has ended: diverged",
   failed: "the run has ended: failed", interrupted: "silent for minutes: killed, or very slow" };
 
+const isLive = Boolean(document.body.dataset.live);
+
 function status(words, kind) {
-  const text = words || (document.body.dataset.live ? `${STATES[doc.runs[0].state] || doc.runs[0].state} · as of ${new Date(doc.made_unix_s * 1000).toLocaleTimeString("en-GB")}` : doc.runs.map((run) => run.task).filter((task, index, all) => task && all.indexOf(task) === index).join(", "));
-  byId("status").textContent = text;
-  byId("status").className = kind || (document.body.dataset.live ? doc.runs[0].state : "");
+  const tasks = [...new Set(doc.runs.map((run) => run.task).filter(Boolean))];
+  const text = words || (isLive ? STATES[doc.runs[0].state] || doc.runs[0].state : tasks.join(", "));
+  // Set only when it changes: a screen reader says it every time.
+  if (byId("status").textContent !== text) byId("status").textContent = text;
+  byId("status").className = kind || (isLive ? doc.runs[0].state : "");
+  byId("time").textContent = isLive ? `· as of ${new Date(doc.made_unix_s * 1000).toLocaleTimeString("en-GB")}` : "";
 }
 
 async function poll() {
@@ -208,5 +213,5 @@ async function poll() {
 window.stormoPage = { savePicture: (id) => savePicture(figures.get(id)), csvOf: (id) => csv(rows(figures.get(id).content)), doc: () => doc };
 show(true);
 status();
-if (document.body.dataset.live) setTimeout(poll, 1000);
+if (isLive) setTimeout(poll, 1000);
 document.body.dataset.ready = "1";

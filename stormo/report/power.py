@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from stormo.report.history import History, Line
-from stormo.report.machines import Sampled, sampled_series, time_place
+from stormo.report.machines import Sampled, sampled_series
 from stormo.report.panel import Chart, Panel, Stack, Table
 from stormo.report.series import Series, gathered, uncrowded
 from stormo.report.training import places
@@ -139,12 +139,20 @@ def power_panel(histories: Sequence[History]) -> Panel:
 
 
 def _cumulative(history: History) -> Iterator[tuple[dict[str, float], float]]:
-    """The energy of all nodes so far, as the bill counts it, at the end of each of its stretches."""
+    """The energy of all nodes so far, as the bill counts it."""
+    if history.bill is None:
+        return
+    joules: dict[int, list[float]] = {}
+    ends_s: dict[int, float] = {}
+    for stretch in history.bill.stretches:
+        end_s = history.clock.running_s(stretch.end_unix_s)
+        position = math.ceil(end_s / _bin_s(history))  # nodes do not write at the same moment
+        joules.setdefault(position, []).append(stretch.joules)
+        ends_s[position] = max(end_s, ends_s.get(position, 0.0))
     total_j = 0.0
-    stretches = history.bill.stretches if history.bill is not None else ()
-    for stretch in sorted(stretches, key=lambda one: one.end_unix_s):
-        total_j += stretch.joules
-        yield time_place(history, stretch.end_unix_s), total_j
+    for position in sorted(joules):
+        total_j = math.fsum([total_j, *joules[position]])
+        yield {"time_s": round(ends_s[position], 2)}, total_j
 
 
 def _recorded_power(histories: Sequence[History]) -> list[Series]:
@@ -161,7 +169,8 @@ def _recorded_power(histories: Sequence[History]) -> list[Series]:
 def ledger_panel(histories: Sequence[History]) -> Panel:
     """Where every joule went: a bar and a table, and the reasons for what is missing."""
     billed = [(history, history.bill) for history in histories if history.bill is not None]
-    notes = [_named(histories, history, history.no_bill_reason) for history in histories if history.no_bill_reason]
+    missing = [_named(histories, history, history.no_bill_reason) for history in histories if history.no_bill_reason]
+    notes = [*(missing if billed else [])]
     notes += [_named(histories, history, reason) for history, bill in billed for reason in bill.reasons]
     notes += [
         _named(histories, history, f"{_PARTS[part]}: too short for its counters to tell to within 5 %")
@@ -199,7 +208,7 @@ def ledger_panel(histories: Sequence[History]) -> Panel:
         if billed
         else [],
         notes=list(dict.fromkeys(notes)),
-        why_empty="" if billed else "There is no bill.",
+        why_empty="" if billed else f"There is no bill: {'; '.join(missing)}.",
     )
 
 

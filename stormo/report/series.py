@@ -71,7 +71,10 @@ def uncrowded(series: Sequence[Series], noun: str) -> tuple[list[Series], str]:
     drawn: list[Series] = []
     for run in runs:
         drawn += _crowd([line for line in series if line.run == run], noun)
-    return drawn, f"{len(series)} {noun}: drawn are the lowest, the mean and the highest; each is in the CSV files."
+    return (
+        drawn,
+        f"{len(series)} {noun}: drawn are the lowest, the mean and the highest; --csv of stormo report writes all.",
+    )
 
 
 def _crowd(series: Sequence[Series], noun: str) -> list[Series]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from stormo.report.history import History, Line, epoch_place
+from stormo.report.history import History, Line, Places
 from stormo.report.panel import Chart, Panel
 from stormo.report.series import Series, gathered, uncrowded
 from stormo.telemetry.files import speed_of
@@ -23,16 +23,7 @@ def training_panels(histories: Sequence[History]) -> list[Panel]:
     return [maker(histories) for maker in makers]
 
 
-def places(history: History, event: Line) -> dict[str, float]:
-    """Where an event lies on each of the axes."""
-    return {
-        "step": int(event.get("step") or 0),
-        "epoch": round(epoch_place(event, history.started), 4),
-        "time_s": round(history.clock.running_s(float(event.get("time_unix_s") or 0.0)), 2),
-    }
-
-
-def _lines(
+def event_lines(
     histories: Sequence[History], event_name: str, name: str, figure: Figure, *, mode: str = "lines"
 ) -> list[Series]:
     """One line a run: a figure of each event of a kind."""
@@ -40,14 +31,14 @@ def _lines(
         line
         for run, history in enumerate(histories)
         for line in gathered(
-            run, name, ((places(history, event), figure(event)) for event in history.of(event_name)), mode=mode
+            run, name, ((places, figure(event)) for places, event in history.placed(event_name)), mode=mode
         )
     ]
 
 
 def _loss(histories: Sequence[History]) -> Panel:
-    series = _lines(histories, "step_done", "training", lambda event: event.get("loss"))
-    series += _lines(histories, "epoch_done", "validation", lambda event: _validation(event).get("loss"), mode="points")
+    series = event_lines(histories, "step_done", "training", lambda event: event.get("loss"))
+    series += event_lines(histories, "epoch_done", "validation", lambda event: _validation(event).get("loss"), mode="points")
     chart = Chart(id="loss", title="Loss", y_title="loss", series=series, why_empty=_NO_STEP)
     return Panel(
         id="loss", title="Loss", about="Training loss of each step, validation loss of each epoch.", charts=[chart]
@@ -88,7 +79,7 @@ def _throughput(histories: Sequence[History]) -> Panel:
     is_shared = len(units) == 1  # runs that count images and tokens are compared by their samples
     unit = next(iter(units)) if is_shared else "samples"
     figure: Figure = (lambda event: speed_of(event)[1]) if is_shared else (lambda event: event.get("samples_per_s"))
-    series = _lines(histories, "step_done", "all workers", figure)
+    series = event_lines(histories, "step_done", "all workers", figure)
     everyone = _by_worker(histories, _share_per_s)
     drawn, note = uncrowded(everyone, "workers")
     return Panel(
@@ -118,17 +109,17 @@ def _by_worker(histories: Sequence[History], figure: Callable[[Line, Line], floa
     """One line a worker: a figure of each epoch."""
     series: list[Series] = []
     for run, history in enumerate(histories):
-        points: dict[int, list[tuple[dict[str, float], float | None]]] = {}
-        for epoch in history.of("epoch_done"):
+        points: dict[int, list[tuple[Places, float | None]]] = {}
+        for places, epoch in history.placed("epoch_done"):
             for worker in epoch.get("workers") or ():
-                points.setdefault(int(worker["rank"]), []).append((places(history, epoch), figure(worker, epoch)))
+                points.setdefault(int(worker["rank"]), []).append((places, figure(worker, epoch)))
         for rank in sorted(points):
             series += gathered(run, f"worker {rank}", points[rank], mode="points")
     return series
 
 
 def _rate_and_batch(histories: Sequence[History]) -> Panel:
-    rate = _lines(histories, "step_done", "learning rate", lambda event: event.get("learning_rate"))
+    rate = event_lines(histories, "step_done", "learning rate", lambda event: event.get("learning_rate"))
     batch = [
         line
         for run, history in enumerate(histories)
@@ -150,15 +141,15 @@ def _rate_and_batch(histories: Sequence[History]) -> Panel:
     )  # fmt: skip
 
 
-def _batches(history: History) -> Iterator[tuple[dict[str, float], Any]]:
+def _batches(history: History) -> Iterator[tuple[Places, Any]]:
     of_run = history.started.get("global_batch_size")
-    for event in history.of("step_done"):
-        yield places(history, event), event.get("global_batch_size") or of_run
+    for places, event in history.placed("step_done"):
+        yield places, event.get("global_batch_size") or of_run
 
 
 def _waiting(histories: Sequence[History]) -> Panel:
-    waits = _lines(histories, "step_done", "input", lambda event: _percent(event.get("input_wait_fraction")))
-    exposed = _lines(histories, "epoch_done", "communication", _exposed_percent, mode="points")
+    waits = event_lines(histories, "step_done", "input", lambda event: _percent(event.get("input_wait_fraction")))
+    exposed = event_lines(histories, "epoch_done", "communication", _exposed_percent, mode="points")
     return Panel(
         id="waiting",
         title="Waiting",
@@ -218,7 +209,7 @@ def _stragglers(histories: Sequence[History]) -> Panel:
 
 
 def _noise(histories: Sequence[History]) -> Panel:
-    series = _lines(histories, "step_done", "noise scale", lambda event: event.get("noise_scale"))
+    series = event_lines(histories, "step_done", "noise scale", lambda event: event.get("noise_scale"))
     batch = [
         line
         for run, history in enumerate(histories)

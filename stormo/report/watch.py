@@ -144,7 +144,7 @@ class Live:
         with self._lock:
             version = self._reader.version()
             # A silent run changes its state, although no file of it does.
-            version += f" {int(time.time() // 60)}"
+            version += f"-{int(time.time() // 60)}"
             if self._document is None or self._document["version"] != version:
                 began = time.perf_counter()
                 document = make_document([self._reader.read()])

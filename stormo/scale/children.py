@@ -16,7 +16,7 @@ from types import FrameType
 _POLL_S = 0.1
 _ENOUGH_S = 1.0  # between two looks at how far a run is
 _ASK_S = 0.3  # from asking a run to stop after its step, to telling it to stop at once
-_WAIT_S = 5.0  # for its workers to end
+_WAIT_S = 3.0  # for its workers to end
 _PR_SET_PDEATHSIG = 1
 
 Runner = Callable[[Sequence[str], Path, Callable[[], bool]], int]

@@ -46,7 +46,8 @@ def main(arguments: list[str], run: Runner = run_child) -> int:
 
 
 def _from_table(own: argparse.Namespace, rest: Sequence[str]) -> int:
-    given = [f"--{name.replace('_', '-')}" for name in ("workers", "seconds") if getattr(own, name) is not None]
+    for_training = ("workers", "num_nodes", "repeats", "seconds", "batch_size", "global_batch_size")
+    given = [f"--{name.replace('_', '-')}" for name in for_training if getattr(own, name) is not None]
     if rest or given:
         raise SettingError(
             f"--from {own.table} was set with {[*rest, *given][0]}",

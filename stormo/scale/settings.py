@@ -75,15 +75,14 @@ def make_parser() -> argparse.ArgumentParser:
         usage="stormo scale TASK --workers 1,2,4 [options] [any option of stormo train]\n"
         "       stormo scale --from table.csv [--mode strong|weak] [--output FOLDER]",
         description="Train TASK at several numbers of workers and say whether more of them pay.",
+        epilog="With --target-accuracy or --target-loss, time and energy to the target are compared too.",
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=110),
     )
     add = parser.add_argument
-    add("--workers", metavar="N,N,…", help="numbers of workers to compare, over all nodes: 1,2,4")
-    add("--num-nodes", metavar="N[,N…]", default="1", help="nodes they are spread over: one for all, or one for each")
-    add(
-        "--repeats", metavar="R", default="1", help="runs of each, for intervals; 3 or more tell something (default: 1)"
-    )
+    add("--workers", metavar="N,N,...", help="numbers of workers to compare, over all nodes: 1,2,4")
+    add("--num-nodes", metavar="N[,N...]", help="nodes they are spread over: one for all, or one for each")
+    add("--repeats", metavar="R", help="runs of each, for intervals; 3 or more tell something (default: 1)")
     add(
         "--mode", metavar="|".join(MODES), help="global batch fixed, batch of a worker fixed, or both (default: strong)"
     )
@@ -130,7 +129,7 @@ def read_study(own: argparse.Namespace, rest: Sequence[str]) -> Study:
         workers=workers,
         num_nodes=num_nodes,
         modes=read_mode(own.mode),
-        repeats=_whole(own.repeats, "--repeats"),
+        repeats=_whole(own.repeats or "1", "--repeats"),
         seed=config.run.seed,
         seconds=seconds,
         global_batch_size=global_batch_size,
@@ -172,7 +171,7 @@ def _sizes(own: argparse.Namespace) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if own.workers is None:
         raise SettingError("no --workers was set", "a study compares numbers of workers", "set --workers 1,2,4")
     workers = _wholes(own.workers, "--workers")
-    nodes = _wholes(own.num_nodes, "--num-nodes")
+    nodes = _wholes(own.num_nodes or "1", "--num-nodes")
     if len(nodes) == 1:
         nodes *= len(workers)
     if len(nodes) != len(workers):

@@ -60,7 +60,7 @@ def _time(curve: Curve) -> list[str]:
     if sure_low <= 1:
         return [
             f"{where} it cannot be told whether more workers pay for time: {told}, and the {_interval(best.speed_up)} "
-            "holds 1; more --repeats would narrow it."
+            "holds 1; more repeats would narrow it."
         ]
     share = f"each of them put to {100 * best.efficiency.value:.0f} % use"
     sentences = [f"{where} more workers pay for time: {told} ({_known(best.speed_up)}), {share}."]

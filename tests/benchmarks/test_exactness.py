@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks import exactness
 from benchmarks.exactness import LIMIT, Case, Compared, cases
+from tests import programs
 
 GROUP = cases([2])[0].group
 
@@ -36,9 +39,15 @@ def test_every_group_has_one_reference_which_comes_first() -> None:
         assert sum(case.is_reference for case in every if case.group == group) == 1
 
 
+def run_to_end(command: list[str]) -> None:
+    done = programs.run(command[1:], Path.cwd(), int(command[command.index("--num-gpus") + 1]))
+    assert done.returncode == 0, done.stderr
+
+
 def test_two_workers_equal_one_and_unsynchronised_ones_do_not(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(exactness, "run_to_end", run_to_end)
     synchronised = [case for case in cases([2]) if case.group == GROUP]
     monkeypatch.setattr(exactness, "cases", lambda world_sizes: synchronised)
     # Two steps an epoch; the last one has a single sample, which leaves one of two workers without any.

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import programs
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def _numbers(path: Path, *start: str) -> list[float]:
+def _numbers(path: Path, num_workers: int = 1) -> list[float]:
     # In double precision, and printed in full, "to rounding" can be told from "nearly".
     text = (EXAMPLES / path.name).read_text(encoding="utf-8")
     text = text.replace("torch.manual_seed(0)", "torch.set_default_dtype(torch.float64)\ntorch.manual_seed(0)")
     path.write_text(re.sub(r":\.\df\}", ":.15g}", text), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, *start, path.name], cwd=path.parent, capture_output=True, text=True, check=False
-    )
+    done = programs.run([path.name], path.parent, num_workers)
     assert done.returncode == 0, done.stderr
     return [float(line.split()[-1]) for line in done.stdout.splitlines()]
 
@@ -30,4 +28,4 @@ def test_converted_script_agrees_with_the_original(name: str, tmp_path: Path) ->
     assert original[-1] < 0.5 * original[0]  # it does learn
     converted = tmp_path / f"{name}_world.py"
     assert _numbers(converted) == original
-    assert _numbers(converted, "-m", "stormo", "run", "--num-gpus", "3") == pytest.approx(original, rel=1e-10)
+    assert _numbers(converted, 3) == pytest.approx(original, rel=1e-10)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import inspect
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 from stormo import optim
 from stormo.config import OPTIMIZER_DEFAULTS
+from tests import programs
 
 PAGE = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text(encoding="utf-8")
 WORDS = {"beta2": "beta2", "eps": "eps", "trust_coefficient": "trust coefficient"}
@@ -18,7 +17,7 @@ WORDS = {"beta2": "beta2", "eps": "eps", "trust_coefficient": "trust coefficient
 def test_the_script_learns(tmp_path: Path) -> None:
     (script,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     (tmp_path / "train.py").write_text(script, encoding="utf-8")
-    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = programs.run(["train.py"], tmp_path)
     assert done.returncode == 0, done.stderr
     losses = [float(line.split()[-1]) for line in done.stdout.splitlines()]
     assert losses == sorted(losses, reverse=True)

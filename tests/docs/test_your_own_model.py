@@ -1,4 +1,7 @@
-"""Every block of docs/your-own-model.md is run: files are written, commands typed, and their output compared."""
+"""Every block of docs/your-own-model.md is run: files are written, commands typed, and their output compared.
+
+One command is started as a user does, with an agent of its own; the others are run by `tests.programs`.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import programs
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "your-own-model.md").read_text(encoding="utf-8")
 FILES = dict(re.findall(r"<!-- (\S+\.py) -->\n```python\n(.*?)```", PAGE, re.DOTALL))
@@ -18,22 +23,37 @@ COMMANDS = [
     for block in re.findall(r"```console\n(.*?)```", PAGE, re.DOTALL)
     for command, _, rest in (part.partition("\n") for part in block.split("$ ")[1:])
 ]
+AS_TYPED = ["run", "resumable.py"]
 
 
 def test_no_block_is_left_out() -> None:
     assert PAGE.count("```") == 2 * (len(FILES) + len(re.findall(r"```console", PAGE)))
     assert len(COMMANDS) == 7
+    assert sum(command.split()[1:3] == AS_TYPED for command, _ in COMMANDS) == 1
 
 
 @pytest.mark.parametrize(("command", "expected"), COMMANDS, ids=[command for command, _ in COMMANDS])
 def test_command_prints_what_the_page_says(command: str, expected: list[str], tmp_path: Path) -> None:
     for name, text in FILES.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
-    program, *arguments = command.split()
-    start = [sys.executable] if program == "python" else [sys.executable, "-m", "stormo"]
-    done = subprocess.run([*start, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    done = _start(command.split(), tmp_path)
     assert done.returncode == 0, done.stderr
     assert matches(done.stdout.splitlines(), expected), done.stdout
+
+
+def _start(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    program, *arguments = words
+    if program == "python":
+        return programs.run(arguments, folder)
+    if arguments[:2] == AS_TYPED:
+        command = [sys.executable, "-m", "stormo", *arguments]
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    if arguments[0] == "run":
+        _, script, flag, num_workers = arguments
+        assert flag == "--num-gpus"
+        return programs.run([script], folder, int(num_workers))
+    num_ranks = 1 if "--dry-run" in arguments else int(arguments[arguments.index("--num-gpus") + 1])
+    return programs.run(["-m", "stormo", *arguments], folder, num_ranks)
 
 
 def matches(lines: list[str], expected: list[str]) -> bool:

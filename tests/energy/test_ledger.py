@@ -53,9 +53,18 @@ def test_a_job_is_billed_what_its_counters_saw(tmp_path: Path, num_nodes: int, r
     assert len(bill.nodes[0].sources_j) == ranks_per_node + 1
     assert bill.nodes[-1].total_j == pytest.approx(job.truth(0, job.clock.now_s, [num_nodes - 1]), abs=RESOLUTION_J)
     assert bill.attempts[0].is_ended
-    names = "node 0" if num_nodes == 1 else f"nodes {', '.join(map(str, range(num_nodes)))}"
-    assert f"{names}: waiting was not measured: it is part of training" in bill.reasons
+    names = "" if num_nodes == 1 else f"nodes {', '.join(map(str, range(num_nodes)))}: "
+    assert f"{names}waiting was not measured: it is part of training" in bill.reasons
     assert not any("unseen" in reason for reason in bill.reasons)
+
+
+def test_a_moment_between_phases_that_no_counter_can_tell_belongs_to_the_next(tmp_path: Path) -> None:
+    job = Job(tmp_path, 1)
+    job.attempt([("starting", 2, 0), ("training", 10, 5), ("idle", 0.05, 5), ("checkpoint", 1, 5), ("idle", 3, 5)])
+    bill = read_bill(job.run_folder)
+    _assert_sums(bill)
+    assert bill.parts_j["checkpoint"] == pytest.approx(job.truth(12, 13.05), abs=RESOLUTION_J)
+    assert bill.parts_j["idle"] == pytest.approx(job.truth(13.05, 16.05), abs=RESOLUTION_J)
 
 
 def test_two_resumes_bill_what_was_done_twice(tmp_path: Path) -> None:
@@ -217,7 +226,7 @@ def test_waiting_for_others_that_was_not_measured_is_said(tmp_path: Path) -> Non
     assert bill.parts_j["waiting"] == 100.0
     # Both ends, 100 W × 0.1 s and 0.001 J each, go with the joules: a quarter to waiting.
     assert (bill.error_j["waiting"], bill.error_j["training"]) == pytest.approx((5.0005, 15.0015))
-    assert "node 0: waiting for other workers was not measured: it is part of training" in bill.reasons
+    assert "waiting for other workers was not measured: it is part of training" in bill.reasons
 
 
 def test_every_boundary_of_a_part_adds_power_times_interval(tmp_path: Path) -> None:
@@ -260,7 +269,7 @@ def test_without_any_source_the_total_is_none_and_not_zero(tmp_path: Path) -> No
     bill = read_bill(tmp_path)
     assert (bill.total_j, bill.total_wh, bill.joules_until(3.0), bill.parts_j) == (None, None, None, {})
     assert bill.nodes[0].total_j is None
-    assert "node 0: gpu not measured: no driver" in bill.reasons
+    assert "gpu not measured: no driver" in bill.reasons
     assert cost(bill, 300.0, 0.25).co2e_g is None
 
 

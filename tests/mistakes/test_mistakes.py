@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from stormo.cli import main
+from tests import programs
 from tests.mistakes.mistake import GOOD_TASK, Mistake
 from tests.mistakes.page import PAGE, page
 from tests.mistakes.table import MISTAKES
@@ -56,12 +57,21 @@ def test_a_mistake_gets_its_answer(mistake: Mistake, tmp_path: Path, capfd: pyte
 @pytest.mark.parametrize("mistake", _WITH_WORKERS, ids=lambda mistake: mistake.name)
 def test_several_workers_give_one_answer(mistake: Mistake, tmp_path: Path) -> None:
     _write(mistake, tmp_path)
-    command = [sys.executable, "-m", "stormo", *mistake.command, *_SETTINGS]
-    environ = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    words = ["-m", "stormo", *mistake.command, *_SETTINGS]
+    done = programs.run(words, tmp_path, mistake.num_workers)
     assert done.stderr == _answer(mistake, tmp_path)
     assert done.stdout == ""
     assert done.returncode == mistake.exit_code
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_agent_gives_one_answer_too(tmp_path: Path) -> None:
+    mistake = _WITH_WORKERS[0]
+    _write(mistake, tmp_path)
+    command = [sys.executable, "-m", "stormo", *mistake.command, *_SETTINGS]
+    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (mistake.exit_code, "", _answer(mistake, tmp_path))
     assert not (tmp_path / "runs").exists()
 
 

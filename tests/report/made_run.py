@@ -95,7 +95,6 @@ class MadeRun:
         split = self.resumed_after_epoch
         if split is None:
             return [(self.begin_unix_s, 1, self.epochs + 1)]
-        # The first attempt is killed half a minute after its last checkpoint: five epochs' steps are lost.
         return [(self.begin_unix_s, 1, split + 1), (self.begin_unix_s + 12 * split + 600, split + 1, self.epochs + 1)]
 
     def events(self) -> Iterable[dict[str, Any]]:
@@ -181,10 +180,8 @@ class MadeRun:
 
     def node_lines(self, node: int) -> Iterable[dict[str, Any]]:
         """Each GPU draws 300 W in training and 150 W else, and the CPU 80 W; a reading a second."""
-        sources = [
-            {"id": f"GPU-{node}-{gpu}", "kind": "gpu", "name": "H200", "method": "counter", "resolution_j": 0.001, "interval_s": 0.1}
-            for gpu in range(self.num_gpus)
-        ] + [{"id": "package-0", "kind": "cpu", "name": "CPU", "method": "counter", "resolution_j": 0.0001, "interval_s": 0.001}]  # fmt: skip
+        sources = [_source(f"GPU-{node}-{gpu}", "gpu", interval_s=0.1) for gpu in range(self.num_gpus)]
+        sources.append(_source("package-0", "cpu", interval_s=0.001))
         for begin_unix_s, first, end in self.attempts():
             yield {
                 "kind": "start",
@@ -247,6 +244,17 @@ class MadeRun:
                 for gpu in range(self.num_gpus)
             ],
         }
+
+
+def _source(source_id: str, kind: str, *, interval_s: float) -> dict[str, Any]:
+    return {
+        "id": source_id,
+        "kind": kind,
+        "name": kind,
+        "method": "counter",
+        "resolution_j": 0.001,
+        "interval_s": interval_s,
+    }
 
 
 def append(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:

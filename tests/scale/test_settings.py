@@ -95,7 +95,7 @@ def test_a_batch_in_a_file_is_refused(tmp_path: Path) -> None:
 def test_a_launcher_has_started_its_workers_already(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, text)
-    for name, text in {"GROUP_RANK": "0", "MASTER_ADDR": "h", "MASTER_PORT": "29500"}.items():
+    for name, text in {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "h", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, text)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     with pytest.raises(SettingError, match="was started by torchrun"):

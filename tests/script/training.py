@@ -13,6 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import stormo
+from stormo.config import Optimizer
+from stormo.optim.table import make_optimizer
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=2)
@@ -28,7 +30,8 @@ flags = parser.parse_args()
 torch.manual_seed(0)
 world = stormo.World()
 model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2)).double()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+# torch's own would import its compiler in every process, which takes as long as all of torch; those of examples/ do.
+optimizer = make_optimizer(model, Optimizer(base_lr=0.1, momentum=0.9))
 x = torch.randn(48, 4, dtype=torch.float64)
 model, optimizer = world.wrap(model, optimizer)
 loader = world.loader(DataLoader(TensorDataset(x, x[:, :2]), 12, shuffle=True, num_workers=flags.num_workers))

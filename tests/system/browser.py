@@ -92,7 +92,7 @@ class Page:
         target = browser.send("Target.createTarget", url="about:blank")["targetId"]
         self._session = browser.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         self._target = target
-        for domain in ("Page", "Runtime", "Log", "Network"):
+        for domain in ("Page", "Runtime", "Log"):
             self.send(f"{domain}.enable")
         self.send(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
@@ -118,12 +118,12 @@ class Page:
     def wait(self, expression: str, within_s: float = 60.0) -> None:
         """Wait until a JavaScript expression holds."""
         deadline = time.monotonic() + within_s
-        while not self.evaluate(expression):
+        while not self.evaluate(f"Boolean({expression})"):
             assert time.monotonic() < deadline, f"{expression} does not come true; {self.complaints()}"
             time.sleep(0.1)
 
     def complaints(self) -> list[str]:
-        """Errors and warnings on the console, uncaught exceptions, and requests that left the page, since last asked."""
+        """Errors and warnings on the console and uncaught exceptions since last asked."""
         self.evaluate("1")  # takes in what has come so far
         found = []
         for event in self._browser.take_events(self._session):

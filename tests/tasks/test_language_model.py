@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import re
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +17,8 @@ from stormo.tasks.language_model import LanguageModel, LanguageModelOptions
 from stormo.tasks.python_source import read_corpus
 from stormo.telemetry.files import read_events
 from stormo.train import read_settings
-from tests.test_train import session, summary, wait_until
+from tests import programs
+from tests.test_train import summary, wait_until
 
 
 def _task(**options: Any) -> LanguageModel:
@@ -161,21 +158,16 @@ class Held(LanguageModel):
 """
 
 
-def _start(folder: Path, *arguments: str, hold_at: int = 0) -> subprocess.Popen[str]:
+def _start(folder: Path, *arguments: str, hold_at: int = 0) -> programs.Program:
     (folder / "held.py").write_text(_HELD, encoding="utf-8")
-    command = [sys.executable, "-m", "stormo", "train", "held.py", *arguments]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "HOLD_AT": str(hold_at)}
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        command, cwd=folder, env=environ, stdout=pipe, stderr=pipe, text=True, start_new_session=True
-    )
+    words = ["-m", "stormo", "train", "held.py", "--num-gpus", "2", *arguments]
+    return programs.Program(words, folder, 2, HOLD_AT=str(hold_at))
 
 
 def _run(folder: Path, *arguments: str) -> str:
-    with _start(folder, *arguments) as process:
-        output, errors = process.communicate(timeout=240)
-    assert process.returncode == 0, errors
-    return output
+    done = _start(folder, *arguments).wait()
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def _write_folder(folder: Path) -> Path:
@@ -188,7 +180,7 @@ def _write_folder(folder: Path) -> Path:
 def test_killed_and_resumed_it_ends_with_the_same_weights(tmp_path: Path) -> None:
     # 640 bytes in windows of 8: 20 steps an epoch with batches of 4.
     settings = ["--task.block", "8", "--task.train-bytes", "641", "--task.validation-bytes", "200"]
-    settings += ["--batch-size", "2", "--epochs", "2", "--num-gpus", "2", "--deterministic", "--run-name", "one"]
+    settings += ["--batch-size", "2", "--epochs", "2", "--deterministic", "--run-name", "one"]
     settings += ["--checkpoint-every", "5", "--no-tensorboard"]
     (tmp_path / "whole").mkdir()
     (tmp_path / "killed").mkdir()
@@ -206,18 +198,16 @@ def test_killed_and_resumed_it_ends_with_the_same_weights(tmp_path: Path) -> Non
     )
     assert re.search(rf"^data .* SHA-256 {read_corpus().sha256}$", output, re.MULTILINE)
     run = tmp_path / "killed" / "runs" / "one"
-    with _start(tmp_path / "killed", *settings, hold_at=30) as process:  # in the second epoch
-        assert wait_until((run / "checkpoints" / "step-00000025").exists, timeout_s=120)
-        process.kill()
-        assert process.wait(timeout=60) == -signal.SIGKILL
-        assert wait_until(lambda: not session(process.pid))
+    killed = _start(tmp_path / "killed", *settings, hold_at=30)  # in the second epoch
+    was_saved = wait_until((run / "checkpoints" / "step-00000025").exists, timeout_s=120)
+    killed.kill()
+    assert was_saved
     assert not (run / "summary.json").exists()
     other = _write_folder(tmp_path / "other")
-    with _start(tmp_path / "killed", "--resume", "one", "--num-gpus", "2", "--task.data-folder", str(other)) as refused:
-        errors = refused.communicate(timeout=120)[1]
+    refused = _start(tmp_path / "killed", "--resume", "one", "--task.data-folder", str(other)).wait()
     assert refused.returncode == 2
-    assert f"trained on data of SHA-256 {read_corpus().sha256} was to go on, but the data here" in errors
-    _run(tmp_path / "killed", "--resume", "one", "--num-gpus", "2")  # every other setting comes from the run
+    assert f"trained on data of SHA-256 {read_corpus().sha256} was to go on, but the data here" in refused.stderr
+    _run(tmp_path / "killed", "--resume", "one")  # every other setting comes from the run
     result = summary(run)
     assert result["num_resumes"] == 1
     for key in ("weights_sha256", "sample_order_sha256", "steps", "samples_seen", "validation"):

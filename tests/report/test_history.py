@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stormo.errors import StormoError
+from stormo.report.clock import make_clock
+from stormo.report.history import Reader
+from stormo.report.lines import JsonLines
+from stormo.telemetry.files import RunFolder
+from tests.report.made_run import BEGIN_UNIX_S, MadeRun, append
+
+
+def test_only_what_was_appended_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    lines = JsonLines(path)
+    assert lines.read() == []
+    append(path, [{"a": 1}, {"a": 2}])
+    first = lines.read()
+    assert first == [{"a": 1}, {"a": 2}]
+    with path.open("ab") as file:
+        file.write(b'{"a": 3}\n{"a":')
+    assert lines.read() == [{"a": 1}, {"a": 2}, {"a": 3}]
+    with path.open("ab") as file:
+        file.write(b" 4}")
+    assert lines.read()[-1] == {"a": 4}, "whole but for its line break"
+    assert len(lines.read()) == 4, "and it is not taken twice"
+    path.write_text('{"b": 1}\n')
+    assert lines.read() == [{"b": 1}], "a file written anew is read anew"
+
+
+def test_a_damaged_line_is_an_error_or_counted(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"a": 1}\nnot json\n{"a": 2}\n')
+    with pytest.raises(StormoError, match="line 2 is not a JSON object"):
+        JsonLines(path).read()
+    lenient = JsonLines(path, strict=False)
+    assert lenient.read() == [{"a": 1}, {"a": 2}]
+    assert lenient.num_damaged == 1
+
+
+def test_running_time_leaves_out_the_pause_between_attempts() -> None:
+    events = [
+        {"event": "run_started", "time_unix_s": 100.0},
+        {"event": "step_done", "time_unix_s": 160.0},
+        {"event": "run_started", "time_unix_s": 1000.0},
+        {"event": "step_done", "time_unix_s": 1010.0},
+    ]
+    node = [{"kind": "start", "time_unix_s": 90.0}, {"kind": "energy", "time_unix_s": 165.0}]
+    clock = make_clock(events, [node])
+    assert clock.total_s == 75.0 + 10.0
+    assert [clock.running_s(time) for time in (0.0, 100.0, 165.0, 500.0, 1000.0, 1010.0, 9e9)] == [
+        *(0.0, 10.0, 75.0, 75.0, 75.0, 85.0, 85.0)
+    ]
+
+
+def test_a_history_holds_what_the_files_say(tmp_path: Path) -> None:
+    made = MadeRun(epochs=4, resumed_after_epoch=2)
+    history = Reader(RunFolder(made.write(tmp_path))).read()
+    assert history.state == "done"
+    assert history.config["optimizer.base_lr"] == "0.01"
+    assert len(history.of("epoch_done")) == 4
+    assert history.epoch_at(40) == 2.0
+    assert history.epoch_at(50) == 2.5
+    assert history.bill is not None
+    # Two GPUs and a CPU: 680 W in training, 380 W else.
+    seconds = [line["phase"] for line in made.node_lines(0) if line["kind"] == "energy"]
+    num_training = seconds.count("training")
+    assert num_training == 40
+    assert history.bill.total_j == pytest.approx(680.0 * num_training + 380.0 * (len(seconds) - num_training))
+
+
+@pytest.mark.parametrize("part", ["nothing", "config"])
+def test_a_run_that_has_not_begun_is_waited_for(tmp_path: Path, part: str) -> None:
+    folder = tmp_path / "new"
+    folder.mkdir()
+    if part == "config":
+        (folder / "config.toml").write_text('task = "x"\n')
+    history = Reader(RunFolder(folder)).read()
+    assert history.state == "waiting"
+    assert history.bill is None
+
+
+def test_a_run_without_a_summary_is_judged_by_its_last_line(tmp_path: Path) -> None:
+    folder = MadeRun(has_ended=False).write(tmp_path)
+    assert Reader(RunFolder(folder)).read().state == "interrupted"  # its last line is of the past
+    append(folder / "nodes" / "0.jsonl", [{"kind": "sample", "time_unix_s": 9e9}])
+    assert Reader(RunFolder(folder)).read().state == "running"
+
+
+def test_the_version_changes_with_the_files(tmp_path: Path) -> None:
+    folder = MadeRun(epochs=1).write(tmp_path)
+    reader = Reader(RunFolder(folder))
+    before = reader.version()
+    assert reader.version() == before
+    append(folder / "nodes" / "0.jsonl", [{"kind": "end", "time_unix_s": BEGIN_UNIX_S}])
+    assert reader.version() != before
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    folder = MadeRun(epochs=1).write(tmp_path)
+    with (folder / "nodes" / "0.jsonl").open("ab") as file:
+        file.write(b'{"kind": "ener\n')
+    assert Reader(RunFolder(folder)).read().notes == ("1 line of nodes/0.jsonl cannot be read and left out",)
+    (folder / "config.toml").write_text("task = ")
+    with pytest.raises(StormoError, match="not valid TOML"):
+        Reader(RunFolder(folder)).read()
+    assert json.loads((folder / "summary.json").read_text())["stopped_by"] == "target"
