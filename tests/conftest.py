@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -45,6 +46,12 @@ def _process_as_before() -> Iterator[None]:
             signal.signal(number, handler)
     if "torch" in sys.modules:
         sys.modules["torch"].set_default_dtype(sys.modules["torch"].float32)
+
+
+def pytest_collection_finish() -> None:
+    """What the modules hold stays for good: a collection, which the search for a batch makes often, passes it over."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -21,12 +21,14 @@ class RankFailedError(Exception):
 
 
 def _serve(connection: Connection) -> None:
+    import gc
     import warnings
 
     import torch
 
     warnings.simplefilter("error")
     torch.set_num_threads(1)
+    gc.freeze()  # what all modules hold is passed over by every later collection
     while True:
         job = connection.recv()
         if job is None:

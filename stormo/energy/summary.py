@@ -44,7 +44,7 @@ def energy_sentence(summary: Mapping[str, Any]) -> str | None:
     total_j = summary["energy_j"]
     if total_j is None:
         reasons = "; ".join(summary["energy_reasons"])
-        return None if reasons == _OFF else f"Energy: not measured. {reasons}."
+        return None if reasons == _OFF else f"Energy: {reasons}."
     wh = total_j * 1e3 / JOULES_PER_KWH
     text = f"Energy: {joules_text(total_j)} = {_rounded(wh)} Wh"
     kinds = summary["energy_kinds_j"]

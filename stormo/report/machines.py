@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stormo.report.history import History, Line
+from stormo.report.history import History, Line, Places
 from stormo.report.panel import Chart, Panel
 from stormo.report.series import Series, gathered, uncrowded
-from stormo.report.training import places
+from stormo.report.training import event_lines
 
 _NO_SAMPLES = "No node wrote samples of this: the run is of an older version, or it has just begun."
 _GIB = 2.0**30
@@ -59,28 +59,20 @@ class _SampledPanel:
     extra: Callable[[Sequence[History]], list[Chart]] | None = None
 
 
-def time_place(history: History, time_unix_s: float) -> dict[str, float]:
-    """Where a time of day lies on the only axis that samples have."""
-    return {"time_s": round(history.clock.running_s(time_unix_s), 2)}
-
-
 def sampled_series(histories: Sequence[History], figure: Sampled) -> list[Series]:
     """One line for each GPU or node of each run."""
     series: list[Series] = []
     for run, history in enumerate(histories):
         is_one_node = len(history.nodes) == 1
-        for node, lines in history.nodes.items():
+        for node, samples in history.samples.items():
             prefix = "" if is_one_node else f"node {node}: "
-            points: dict[str, list[tuple[dict[str, float], Any]]] = {}
-            for line in lines:
-                if line.get("kind") != "sample":
-                    continue
-                at = time_place(history, float(line["time_unix_s"]))
+            points: dict[str, list[tuple[Places, Any]]] = {}
+            for place, sample in samples:
                 if figure.owner == "node":
-                    points.setdefault(f"{prefix}{figure.name}", []).append((at, figure.value(line)))
+                    points.setdefault(f"{prefix}{figure.name}", []).append((place, figure.value(sample)))
                     continue
-                for gpu in line.get("gpus") or ():
-                    points.setdefault(f"{prefix}GPU {gpu.get('index')}", []).append((at, figure.value(gpu)))
+                for gpu in sample.get("gpus") or ():
+                    points.setdefault(f"{prefix}GPU {gpu.get('index')}", []).append((place, figure.value(gpu)))
             for name, found in points.items():
                 series += gathered(run, name, found)
     return series
@@ -90,16 +82,7 @@ _PEAK = Sampled("node", "peak_memory_bytes", _GIB)
 
 
 def _peak_memory(histories: Sequence[History]) -> list[Chart]:
-    series = [
-        line
-        for run, history in enumerate(histories)
-        for line in gathered(
-            run,
-            "worker with the most",
-            ((places(history, event), _PEAK.value(event)) for event in history.of("epoch_done")),
-            mode="points",
-        )
-    ]
+    series = event_lines(histories, "epoch_done", "worker with the most", _PEAK.value, mode="points")
     return [
         Chart(
             id="memory-peak", title="Most memory of a worker", y_title="GiB", series=series, from_zero=True,
@@ -133,13 +116,7 @@ def _sampled_panel(histories: Sequence[History], row: _SampledPanel) -> Panel:
 
 
 def _why_not(histories: Sequence[History], chart: _SampledChart) -> str:
-    samples = [
-        line
-        for history in histories
-        for lines in history.nodes.values()
-        for line in lines
-        if line.get("kind") == "sample"
-    ]
+    samples = [sample for history in histories for node in history.samples.values() for _, sample in node]
     if not samples:
         return _NO_SAMPLES
     if all(figure.owner == "gpus" for figure in chart.figures) and not any(line.get("gpus") for line in samples):

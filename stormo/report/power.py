@@ -11,7 +11,7 @@ from stormo.report.history import History, Line
 from stormo.report.machines import Sampled, sampled_series
 from stormo.report.panel import Chart, Panel, Stack, Table
 from stormo.report.series import Series, gathered, uncrowded
-from stormo.report.training import places
+from stormo.report.training import event_lines
 
 if TYPE_CHECKING:
     from stormo.energy.ledger import Bill
@@ -106,7 +106,8 @@ def power_panel(histories: Sequence[History]) -> Panel:
     for run, history in enumerate(histories):
         power += _power_series(run, history, by_kind=len(histories) == 1)
         energy += gathered(run, "energy", _cumulative(history))
-    power = power or _recorded_power(histories)
+    if not power:  # the node files are gone, or too short
+        power = event_lines(histories, "step_done", "main node", lambda event: event.get("power_w"))
     scale, unit = energy_scale(max((value or 0.0 for line in energy for value in line.y), default=0.0))
     reasons = "; ".join(dict.fromkeys(history.no_bill_reason for history in histories if history.no_bill_reason))
     why = f"There is no measured power: {reasons or 'no counter has been read yet'}."
@@ -153,17 +154,6 @@ def _cumulative(history: History) -> Iterator[tuple[dict[str, float], float]]:
     for position in sorted(joules):
         total_j = math.fsum([total_j, *joules[position]])
         yield {"time_s": round(ends_s[position], 2)}, total_j
-
-
-def _recorded_power(histories: Sequence[History]) -> list[Series]:
-    """The power in the records of the steps, for a run whose node files are gone."""
-    return [
-        line
-        for run, history in enumerate(histories)
-        for line in gathered(
-            run, "main node", ((places(history, event), event.get("power_w")) for event in history.of("step_done"))
-        )
-    ]
 
 
 def ledger_panel(histories: Sequence[History]) -> Panel:

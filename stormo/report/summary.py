@@ -54,8 +54,8 @@ def _accuracy(history: History) -> Figure:
 def _time(history: History) -> Figure:
     trained_s = history.summary.get("train_time_s")
     if trained_s is None:
-        newest = (history.of("step_done") + history.of("epoch_done"))[-1:]
-        trained_s = next((event.get("cumulative_time_s", event.get("train_time_s")) for event in newest), None)
+        times = (event.get("cumulative_time_s", event.get("train_time_s")) for event in reversed(history.current))
+        trained_s = next((time_s for time_s in times if time_s is not None), None)
     whole_s = history.summary.get("wall_time_s", history.clock.total_s)
     target_s = history.summary.get("time_to_target_s")
     words = f"training; {format_duration(whole_s or 0.0)} in all"

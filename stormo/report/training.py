@@ -38,7 +38,9 @@ def event_lines(
 
 def _loss(histories: Sequence[History]) -> Panel:
     series = event_lines(histories, "step_done", "training", lambda event: event.get("loss"))
-    series += event_lines(histories, "epoch_done", "validation", lambda event: _validation(event).get("loss"), mode="points")
+    series += event_lines(
+        histories, "epoch_done", "validation", lambda event: _validation(event).get("loss"), mode="points"
+    )
     chart = Chart(id="loss", title="Loss", y_title="loss", series=series, why_empty=_NO_STEP)
     return Panel(
         id="loss", title="Loss", about="Training loss of each step, validation loss of each epoch.", charts=[chart]
@@ -60,7 +62,7 @@ def _metrics(histories: Sequence[History]) -> Panel:
             id=f"metric-{position}",
             title=f"Validation {name.replace('_', ' ')}",
             y_title=name.replace("_", " "),
-            series=_lines(histories, "epoch_done", "validation", _metric(name), mode="points"),
+            series=event_lines(histories, "epoch_done", "validation", _metric(name), mode="points"),
         )
         for position, name in enumerate(names)
     ]

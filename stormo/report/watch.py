@@ -30,7 +30,7 @@ from stormo.telemetry.files import RunFolder, find_run, to_json
 from stormo.telemetry.text import write_text
 
 _POLL_S = 2.0
-_BUILDS_SHARE = 0.1  # of the time at most is spent on building pages, however long the run has become
+_BUILDS_SHARE = 0.25  # of the time at most is spent on building pages, however long the run has become
 _TOKEN_BYTES = 24
 
 

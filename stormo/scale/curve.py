@@ -100,7 +100,7 @@ def _point(runs: Mapping[int, Measurement], base: Mapping[int, Measurement]) -> 
         time_to_target_s=_some(ones, lambda one: one.time_to_target_s),
         energy_to_target_j=_some(ones, lambda one: one.energy_to_target_j),
         num_reached=sum(one.time_to_target_s is not None for one in ones),
-        split=_split(runs, base, workers, base_workers) if workers != base_workers else None,
+        split=_split(runs, base, 1 - speed_up.value * base_workers / workers) if workers != base_workers else None,
     )
 
 
@@ -114,14 +114,12 @@ def _some(ones: Sequence[Measurement], of: Callable[[Measurement], float | None]
     return estimate(known) if known else None
 
 
-def _pairs(
-    runs: Mapping[int, Measurement], base: Mapping[int, Measurement]
-) -> tuple[list[tuple[Measurement, Measurement]], bool]:
+def _pairs(runs: Mapping[int, Measurement], base: Mapping[int, Measurement]) -> list[tuple[Measurement, Measurement]]:
     """Runs beside those of the base in the same repeat; without any, the first of each, which tell no interval."""
     common = [repeat for repeat in runs if repeat in base]
-    if common:
-        return [(runs[repeat], base[repeat]) for repeat in common], True
-    return [(next(iter(runs.values())), next(iter(base.values())))], False
+    return [(runs[repeat], base[repeat]) for repeat in common] or [
+        (next(iter(runs.values())), next(iter(base.values())))
+    ]
 
 
 def _against(
@@ -129,7 +127,7 @@ def _against(
 ) -> Estimate | None:
     """The ratio to the base, repeat by repeat."""
     ratios = []
-    for one, other in _pairs(runs, base)[0]:
+    for one, other in _pairs(runs, base):
         above, below = of(one), of(other)
         if above is None or below is None or below == 0:
             return None
@@ -137,10 +135,9 @@ def _against(
     return estimate(ratios)
 
 
-def _split(runs: Mapping[int, Measurement], base: Mapping[int, Measurement], workers: int, base_workers: int) -> Split:
+def _split(runs: Mapping[int, Measurement], base: Mapping[int, Measurement], whole: float) -> Split:
     """The loss of efficiency in parts: each is what a worker spent beyond its share of what the base spent."""
-    fewer = base_workers / workers
-    pairs = _pairs(runs, base)[0]
+    pairs = _pairs(runs, base)
 
     def excess(of: Callable[[Measurement], float | None]) -> float | None:
         shares = []
@@ -148,11 +145,9 @@ def _split(runs: Mapping[int, Measurement], base: Mapping[int, Measurement], wor
             spent, before = of(one), of(other)
             if spent is None or before is None:
                 return None
-            shares.append((spent - before * fewer) / one.sample_s)
+            shares.append((spent - before * other.workers / one.workers) / one.sample_s)
         return math.fsum(shares) / len(shares)
 
-    whole = excess(lambda one: one.sample_s)
-    assert whole is not None
     communication = excess(_communication_s)
     waited = excess(lambda one: one.input_s)
     imbalance = excess(_imbalance_s)

@@ -71,9 +71,9 @@ def _one(value: float) -> str:
 def _ranged(one: Estimate | None, show: Callable[[float], str], unit: str = "") -> str:
     if one is None:
         return _MISSING
-    if one.high is None or one.high == one.value == one.low:
+    if one.low is None or one.high is None or one.high == one.low:
         return show(one.value) + unit
-    return f"{show(one.value)} ± {show(one.high - one.value)}{unit}"
+    return f"{show(one.value)} ({show(one.low)} to {show(one.high)}){unit}"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -84,7 +84,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 def _remarks(curve: Curve) -> list[str]:
     """What the figures rest on."""
     repeats = sorted({point.num_repeats for point in curve.points})
-    told = "± is half of the 95 % interval of a mean (Student's t); ratios are taken repeat by repeat."
+    told = "In brackets: 95 % intervals of the means (Student's t); ratios are taken repeat by repeat."
     if repeats == [1]:
         told = "Each number of workers was measured once: there are no intervals; three runs of each would give them."
     elif repeats[0] == 1:

@@ -60,7 +60,7 @@ def _of_epochs(epochs: Sequence[_Event], cell: Cell) -> Measurement:
         samples_per_s=samples / time_s,
         units_per_s=samples / time_s * _units_per_sample(later),
         unit=later[-1].get("unit", "samples"),
-        j_per_sample=math.fsum(known) / samples if len(known) == len(later) else None,
+        j_per_sample=math.fsum(known) / samples if len(known) == len(later) and any(known) else None,
         input_s=None if input_s is None else input_s / samples,
         exposed_min_s=None if least_s is None else least_s / samples,
         exposed_mean_s=None if mean_s is None else mean_s / samples,
@@ -90,7 +90,7 @@ def _of_steps(events: Sequence[_Event], cell: Cell) -> Measurement:
     samples, time_s = newest["samples"] - start["samples"], newest["time_s"] - start["time_s"]
     steps = [event for event in events if event["event"] == "step_done" and event["train_time_s"] > start["time_s"]]
     powers = [step["power_w"] for step in steps if step.get("power_w") is not None]
-    is_powered = bool(powers) and len(powers) == len(steps) and cell.num_nodes == 1
+    is_powered = any(powers) and len(powers) == len(steps) and cell.num_nodes == 1
     waits = [step.get("input_wait_fraction") for step in steps]
     return Measurement(
         mode=cell.mode,

@@ -110,19 +110,18 @@ def draw(path: Path, answers: Sequence[Answer]) -> None:
             speed.plot(list(counts), fitted, color=colour, linestyle=":", label=f"{curve.mode}, model")
     base = min(curve.base.workers for curve, _ in answers)
     speed.plot([base, most], [1, most / base], color="0.5", linewidth=1, label="ideal")
-    speed.set(title="speed-up", xlabel="workers", ylim=(0, None))
+    speed.set(title="speed-up", xlabel="workers")
     efficiency.axhline(100, color="0.5", linewidth=1)
-    efficiency.set(title="efficiency (%)", xlabel="workers", ylim=(0, None))
-    energy.set(title=f"energy (J for a {answers[0][0].energy_per})", xlabel="workers")
-    if energy.has_data():
-        energy.set_ylim(0, None)
-    else:
+    efficiency.set(title="efficiency (%)", xlabel="workers")
+    energy.set(title=f"energy (J/{answers[0][0].energy_per})", xlabel="workers")
+    drawn = [speed, efficiency, *([energy] if energy.has_data() else [])]
+    if energy not in drawn:
         energy.text(0.5, 0.5, "not measured", ha="center", transform=energy.transAxes)
         energy.set(xticks=[], yticks=[])
     _draw_losses(losses, [curve for curve, _ in answers])
     ticks = sorted({point.workers for curve, _ in answers for point in curve.points})
-    for axes in (speed, efficiency, *((energy,) if energy.has_data() and energy.lines else ())):
-        axes.set_xticks(ticks)
+    for axes in drawn:
+        axes.set(xticks=ticks, ylim=(0, 1.1 * axes.dataLim.y1))
         axes.grid(alpha=0.3)
     speed.legend()
     figure.savefig(path, dpi=120)
@@ -133,9 +132,10 @@ def _plot(axes: Any, curve: Curve, name: str, factor: float = 1.0, **style: str)
     if not known:
         return
     values = [factor * one.value for _, one in known]
-    errors = [factor * (one.high - one.value) if one.high is not None else 0.0 for _, one in known]
+    above = [0.0 if one.high is None else factor * (one.high - one.value) for _, one in known]
+    below = [0.0 if one.low is None else factor * (one.value - one.low) for _, one in known]
     workers = [point.workers for point, _ in known]
-    axes.errorbar(workers, values, yerr=errors if any(errors) else None, capsize=4, label=curve.mode, **style)
+    axes.errorbar(workers, values, yerr=[below, above] if any(above) else None, capsize=4, label=curve.mode, **style)
 
 
 def _draw_losses(axes: Any, curves: Sequence[Curve]) -> None:
@@ -158,4 +158,5 @@ def _draw_losses(axes: Any, curves: Sequence[Curve]) -> None:
         below = [low + min(part, 0.0) for part, low in zip(parts, below, strict=True)]
     axes.axhline(0, color="0.3", linewidth=1)
     axes.set_xticks(range(len(bars)), [label for label, _ in bars])
+    axes.set_xlim(-1, len(bars))
     axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=2)

@@ -87,7 +87,7 @@ def _efficiency(curve: Curve, fit: Fit | str) -> list[str]:
     if low:
         sentences.append(
             f"Efficiency is under 50 % from {counted(low[0].workers, 'worker')} on "
-            f"({100 * low[0].efficiency.value:.0f} %, measured)."
+            f"({figure(100 * low[0].efficiency.value)} %, {_known(low[0].efficiency.times(100.0))})."
         )
     if any(point.efficiency.value > _TOO_GOOD for point in curve.points):
         return sentences
@@ -139,7 +139,7 @@ def _energy(curve: Curve) -> list[str]:
     if high < 1:
         return [f"They pay for energy too: {_cost(curve, best)}; of all measured that is the least."]
     if low <= 1:
-        why = "measured once, it is the same" if best.energy_ratio.low is None else "the interval holds no change"
+        why = "measured once, it is the same" if best.energy_ratio.low is None else "the interval holds 0"
         return [f"Whether they pay for energy cannot be told: {_cost(curve, best)}, and {why}."]
     return [f"For energy they do not pay: {_cost(curve, best)}; it is least with {counted(base.workers, 'worker')}."]
 

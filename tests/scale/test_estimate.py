@@ -21,14 +21,13 @@ def test_one_measurement_has_no_interval() -> None:
 
 
 def test_interval_by_hand() -> None:
-    found = estimate([1.0, 2.0, 3.0])  # standard deviation 1, of the mean 1 / sqrt(3)
-    assert found.value == 2.0
-    assert found.low == pytest.approx(2 - 4.3027 / 3**0.5)
-    assert found.high == pytest.approx(2 + 4.3027 / 3**0.5)
+    found = estimate([1.0, 2.0, 4.0])  # logarithms to base 2: 0, 1, 2, of standard deviation 1
+    half = 4.3027 / 3**0.5
+    assert (found.value, found.low, found.high) == pytest.approx((2.0, 2 ** (1 - half), 2 ** (1 + half)))
 
 
 def test_interval_covers_the_truth_about_95_times_in_100() -> None:
     generator = np.random.default_rng(1)
-    found = [estimate(list(generator.normal(7.0, 2.0, size=4))) for _ in range(2000)]
+    found = [estimate(list(7.0 * np.exp(generator.normal(0.0, 0.3, size=4)))) for _ in range(2000)]
     covered = sum(one.low <= 7.0 <= one.high for one in found if one.low is not None and one.high is not None)
     assert 0.93 < covered / 2000 < 0.97

@@ -60,10 +60,10 @@ def test_a_study_prints_and_writes_everything(folder: Path, capsys: pytest.Captu
     out = capsys.readouterr().out
     assert "Strong scaling" in out
     assert "Weak scaling" in out
-    assert "1.82 ± 0.00" in out  # 2 / 1.1
+    assert "  1.82 " in out  # 2 / 1.1
     assert "more workers pay for time: 4 workers train 3.08 times as fast as 1 worker" in out
     assert "Energy was not measured (the runs recorded none)" in out
-    assert out.isascii() is False  # ±
+    assert out.isascii()  # a pipe: bars of plain signs
     rows = list(csv.DictReader((folder / "scale.csv").read_text(encoding="utf-8").splitlines()))
     assert [(row["mode"], row["workers"]) for row in rows[:3]] == [("strong", "1"), ("strong", "2"), ("strong", "4")]
     assert float(rows[1]["speed_up"]) == pytest.approx(2 / 1.1)

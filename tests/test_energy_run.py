@@ -1,0 +1,99 @@
+"""The bill of real runs whose hardware is a recording: one owner a node, attempts and lost work, to the joule."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stormo.cli import main
+from stormo.energy import read_bill
+from stormo.telemetry.files import read_events
+from tests.test_train import checkpoints, here, in_ranks, summary
+
+GPU_W, CPU_W, WRAPS_AT_J = 400.0, 90.0, 1000.0
+SOURCES = [
+    {"id": "GPU-a", "kind": "gpu", "name": "a GPU", "method": "counter", "resolution_j": 0.001, "interval_s": 0.1},
+    {"id": "cpu", "kind": "cpu", "name": "a CPU", "method": "counter", "resolution_j": 1e-6, "interval_s": 0.001}
+    | {"wraps_at_j": WRAPS_AT_J},
+]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    """A recording of constant power, whose CPU counter goes round every eleven seconds."""
+    path = tmp_path / "trace.jsonl"
+    lines: list[dict[str, Any]] = [{"sources": SOURCES, "origin_unix_s": time.time()}]
+    lines += [{"time_s": t, "raw": {"GPU-a": GPU_W * t, "cpu": CPU_W * t % WRAPS_AT_J}} for t in range(3600)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return str(path)
+
+
+def test_two_workers_and_two_attempts_have_one_bill(
+    tmp_path: Path, trace: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ["--run-name", "one", "--grid-intensity", "360", "--energy-price", "3.6"]
+    done = in_ranks(tmp_path, *flags, STORMO_ENERGY_TRACE=trace)
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "runs" / "one"
+    first = summary(run)
+    _assert_is_whole(run, first)
+    assert first["energy_parts_j"]["recomputed"] == 0
+    epochs = [event for event in read_events(run / "events.jsonl") if event["event"] == "epoch_done"]
+    assert all(epoch["power_w"] == pytest.approx(GPU_W + CPU_W, rel=0.2) for epoch in epochs)
+    assert 0 < sum(epoch["energy_j"] for epoch in epochs) < first["energy_j"]
+    for worker in epochs[-1]["workers"]:
+        assert 0 <= worker["input_wait_s"] + worker["exposed_s"] <= worker["train_time_s"]
+    assert [(worker["rank"], worker["node"]) for worker in epochs[-1]["workers"]] == [(0, 0), (1, 0)]
+
+    # On from the checkpoint before the last: what came after it was done again.
+    older = checkpoints(run)[-2]
+    again = in_ranks(tmp_path, "--resume", str(run / "checkpoints" / older), STORMO_ENERGY_TRACE=trace)
+    assert again.returncode == 0, again.stderr
+    second = summary(run)
+    _assert_is_whole(run, second)
+    assert second["energy_j"] > first["energy_j"]
+    assert second["energy_parts_j"]["recomputed"] > 0
+    bill = read_bill(run)
+    assert [attempt.resumed_at_step for attempt in bill.attempts] == [None, int(older.removeprefix("step-"))]
+    sentence = next(line for line in again.stdout.splitlines() if line.startswith("Energy: "))
+    assert "recomputed" in sentence
+    assert f"{second['co2e_g']:.3g} g CO2e, " in sentence
+
+    monkeypatch.chdir(tmp_path)
+    assert main(["show", "one"]) == 0
+    shown = capsys.readouterr().out
+    assert "recomputed" in shown
+    assert "replayed from" in shown
+
+
+def test_without_measuring_nothing_is_written_or_said(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert here("--run-name", "one", "--epochs", "1", "--no-energy") == 0
+    run = tmp_path / "runs" / "one"
+    assert not (run / "nodes").exists()
+    assert summary(run)["energy_j"] is None
+    assert summary(run)["energy_reasons"] == ["measuring was turned off (--no-energy)"]
+    assert "Energy" not in capfd.readouterr().out
+
+
+def _assert_is_whole(run: Path, ended: dict[str, Any]) -> None:
+    """The parts are the whole, and the whole is what the recording holds between the first and the last line."""
+    assert math.fsum(ended["energy_parts_j"].values()) == ended["energy_j"]
+    assert [path.name for path in (run / "nodes").iterdir()] == ["0.jsonl"]
+    lines = [json.loads(line) for line in (run / "nodes" / "0.jsonl").read_text().splitlines()]
+    starts = [line["time_unix_s"] for line in lines if line["kind"] == "start"]
+    ends = [line["time_unix_s"] for line in lines if line["kind"] == "end"]
+    seconds = sum(end - start for start, end in zip(starts, ends, strict=True))
+    assert ended["energy_j"] == pytest.approx((GPU_W + CPU_W) * seconds, abs=25)  # 50 ms of a busy machine
+    assert ended["energy_kinds_j"]["gpu"] / ended["energy_kinds_j"]["cpu"] == pytest.approx(GPU_W / CPU_W, rel=0.05)
+    assert ended["energy_wh"] == pytest.approx(ended["energy_j"] / 3600)
+    assert ended["co2e_g"] == pytest.approx(ended["energy_j"] / 3.6e6 * 360)
+    assert ended["energy_cost"] == pytest.approx(ended["energy_j"] / 3.6e6 * 3.6)
+    assert ended["energy_j_per_sample"] == pytest.approx(ended["energy_j"] / ended["samples_seen"])
