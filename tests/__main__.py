@@ -15,7 +15,7 @@ from contextlib import ExitStack
 
 BESIDE = (
     ("tests/launch", "tests/system"),
-    ("tests/benchmarks", "tests/docs", "tests/test_run.py", "tests/test_train.py"),
+    ("tests/benchmarks", "tests/docs", "tests/layers", "tests/test_run.py", "tests/test_train.py"),
 )
 
 

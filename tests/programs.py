@@ -15,15 +15,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-CONTEXT = multiprocessing.get_context("forkserver")
 # The compiler too, which DDP and the optimizers of torch import.
-CONTEXT.set_forkserver_preload(
-    ["torch", "torch._dynamo", "stormo.data.loaders", "stormo.strategies.table", "stormo.world.world", "stormo.worker"]
-)
+_PRELOAD = ["torch", "torch._dynamo", "stormo.data.loaders", "stormo.worker"]
 _FOREIGN = ("SLURM_", "OMPI_", "PMI", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC", "STORMO_", "TINY_")
 
 
@@ -46,8 +43,7 @@ class Program:
         for rank in range(num_workers):
             told = kept | _place(rank, num_workers, port) | environ
             arguments = (self._words, str(folder), told, self._path("out", rank), self._path("err", rank))
-            self._processes.append(CONTEXT.Process(target=_become, args=arguments))
-            self._processes[-1].start()
+            self._processes.append(fork(_become, arguments))
 
     def wait(self, timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:
         """How it ended: the exit code of the first rank that failed, and what all have written, rank by rank."""
@@ -82,6 +78,15 @@ class Program:
 def run(words: Sequence[str], folder: Path, num_workers: int = 1, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run a program to its end; see `Program`."""
     return Program(words, folder, num_workers, **environ).wait()
+
+
+def fork(function: Callable[..., None], arguments: tuple[Any, ...], *, is_daemon: bool = False) -> Any:
+    """A process that calls a function of a module; the server is started with the first one."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)  # here, as the loaders of the product say what they need there
+    process = context.Process(target=function, args=arguments, daemon=is_daemon)
+    process.start()
+    return process
 
 
 def free_port() -> int:

@@ -6,12 +6,13 @@ process group, and returns their results in the order of ranks. The function mus
 
 from __future__ import annotations
 
+import multiprocessing
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tests.programs import CONTEXT, free_port
+from tests.programs import fork, free_port
 
 MAX_RANKS = 4
 
@@ -77,10 +78,8 @@ class Pool:
     def run(self, function: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
         """Call the function in `size` ranks; raise the first rank's error, if any, with its traceback."""
         while len(self._members) < size:
-            ours, theirs = CONTEXT.Pipe()
-            process = CONTEXT.Process(target=_serve, args=(theirs,), daemon=True)
-            process.start()
-            self._members.append((process, ours))
+            ours, theirs = multiprocessing.Pipe()
+            self._members.append((fork(_serve, (theirs,), is_daemon=True), ours))
         port = free_port()
         for rank in range(size):
             self._members[rank][1].send((rank, size, port, function, arguments))

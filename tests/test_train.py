@@ -135,9 +135,10 @@ def test_standard_output_on_a_pipe_is_the_plan_and_one_fixed_line_for_each_epoch
     lines = whole[1].stdout.splitlines()
     assert lines[0].startswith("workers        2 = 1 node × 2 CPU processes (as set; ")
     assert lines[2] == "global batch   128 = 64 per worker × 2 workers × 1 accumulation"
-    epochs = [_EPOCH_LINE.fullmatch(line) for line in lines[-2:]]
+    epochs = [_EPOCH_LINE.fullmatch(line) for line in lines[-3:-1]]
     assert [match and match[1] for match in epochs] == ["1", "2"]
-    assert lines[:-2] == read_events(whole[0] / "events.jsonl")[0]["explanation"]
+    assert lines[-1].startswith("Energy: ")
+    assert lines[:-3] == read_events(whole[0] / "events.jsonl")[0]["explanation"]
 
 
 def test_the_run_folder_holds_what_happened(whole: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
@@ -183,7 +184,7 @@ def test_early_stopping_says_so_and_a_name_is_taken_only_once(tmp_path: Path) ->
     arguments = ["--run-name", "alone", "--target-accuracy", "0", "--patience", "1"]
     done = in_ranks(tmp_path, *arguments, num_workers=1)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[-1] == "Early stopping after epoch 1"
+    assert done.stdout.splitlines()[-2] == "Early stopping after epoch 1"
     result = summary(tmp_path / "runs" / "alone")
     assert (result["stopped_by"], result["epochs_run"]) == ("target", 1)
     assert result["time_to_target_s"] == result["train_time_s"]

@@ -76,10 +76,15 @@ def _happenings(run: int, history: History) -> Iterator[dict[str, Any]]:
 
 
 def _panel(panel: Panel) -> dict[str, Any]:
+    charts = [_chart(chart) for chart in panel.charts]
+    reasons = {chart["why_empty"] for chart in charts}
+    # Where all figures lack for one reason, it is said once.
+    is_empty = len(charts) > 1 and len(reasons) == 1 and "" not in reasons
     return {
-        **{key: getattr(panel, key) for key in ("id", "title", "about", "why_empty")},
+        **{key: getattr(panel, key) for key in ("id", "title", "about")},
+        "why_empty": reasons.pop() if is_empty else panel.why_empty,
         "notes": list(panel.notes),
-        "charts": [_chart(chart) for chart in panel.charts],
+        "charts": [] if is_empty else charts,
         "stacks": [asdict(stack) for stack in panel.stacks],
         "tables": [asdict(table) for table in panel.tables],
     }

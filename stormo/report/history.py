@@ -112,7 +112,7 @@ class Reader:
     def __init__(self, folder: RunFolder, label: str | None = None) -> None:
         self.folder = folder
         self._label = label or folder.name
-        self._events = JsonLines(folder.events)
+        self._events = JsonLines(folder.events, keys=("event", "time_unix_s"))
         self._nodes: dict[str, JsonLines] = {}
 
     def version(self) -> str:
@@ -146,7 +146,7 @@ class Reader:
 
     def _read_nodes(self) -> Iterator[tuple[str, list[Line]]]:
         for file in _node_files(self.folder):
-            lines = self._nodes.setdefault(file.stem, JsonLines(file, strict=False))  # a kill may cut a line in two
+            lines = self._nodes.setdefault(file.stem, JsonLines(file, keys=("kind", "time_unix_s"), strict=False))
             yield file.stem, list(lines.read())
 
     def _notes(self) -> Iterator[str]:

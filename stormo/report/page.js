@@ -76,9 +76,9 @@ async function savePicture(entry) {
   const figure = FIGURES[entry.kind](entry.content, { hidden: entry.hidden, paper: "#ffffff", top: 54 });
   figure.layout.title = { text: escaped(entry.content.title), font: { size: 16 }, x: 0.01, xanchor: "left" };
   figure.layout.showlegend = figure.data.length > 1;
-  figure.layout.legend = { orientation: "h", y: -0.25 };
-  figure.layout.margin = { l: 60, r: 24, t: 54, b: 60 };
-  const address = await Plotly.toImage(figure, { format: "png", width: 1000, height: 560, scale: 2 });
+  figure.layout.legend = { orientation: "h", yref: "container", y: 0.01, yanchor: "bottom", traceorder: "normal" };
+  figure.layout.margin = { l: 60, r: 24, t: 54, b: 110 };
+  const address = await Plotly.toImage(figure, { format: "png", width: 1000, height: entry.kind === "stack" ? 240 + 60 * entry.content.bars.length : 560, scale: 2 });
   save(`${entry.content.id}.png`, address);
   return address;
 }
@@ -105,11 +105,13 @@ function summary() {
 function panelNode(panel, isWide) {
   const strips = panel.id === "timeline" && doc.happenings.length ? [{ id: "timeline", title: "Timeline" }] : [];
   const all = [...panel.stacks.map((one) => figureNode("stack", one, panel)), ...panel.charts.map((one) => figureNode("chart", one, panel)), ...strips.map((one) => figureNode("strip", one, panel))];
+  const drawn = all.filter((figure) => !figure.classList.contains("absent"));
   return el("section", { id: panel.id, class: isWide ? "panel wide" : "panel", "aria-labelledby": `${panel.id}-heading` },
     el("h2", { id: `${panel.id}-heading`, text: panel.title }),
     panel.about ? el("p", { class: "about", text: panel.about }) : null,
     panel.why_empty ? el("p", { class: "why", text: panel.why_empty }) : null,
-    all.length ? el("div", { class: "figures" }, ...all) : null,
+    drawn.length ? el("div", { class: "figures" }, ...drawn) : null,
+    ...all.filter((figure) => !drawn.includes(figure)),
     ...panel.tables.map((table) => tableNode(table, panel)),
     panel.notes.length ? el("ul", { class: "notes" }, ...panel.notes.map((text) => el("li", { text }))) : null);
 }
@@ -172,8 +174,8 @@ document.querySelectorAll("input[name=axis]").forEach((input) => input.addEventL
   redraw();
 }));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => show(true));
-addEventListener("beforeprint", () => { isPrinting = true; redraw(); });
-addEventListener("afterprint", () => { isPrinting = false; redraw(); });
+addEventListener("beforeprint", () => { isPrinting = true; show(true); });
+addEventListener("afterprint", () => { isPrinting = false; show(true); });
 
 // ---- live -------------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from stormo.energy.ledger import Bill
 
 _MOST_BINS = 20_000
+_LEAST_MEASURED = 0.2  # share of a bin; from less no power can be told
 _KINDS = {"gpu": "GPUs", "cpu": "CPUs", "dram": "memory (DRAM)"}
 _PARTS = {
     "training": "useful training",
@@ -37,25 +38,27 @@ def energy_scale(most_j: float) -> tuple[float, str]:
     return 1.0, "J"
 
 
-def _bins(history: History, lines: Sequence[Line]) -> dict[str, dict[int, float]]:
-    """Joules of each kind of part of one node by stretch of running time, as its counters tell."""
+def _bins(history: History, lines: Sequence[Line]) -> tuple[dict[str, dict[int, float]], dict[int, float]]:
+    """Joules of each kind of part of one node by bin of running time, and the share of each bin that was measured."""
     bin_s = _bin_s(history)
     joules: dict[str, dict[int, float]] = {}
+    measured: dict[int, float] = {}
     kinds: dict[str, str] = {}
     before: Line = {}
-    begin_s = 0.0
+    begin = 0.0
     for line in lines:
         if line.get("kind") == "start":
             kinds = {source["id"]: source["kind"] for source in line.get("sources") or ()}
-            before, begin_s = {}, history.clock.running_s(float(line["time_unix_s"]))
+            before, begin = {}, history.clock.running_s(float(line["time_unix_s"])) / bin_s
         elif line.get("kind") == "energy" and isinstance(line.get("joules"), dict):
-            end_s = history.clock.running_s(float(line["time_unix_s"]))
+            end = history.clock.running_s(float(line["time_unix_s"])) / bin_s
             for source, value in line["joules"].items():
                 if value is not None:
                     found = joules.setdefault(kinds.get(source, "other"), {})
-                    _spread(found, float(value) - float(before.get(source) or 0.0), begin_s / bin_s, end_s / bin_s)
-            before, begin_s = line["joules"], end_s
-    return joules
+                    _spread(found, float(value) - float(before.get(source) or 0.0), begin, end)
+            _spread(measured, end - begin, begin, end)
+            before, begin = line["joules"], end
+    return joules, measured
 
 
 def _bin_s(history: History) -> float:
@@ -77,23 +80,25 @@ def _power_series(run: int, history: History, *, by_kind: bool) -> list[Series]:
     """The power of all nodes: of each kind of part, or of all of them together."""
     bin_s = _bin_s(history)
     joules: dict[str, dict[int, float]] = {}
+    measured: dict[int, float] = {}
     for lines in history.nodes.values():
-        for kind, bins in _bins(history, lines).items():
+        by_node, measured_there = _bins(history, lines)
+        for position, share in measured_there.items():
+            measured[position] = max(share, measured.get(position, 0.0))
+        for kind, bins in by_node.items():
             into = joules.setdefault(_KINDS.get(kind, kind) if by_kind else "all nodes", {})
             for position, value in bins.items():
                 into[position] = into.get(position, 0.0) + value
-    ends = [max(bins) for bins in joules.values() if len(bins) > 1]
     return [
         line
         for name in sorted(joules)
-        # The last bin has only begun, and would look like a fall.
         for line in gathered(
             run,
             name,
             (
-                ({"time_s": round((position + 1) * bin_s, 2)}, value / bin_s)
+                ({"time_s": round((position + 1) * bin_s, 2)}, value / bin_s / measured[position])
                 for position, value in sorted(joules[name].items())
-                if position not in ends
+                if measured[position] > _LEAST_MEASURED
             ),
         )
     ]

@@ -45,7 +45,7 @@ def _accuracy(history: History) -> Figure:
     best = history.summary.get("best_validation_accuracy")
     words = [] if best is None else [f"best {100 * best:.2f} %"]
     if accuracy is None:
-        return (MISSING if loss is None else format_figure(loss)), "validation loss"
+        return (MISSING, "no validation yet") if loss is None else (format_figure(loss), "validation loss")
     return f"{100 * accuracy:.2f} %", ", ".join(
         [*words, *([f"loss {format_figure(loss)}"] if loss is not None else [])]
     )
@@ -90,7 +90,7 @@ def format_energy(joules: float) -> str:
 def _energy(history: History) -> Figure:
     joules = _energy_j(history)
     if joules is None:
-        return MISSING, history.no_bill_reason or "energy was not measured"
+        return MISSING, "not measured; the ledger says why"
     error_j = None if history.bill is None else history.bill.total_error_j
     words = f"{joules / 3600:.4g} Wh" + (f" ± {format_energy(error_j)}" if error_j is not None else "")
     return format_energy(joules), words

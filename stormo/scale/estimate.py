@@ -13,6 +13,7 @@ from dataclasses import dataclass
 # Two-sided 95 % quantiles of Student's t for 1 to 9 degrees of freedom; beyond, the expansion below is exact enough.
 _T95 = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622)
 _Z95 = 1.959964
+_WIDE = 100.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,11 @@ class Estimate:
     value: float
     low: float | None = None
     high: float | None = None
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether the runs scatter so much that their interval says nothing."""
+        return self.low is not None and self.high is not None and self.high > _WIDE * self.low
 
     def times(self, factor: float) -> Estimate:
         """The same figure in another unit; the factor is above 0."""

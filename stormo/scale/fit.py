@@ -88,18 +88,17 @@ def fit_model(measurements: Sequence[Measurement], mode: str) -> Fit | str:
     distinct = sorted({one.workers for one in measurements})
     if len(distinct) < 2:
         return "one number of workers says nothing about another"
+    means_s = _mean_step_s(measurements, mode)
     rows, targets, weights = [], [], []
     for one in measurements:
-        batch = _batch(one, mode)
-        step_s = batch * one.sample_s
-        terms = TERMS[mode](one.workers)
+        batch, terms = _batch(one, mode), TERMS[mode](one.workers)
         rows.append(terms)
-        targets.append(step_s)
-        weights.append(1.0 / step_s)
+        targets.append(batch * one.sample_s)
+        weights.append(1.0 / means_s[one.workers])
         if one.workers > 1 and one.exposed_min_s is not None:  # communication itself was measured
             rows.append((0.0, 0.0, terms[2]))
             targets.append(batch * one.exposed_min_s)
-            weights.append(1.0 / step_s)
+            weights.append(1.0 / means_s[one.workers])
     design = np.array(rows) * np.array(weights)[:, None]
     target = np.array(targets) * np.array(weights)
     note, columns = "", [0, 1, 2]
@@ -174,19 +173,25 @@ def _draws(design: _Array, target: _Array, coefficients: _Array, columns: Sequen
 
     used = design[:, columns]
     residual = used @ coefficients[columns] - target
-    covariance = np.linalg.inv(used.T @ used) * float(residual @ residual) / degrees
+    spread = math.sqrt(float(residual @ residual) / degrees)
     generator = np.random.default_rng(0)  # the same answer for the same measurements
-    normal = generator.multivariate_normal(np.zeros(len(columns)), covariance, size=_NUM_DRAWS, method="eigh")
+    # Cholesky's factor is unique, so that every machine draws the same.
+    factor = np.linalg.cholesky(np.linalg.inv(used.T @ used)) * spread
+    normal = generator.standard_normal((_NUM_DRAWS, len(columns))) @ factor.T
     scale = np.sqrt(degrees / generator.chisquare(degrees, size=(_NUM_DRAWS, 1)))
     drawn = np.zeros((_NUM_DRAWS, 3))
     drawn[:, columns] = np.maximum(coefficients[columns] + normal * scale, 0.0)
     return drawn[drawn[:, 0] + drawn[:, 1] > 0]
 
 
+def _mean_step_s(measurements: Sequence[Measurement], mode: str) -> dict[int, float]:
+    """The mean time of a step, by number of workers."""
+    times: dict[int, list[float]] = {}
+    for one in measurements:
+        times.setdefault(one.workers, []).append(_batch(one, mode) * one.sample_s)
+    return {workers: math.fsum(found) / len(found) for workers, found in times.items()}
+
+
 def _misfit(mode: str, measurements: Sequence[Measurement], coefficients: _Array) -> float:
-    worst = 0.0
-    for workers in {one.workers for one in measurements}:
-        times = [_batch(one, mode) * one.sample_s for one in measurements if one.workers == workers]
-        predicted = float(coefficients @ TERMS[mode](workers))
-        worst = max(worst, abs(predicted / (sum(times) / len(times)) - 1.0))
-    return worst
+    means_s = _mean_step_s(measurements, mode).items()
+    return max(abs(float(coefficients @ TERMS[mode](workers)) / mean_s - 1.0) for workers, mean_s in means_s)

@@ -73,6 +73,8 @@ def _ranged(one: Estimate | None, show: Callable[[float], str], unit: str = "") 
         return _MISSING
     if one.low is None or one.high is None or one.high == one.low:
         return show(one.value) + unit
+    if one.is_wide:
+        return f"{show(one.value)} (scatters){unit}"
     return f"{show(one.value)} ({show(one.low)} to {show(one.high)}){unit}"
 
 

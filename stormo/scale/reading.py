@@ -111,12 +111,13 @@ def _units_per_sample(events: Sequence[_Event]) -> float:
 
 
 def _warm(events: Sequence[_Event]) -> dict[str, Any] | None:
-    """Where the measured part begins: the end of the first epoch or, before that, the first seconds of steps."""
+    """Where the measured part begins: after the first seconds of steps, or after the first epoch if that is sooner."""
     for event in events:
         if event["event"] == "epoch_done":
             return _moment(event, "cumulative_time_s")
-    warm = (event for event in events if event["event"] == "step_done" and event["train_time_s"] >= WARMUP_S)
-    return next((_moment(event, "train_time_s") for event in warm), None)
+        if event["event"] == "step_done" and event["train_time_s"] >= WARMUP_S:
+            return _moment(event, "train_time_s")
+    return None
 
 
 def _newest(events: Sequence[_Event]) -> dict[str, Any] | None:

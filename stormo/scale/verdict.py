@@ -44,6 +44,8 @@ def _interval(one: Estimate) -> str:
 
 
 def _known(one: Estimate) -> str:
+    if one.is_wide:
+        return "its runs scatter too widely for an interval"
     return "measured once, so without an interval" if one.low is None else _interval(one)
 
 
@@ -58,10 +60,10 @@ def _time(curve: Curve) -> list[str]:
         others = " and every other number that was measured is slower still" if len(more) > 1 else ""
         return [f"{where} more workers do not pay for time: {told} ({_known(best.speed_up)}){others}."]
     if sure_low <= 1:
-        return [
-            f"{where} it cannot be told whether more workers pay for time: {told}, and the {_interval(best.speed_up)} "
-            "holds 1; more repeats would narrow it."
-        ]
+        why = f"the {_interval(best.speed_up)} holds 1; more repeats would narrow it"
+        if best.speed_up.is_wide:
+            why = "the runs scatter too widely to tell more; more repeats, or a quieter machine, would"
+        return [f"{where} it cannot be told whether more workers pay for time: {told}, and {why}."]
     share = f"each of them put to {100 * best.efficiency.value:.0f} % use"
     sentences = [f"{where} more workers pay for time: {told} ({_known(best.speed_up)}), {share}."]
     too_good = max(more, key=lambda point: point.efficiency.value)
@@ -82,7 +84,7 @@ def _time(curve: Curve) -> list[str]:
 
 def _efficiency(curve: Curve, fit: Fit | str) -> list[str]:
     """Where efficiency falls under one half, and how far the curve can be drawn out."""
-    low = [point for point in curve.points if point.efficiency.value < _HALF]
+    low = [point for point in curve.points if point.efficiency.value < _HALF and not point.efficiency.is_wide]
     sentences = []
     if low:
         sentences.append(
@@ -139,8 +141,10 @@ def _energy(curve: Curve) -> list[str]:
     if high < 1:
         return [f"They pay for energy too: {_cost(curve, best)}; of all measured that is the least."]
     if low <= 1:
-        why = "measured once, it is the same" if best.energy_ratio.low is None else "the interval holds 0"
-        return [f"Whether they pay for energy cannot be told: {_cost(curve, best)}, and {why}."]
+        why = ", and the interval holds 0"
+        if best.energy_ratio.is_wide or best.energy_ratio.low is None:
+            why = ""
+        return [f"Whether they pay for energy cannot be told: {_cost(curve, best)}{why}."]
     return [f"For energy they do not pay: {_cost(curve, best)}; it is least with {counted(base.workers, 'worker')}."]
 
 
@@ -150,8 +154,8 @@ def _cost(curve: Curve, point: Point) -> str:
     assert base.j_per_sample is not None
     assert point.j_per_sample is not None
     assert ratio is not None
-    sure = "measured once"
-    if ratio.low is not None and ratio.high is not None:
+    sure = "its runs scatter too widely for an interval" if ratio.is_wide else "measured once"
+    if ratio.low is not None and ratio.high is not None and not ratio.is_wide:
         sure = f"95 % interval {100 * (ratio.low - 1):+.1f} to {100 * (ratio.high - 1):+.1f} %"
     return (
         f"{'an' if curve.energy_per[0] in 'aeiou' else 'a'} {curve.energy_per} takes "

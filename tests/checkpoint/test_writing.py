@@ -8,7 +8,6 @@ import os
 import re
 import resource
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 
-import stormo
 from stormo.checkpoint import (
     CheckpointWriteError,
     Saved,
@@ -31,6 +29,7 @@ from stormo.checkpoint import (
     writing,
 )
 from stormo.errors import SettingError
+from tests import programs
 
 Make = Callable[[int], Snapshot]
 Same = Callable[[Snapshot, Snapshot], None]
@@ -55,15 +54,7 @@ def hidden(folder: Path) -> list[str]:
 
 
 def run_script(*arguments: str) -> int:
-    environment = {**os.environ, "PYTHONPATH": str(Path(stormo.__file__).parents[1])}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments],
-        env=environment,
-        capture_output=True,
-        check=False,
-        text=True,
-        timeout=300,
-    )
+    done = programs.run([str(SCRIPT), *arguments], SCRIPT.parent)
     assert done.returncode == 0, done.stderr
     return int(done.stdout)
 

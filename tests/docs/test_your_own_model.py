@@ -38,7 +38,8 @@ def test_command_prints_what_the_page_says(command: str, expected: list[str], tm
         (tmp_path / name).write_text(text, encoding="utf-8")
     done = _start(command.split(), tmp_path)
     assert done.returncode == 0, done.stderr
-    printed = [line for line in done.stdout.splitlines() if not line.startswith("Energy: ")]  # the machine's, or why not
+    # What the machine took, or why it is not known, is not on the page.
+    printed = [line for line in done.stdout.splitlines() if not line.startswith("Energy: ")]
     assert matches(printed, expected), done.stdout
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,21 +16,12 @@ from stormo.layers.sync_batch_norm import SyncNorm
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
-needs_triton = pytest.mark.skipif(not _HAS_TRITON, reason="the package triton is not installed")
-interpreted = pytest.mark.skipif(
-    not (_HAS_TRITON and _INTERPRETED), reason="runs inside test_kernels_are_right_in_the_interpreter"
-)
+interpreted = pytest.mark.skipif(not (_HAS_TRITON and _INTERPRETED), reason="runs inside test_interpreter.py")
 needs_cuda = pytest.mark.skipif(
     not (_HAS_TRITON and torch.cuda.is_available()), reason="needs a CUDA device and the package triton"
 )
 LEAVES = ("x", "residual", "residual_bias", "weight", "bias")
 SETTINGS: dict[str, Any] = {"momentum": 0.2, "eps": 1e-5, "activation": True, "dropout": 0.0, "training": True}
-
-
-@needs_triton
-@pytest.mark.skipif(_INTERPRETED, reason="this is the interpreter's own process")
-def test_kernels_are_right_in_the_interpreter(run_interpreted: Callable[[str], None]) -> None:
-    run_interpreted(__file__)
 
 
 def _case(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu", offset: float = 1.0) -> dict[str, Tensor]:
@@ -151,31 +141,29 @@ def test_interpreted_frozen_residual_bias_is_added_and_takes_no_gradient() -> No
 
 
 @interpreted
-@pytest.mark.parametrize(("width", "num_stages"), [(16, 1), (64, 3), (128, 1)])
-def test_interpreted_tile_shapes_change_neither_results_nor_masks(
-    width: int, num_stages: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interpreted_tile_shapes_change_neither_results_nor_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     from stormo.layers.fused_norm import norm_act
     from stormo.layers.norm_tiles import TILES, Tile
 
     case, settings = _case((140, 144), torch.bfloat16), SETTINGS | {"dropout": 0.3}
     torch.manual_seed(5)
     expected = _run(norm_act, case, residual=True, residual_bias=True, wide=False, **settings)
-    tile = Tile(
-        block_rows=64,
-        block_channels=width,
-        num_warps=8,
-        programs_per_sm=32,
-        num_stages=num_stages,
-        load_policy="evict_first",
-        store_policy="evict_first",
-    )
-    for name in TILES:
-        monkeypatch.setitem(TILES, name, (tile,))
-    torch.manual_seed(5)
-    actual = _run(norm_act, case, residual=True, residual_bias=True, wide=False, **settings)
-    _assert_close(actual, expected, 2e-3)
-    assert torch.equal(actual["y"] == 0, expected["y"] == 0)
+    for width, num_stages in ((16, 1), (64, 3), (128, 1)):
+        tile = Tile(
+            block_rows=64,
+            block_channels=width,
+            num_warps=8,
+            programs_per_sm=32,
+            num_stages=num_stages,
+            load_policy="evict_first",
+            store_policy="evict_first",
+        )
+        for name in TILES:
+            monkeypatch.setitem(TILES, name, (tile,))
+        torch.manual_seed(5)
+        actual = _run(norm_act, case, residual=True, residual_bias=True, wide=False, **settings)
+        _assert_close(actual, expected, 2e-3)
+        assert torch.equal(actual["y"] == 0, expected["y"] == 0)
 
 
 @interpreted

@@ -219,12 +219,7 @@ def test_norm_act_drops_before_the_residual_and_scales_what_stays() -> None:
     torch.testing.assert_close(y[y != 0.0], whole[y != 0.0], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.skipif(not _HAS_TRITON or _INTERPRETED, reason="needs the package triton, outside of the interpreter")
-def test_fused_kernels_are_right_in_the_interpreter(run_interpreted: Callable[[str], None]) -> None:
-    run_interpreted(__file__)
-
-
-@pytest.mark.skipif(not (_HAS_TRITON and _INTERPRETED), reason="runs inside the test above")
+@pytest.mark.skipif(not (_HAS_TRITON and _INTERPRETED), reason="runs inside test_interpreter.py")
 @pytest.mark.parametrize(("shape", "sizes"), [((7, 16, 2, 3), [4, 3]), ((12, 40), [4] * 3)])
 def test_interpreted_norm_act_equals_a_loop_over_chunks(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], sizes: list[int]

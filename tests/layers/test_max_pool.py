@@ -14,10 +14,7 @@ from stormo.layers.max_pool import MaxPool2x2
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
-needs_triton = pytest.mark.skipif(not _HAS_TRITON, reason="the package triton is not installed")
-interpreted = pytest.mark.skipif(
-    not (_HAS_TRITON and _INTERPRETED), reason="runs inside test_kernels_are_right_in_the_interpreter"
-)
+interpreted = pytest.mark.skipif(not (_HAS_TRITON and _INTERPRETED), reason="runs inside test_interpreter.py")
 needs_cuda = pytest.mark.skipif(
     not (_HAS_TRITON and torch.cuda.is_available()), reason="needs a CUDA device and the package triton"
 )
@@ -52,12 +49,6 @@ def _check(x: Tensor, reference: str | None = None) -> None:
     assert torch.equal(grad_x.to(where), expected_grad)
     assert y.is_contiguous(memory_format=torch.channels_last)
     assert y.dtype == x.dtype
-
-
-@needs_triton
-@pytest.mark.skipif(_INTERPRETED, reason="this is the interpreter's own process")
-def test_kernels_are_right_in_the_interpreter(run_interpreted: Callable[[str], None]) -> None:
-    run_interpreted(__file__)
 
 
 @interpreted

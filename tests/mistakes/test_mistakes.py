@@ -66,7 +66,7 @@ def test_several_workers_give_one_answer(mistake: Mistake, tmp_path: Path) -> No
 
 
 def test_an_agent_gives_one_answer_too(tmp_path: Path) -> None:
-    mistake = _WITH_WORKERS[0]
+    (mistake,) = (one for one in _WITH_WORKERS if one.name == "fewer samples than workers")
     _write(mistake, tmp_path)
     command = [sys.executable, "-m", "stormo", *mistake.command, *_SETTINGS]
     environ = os.environ | {"OMP_NUM_THREADS": "1"}

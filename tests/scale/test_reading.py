@@ -86,3 +86,18 @@ def test_nothing_beyond_the_warm_up_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(StormoError, match="before anything was measured"):
         measure_run(folder, CELL)
     assert measured_s(tmp_path / "none yet") == 0.0
+
+
+def test_a_first_epoch_that_ends_late_does_not_shorten_what_was_measured(tmp_path: Path) -> None:
+    folder = steps(
+        tmp_path / "run",
+        {"samples_seen": 100, "train_time_s": 5.0},
+        {"samples_seen": 400, "train_time_s": 20.0},
+    )
+    with (folder / "events.jsonl").open("a", encoding="utf-8") as file:
+        file.write(
+            json.dumps({"event": "epoch_done", "step": 3, "samples_seen": 450, "cumulative_time_s": 22.5}) + "\n"
+        )
+    steps(folder, {"step": 4, "samples_seen": 460, "train_time_s": 23.0})
+    assert measured_s(folder) == pytest.approx(18.0)
+    assert measure_run(folder, CELL).samples_per_s == pytest.approx(20.0)

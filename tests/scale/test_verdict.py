@@ -41,7 +41,7 @@ def test_pays_for_time_and_not_for_energy() -> None:
         "In strong scaling more workers pay for time: 4 workers train 3.09 times as fast as 1 worker "
         "(95 % interval 3.07 to 3.10), each of them put to 77 % use. "
         "Extrapolated, not measured: efficiency falls under 50 % at 12 workers (95 % interval 11 to 13), and at 16 "
-        "workers, 4 times the most that were measured, the speed-up would be 6.45 (95 % interval 6.06 to 6.91). "
+        "workers, 4 times the most that were measured, the speed-up would be 6.45 (95 % interval 6.03 to 6.90). "
         "For energy they do not pay: a sample takes 0.553 J with 2 workers and 0.503 J with 1, +9.9 % "
         "(95 % interval +9.7 to +10.2 %); it is least with 1 worker."
     )
@@ -148,3 +148,17 @@ def test_lines_hold_the_table_the_bars_and_the_losses() -> None:
     assert "4 ###############################                   | 2.50" in lines
     assert "      4  37.5 %         12.5 %       0.0 %      2.5 %    22.5 %" in lines
     assert all(len(line) <= 100 for line in lines)
+
+
+def test_runs_that_scatter_too_widely_give_no_interval() -> None:
+    speeds = {1: (100.0, 300.0), 2: (150.0, 40.0)}
+    text = said(runs(speeds, {1: (1.0, 3.0), 2: (4.0, 1.0)}))
+    assert "the runs scatter too widely to tell more" in text
+    assert text.endswith(
+        "2.00 J with 2 workers and 1.73 J with 1, +15.5 % (its runs scatter too widely for an interval)."
+    )
+    curve = make_curve(runs(speeds), "strong")
+    assert curve is not None
+    assert any(
+        "(scatters)" in line for line in report_lines(curve, fit_model(curve.measurements, "strong"), plain=True)
+    )

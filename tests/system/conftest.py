@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import programs
 from tests.system import hosts as machines
 from tests.system.hosts import Host, wait_until
 from tests.system.runs import Digests, Train, digests_of
@@ -114,16 +115,16 @@ def train(tmp_path: Path) -> Train:
 
 
 @pytest.fixture(scope="session")
-def local_digests(hosts: tuple[Host, Host], tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Digests]:
-    """What so many workers of stormo's own on one host come to; each number of workers is trained once."""
+def local_digests(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Digests]:
+    """What so many workers on this machine come to; each number of workers is trained once."""
     known: dict[int, Digests] = {}
 
     def digests(num_workers: int) -> Digests:
         if num_workers not in known:
             train = Train(folder=tmp_path_factory.mktemp("local"))
-            job = hosts[0].start(*train("--num-gpus", str(num_workers)))
-            assert job.wait() == 0, job.err
-            assert job.err == ""
+            words = ["-m", "stormo", "train", *train.arguments("--num-gpus", str(num_workers))]
+            done = programs.run(words, train.folder, num_workers)
+            assert (done.returncode, done.stderr) == (0, "")
             known[num_workers] = digests_of(train.folder)
         return known[num_workers]
 

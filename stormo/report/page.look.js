@@ -24,7 +24,7 @@ function el(tag, attributes = {}, ...children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (name === "text") node.textContent = value;
     else if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
-    else if (value !== undefined && value !== false) node.setAttribute(name, value === true ? "" : value);
+    else if (value !== undefined && value !== null && value !== false) node.setAttribute(name, value === true ? "" : value);
   }
   node.append(...children.filter(Boolean));
   return node;

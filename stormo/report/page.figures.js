@@ -13,6 +13,7 @@ function layout(dark, options) {
   const [ink, soft, grid] = isPrinting || options.paper
     ? ["#16191d", "#4a515a", "#e3e6ea"] : [variable("--ink"), variable("--soft"), variable("--grid")];
   const line = () => ({ gridcolor: grid, linecolor: grid, zerolinecolor: grid, tickcolor: grid, automargin: true,
+    exponentformat: "power", minexponent: 5, separatethousands: true,
     tickfont: { size: 11.5, color: soft }, title: { font: { size: 12, color: soft }, standoff: 8 } });
   return {
     paper_bgcolor: options.paper || "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
@@ -186,12 +187,14 @@ function figureNode(kind, content, panel) {
   const isSaid = kind === "chart" && panel.charts.length === 1 && !panel.stacks.length;
   const title = el("h3", { id: `${id}-title`, text: content.title, class: isSaid ? "unseen" : undefined });
   if (content.why_empty) {
-    return el("figure", { "aria-labelledby": `${id}-title` }, el("figcaption", {}, title), el("p", { class: "why", text: content.why_empty }));
+    const isAside = panel.charts.some((chart) => !chart.why_empty); // beside drawn figures a line is enough
+    title.className = isAside || panel.charts.length > 1 ? "" : "unseen";
+    return el("figure", { class: isAside ? "absent" : undefined, "aria-labelledby": `${id}-title` }, el("figcaption", {}, title), el("p", { class: "why", text: content.why_empty }));
   }
   entry.plot = el("div", { class: kind === "stack" ? "plot bars" : "plot", role: "img" });
   if (kind === "stack") entry.plot.style.height = `${Math.max(70 + 46 * content.bars.length, 120)}px`;
   if (kind === "strip") entry.plot.style.height = `${90 + 26 * new Set(doc.happenings.map((one) => one.kind)).size}px`;
-  entry.details = kind !== "chart" ? null : el("details", { open: old && old.details && old.details.open, ontoggle: () => {
+  entry.details = kind !== "chart" ? null : el("details", { open: Boolean(old && old.details && old.details.open), ontoggle: () => {
     if (entry.details.open) fillTable(entry);
   } }, el("summary", { text: "Table" }), el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Table: ${content.title}` }));
   return el("figure", { "aria-labelledby": `${id}-title` },
