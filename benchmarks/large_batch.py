@@ -32,6 +32,7 @@ BATCHES = (512, 1024, 2048, 4096, 8192, 16384)
 FIRST = (512, 4096, 16384)  # what is measured first
 BASE = 512
 CHANCE = 0.1
+_LOST = 0.5  # below it a run has learned next to nothing
 _LARGEST_GRAPH = 2048  # a CUDA graph saves nothing in a large pass, and holds memory of its own
 RESULTS = Path(__file__).with_name("results") / "large_batch.jsonl"
 # Beside --global-batch-size, --epochs and --seed. The network bears no full rate from the first step.
@@ -227,11 +228,17 @@ def draw(cells: Sequence[Cell], path: Path) -> None:
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     accuracies = means(cells)
+    # Runs that are lost stand on the lower edge, or the others could not be told apart.
+    good = [accuracy for accuracy in accuracies.values() if accuracy > _LOST]
+    floor = min(good, default=0.0) - 0.01
     for index, recipe in enumerate([*RECIPES, "tuned"]):
         points = sorted((batch, accuracy) for (name, batch), accuracy in accuracies.items() if name == recipe)
         if points:
             style = "osv^D*XP<>ph"[index % 12] + ("-" if index % 2 else "--")
-            axes.plot([b for b, _ in points], [100 * a for _, a in points], style, label=recipe)
+            axes.plot([b for b, _ in points], [100 * max(a, floor) for _, a in points], style, label=recipe)
+    if len(good) < len(accuracies):
+        axes.axhline(100 * floor, color="grey", linewidth=0.8)
+        axes.annotate("diverged", (0.01, 100 * floor), xycoords=("axes fraction", "data"), va="bottom", color="grey")
     axes.set_xscale("log", base=2)
     axes.set(xlabel="global batch", ylabel="validation accuracy, %")
     axes.legend(fontsize="small", ncols=2)
