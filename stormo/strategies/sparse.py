@@ -23,8 +23,14 @@ def has_sparse(module: nn.Module) -> bool:
     return any(p.grad is not None and p.grad.layout is not torch.strided for p in module.parameters())
 
 
-def check_sparse(settings: TrainConfig) -> None:
+def check_sparse(settings: TrainConfig, *, has_own_optimizer: bool) -> None:
     """Refuse what was set and needs gradients that are dense."""
+    if not has_own_optimizer:
+        raise SettingError(
+            f"--optimizer {settings.optimizer.optimizer} is in force",
+            f"{REASON}, which it does not take",
+            "make the embeddings with sparse=False, or give the task an optimizer() that does (torch.optim.SparseAdam)",
+        )
     for name, why in _NEED_DENSE:
         value, flag = getattr(settings.optimizer, name), f"--{name.replace('_', '-')}"
         if value:

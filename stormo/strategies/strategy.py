@@ -239,7 +239,7 @@ class Strategy:
         seen = torch.tensor([float(has_sparse(self.module))])
         self._is_sparse = bool(self.world.max(seen).item())
         if self._is_sparse:
-            check_sparse(self._settings)
+            check_sparse(self._settings, has_own_optimizer=self.has_own_optimizer)
             if self._plan.noise_scale:
                 self.notices.append(NOT_MEASURED)
 
@@ -269,7 +269,7 @@ class Strategy:
             with local_statistics(self.module):
                 self._pass(self._alone(), data, 1.0)
                 if has_sparse(self.module):
-                    check_sparse(self._settings)
+                    check_sparse(self._settings, has_own_optimizer=self.has_own_optimizer)
                 self.step(0.0)  # the optimizer's state exists from here on
                 for _ in range(2):
                     self._pass(self._alone(), data, 1.0)

@@ -102,6 +102,17 @@ def test_what_needs_whole_gradients_is_refused_in_the_first_pass(flags: dict[str
         parts.strategy.try_step(next(iter(parts.loader.epoch(1))).data)
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lamb"])
+def test_optimizers_that_take_no_sparse_gradients_are_refused_by_name(optimizer: str) -> None:
+    class Given(Sparse):
+        def optimizer(self, model: nn.Module) -> Optimizer | None:
+            return None
+
+    parts = _alone(Given, optimizer=optimizer)
+    with pytest.raises(SettingError, match=rf"--optimizer {optimizer} is in force, but .* sparse=False, or give the ta"):
+        parts.strategy.warm_up(parts.loader)
+
+
 def _train(world: World, measures: bool) -> dict[str, Any]:
     parts = build(world, task_class=SparseLayer, global_batch_size=8, noise_scale=None if measures else False)
     assert (parts.strategy.noise_scale is not None) is measures
