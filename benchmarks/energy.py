@@ -5,8 +5,8 @@
 `counter_vs_power`: joules by the GPU's counter over those by its power, sampled 20 times a second and integrated, over
 all of the runs. `variation`: the coefficient of variation of the bills (GPU) of equal runs. `overhead`: time of a
 training epoch with measuring over the time without, in interleaved pairs, of which the median is told. `energy_j`: of
-the whole process until 85 % were held for two epochs, as its own bill has it, and `plain_energy_j` that of a plain
-script by the counter, start and end of the process included.
+a run that ends when 85 % were held for two epochs, and `plain_energy_j` that of a plain script, both by the GPU's
+counter over the whole process, from its start on cold caches to its end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import result_line, run_to_end, train_command
-from benchmarks.time_to_accuracy import FAST, as_flags, measured
+from benchmarks.time_to_accuracy import FAST, as_flags, measured, run_stormo
 from stormo.energy import Meter, Source
 from stormo.energy.nvidia import NvidiaProbe
 from stormo.nvml import Device, NvmlUnavailableError, open_nvml
@@ -100,7 +100,7 @@ def main() -> int:
             )
         drawn = {key: value - before[key] for key, value in counter.read().items()}
         counter.close()
-        target, _ = run("target", folder, [*as_flags(FAST, 0), *data])
+        target = run_stormo("target", as_flags(FAST, 0), folder, data)
     plain_j = math.nan
     if not options.skip_plain:
         plain_data = ["--data-folder", options.data_folder] if options.data_folder else []
@@ -108,12 +108,12 @@ def main() -> int:
         print(output.splitlines()[-1])
     print(f"{device.name}: counter {drawn[device.physical_uuid]:.0f} J, integrated power {drawn['power']:.0f} J")
     parts = ", ".join(f"{part} {joules:.0f} J" for part, joules in target["energy_parts_j"].items())
-    print(f"85 % held for two epochs: {parts}; bound ± {target['energy_error_j']:.0f} J")
+    print(f"85 % held for two epochs, by the run's own bill: {parts}; bound ± {target['energy_error_j']:.0f} J")
     figures = {
         "counter_vs_power": drawn[device.physical_uuid] / drawn["power"],
         "variation": statistics.stdev(bills_j) / statistics.fmean(bills_j),
         "overhead": statistics.median(ratios),
-        "energy_j": target["energy_to_target_j"] if target["energy_to_target_j"] is not None else math.nan,
+        "energy_j": target["energy_j"] if target["time_to_target_s"] is not None else math.nan,
         "plain_energy_j": plain_j,
     }
     print(result_line(figures))

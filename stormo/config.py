@@ -168,11 +168,6 @@ class Run:
     tensorboard: bool = option(True, "write TensorBoard event files")
     prometheus: int | None = option(None, "show the run to Prometheus at this port while it goes on", metavar="PORT")
     prometheus_host: str = option("127.0.0.1", "address to listen on for Prometheus", metavar="HOST")
-    profile: str | None = option(
-        None,
-        "record steps with torch's profiler: 10:20 for steps 10 to 19, 10 for ten steps; nvtx marks ranges for Nsight",
-        metavar="STEPS",
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +191,11 @@ class Command:
         "with --dry-run: draw the rate of every step, here or into FILE.png, .svg or .csv",
         metavar="FILE",
         optional_value=True,
+    )
+    profile: str | None = option(
+        None,
+        "record steps with torch's profiler: 10:20 for steps 10 to 19, 10 for ten steps; nvtx marks ranges for Nsight",
+        metavar="STEPS",
     )
 
 

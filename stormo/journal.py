@@ -29,6 +29,7 @@ from stormo.profiling.ranges import range_of
 from stormo.state import RunState
 from stormo.telemetry.console import PlainConsole, make_console
 from stormo.telemetry.files import EventFile, RunFolder, collect_environment, read_summary, write_json, write_whole
+from stormo.telemetry.prometheus import PrometheusSink
 from stormo.telemetry.record import CheckpointSaved, Notice, Record, RunEnded, RunStarted, Sink
 from stormo.telemetry.tensorboard import TensorBoardFile
 from stormo.telemetry.text import run_reference
@@ -53,8 +54,15 @@ class Journal:
         self._weights_sha256: str | None = None
         # Whatever goes wrong with the folder must end all workers alike, so the main one speaks for all.
         if world.is_main:
+            self._metrics = self._open_metrics()  # first: a port that is taken must not leave a folder behind
             self.folder = self._open_folder()
             self._lock = _lock(self.folder)
+
+    def _open_metrics(self) -> PrometheusSink | None:
+        run = self._config.run
+        if run.prometheus is None:
+            return None
+        return PrometheusSink(run.prometheus, run.prometheus_host, strategy=self._plan.layout.strategy)
 
     def _open_folder(self) -> RunFolder:
         run = self._config.run
@@ -145,11 +153,8 @@ class Journal:
             self._sinks.insert(0, PlainConsole(sys.stdout) if is_piped else make_console(sys.stdout))
         if config.run.tensorboard:
             self._sinks.append(TensorBoardFile(self.folder.tensorboard))
-        if config.run.prometheus is not None:
-            from stormo.telemetry.prometheus import PrometheusSink
-
-            strategy = plan.layout.strategy
-            self._sinks.append(PrometheusSink(config.run.prometheus, config.run.prometheus_host, strategy=strategy))
+        if self._metrics is not None:
+            self._sinks.append(self._metrics)
         self.record(
             RunStarted(
                 run_name=self.folder.name,
@@ -163,6 +168,8 @@ class Journal:
                 explanation=plan.lines(),
             )
         )
+        if self._metrics is not None:
+            self.record(Notice(kind="info", text=f"Prometheus finds this run at {self._metrics.address}"))
         if progress.num_resumes and progress.epoch > plan.epochs:
             text = f"{self.folder.name} has done its {counted(plan.epochs, 'epoch')}; raise --epochs to train on"
             self.record(Notice(kind="info", text=text))

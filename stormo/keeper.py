@@ -16,15 +16,21 @@ from typing import Any
 from stormo.energy.linefile import LineFile
 from stormo.energy.meter import Meter
 from stormo.energy.nodefile import PHASES
+from stormo.energy.window import Window
 from stormo.telemetry.files import to_json
 
 _POWER_SPAN_S = 3.0
 _SHORTEST_POWER_SPAN_S = 0.5
 _CLOSING_S = 10.0  # a file system that hangs must not keep a finished run from ending
 _MOST_LINES = 10_000
+# The gap between two lines grows to this share of the attempt so far: reading the files of many nodes at the end of a
+# run of weeks would take minutes otherwise.
+_LARGEST_GAP = 1 / 3600
+_LONGEST_GAP_S = 60.0
 _OFFSET_S = time.time() - time.monotonic()
 
 _Position = tuple[int | None, Mapping[str, float | None] | None]
+Mark = tuple[float, Mapping[str, float]]  # time and joules by source of a reading
 
 
 def steady_unix_s() -> float:
@@ -65,9 +71,10 @@ class Keeper:
         self._told_notes = tuple(meter.notes)
         self._base_j = meter.read()
         self._began_unix_s = clock()
-        self._joules = dict.fromkeys(self._base_j, 0.0)
+        self._last: Mark = (self._began_unix_s, dict.fromkeys(self._base_j, 0.0))
         self._readings = deque([(self._began_unix_s, 0.0)], maxlen=64)
         self._next_sample_s = self._began_unix_s
+        self._line_s = self._sample_line_s = 0.0  # when the last of each was written
         self._closed = False
         self._wake, self._closing = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="stormo-keeper", daemon=True) if background else None
@@ -126,17 +133,25 @@ class Keeper:
             self._position = (to_step, None)
         self._hand_over()
 
-    @property
-    def total_j(self) -> float | None:
-        """Joules of this node in this attempt up to the last reading; None where nothing can be read."""
-        return self._readings[-1][1] if self._joules else None
+    def mark(self) -> Mark | None:
+        """The last reading; None where nothing can be read."""
+        return self._last if self._meter.sources else None
+
+    def between(self, begin: Mark | None, end: Mark | None) -> Window | None:
+        """What this node drew from one reading to another, with its error bound."""
+        if begin is None or end is None:
+            return None
+        (begin_s, begin_j), (end_s, end_j) = begin, end
+        window = Window(self._meter.sources)
+        window.close({key: end_j[key] - begin_j[key] for key in end_j}, end_s - begin_s, {})
+        return window
 
     @property
     def power_w(self) -> float | None:
         """Watts of this node over the last seconds; None where nothing can be read, or too little yet."""
         with self._lock:
             readings = list(self._readings)
-        if not self._joules:
+        if not self._meter.sources:
             return None
         last_s, last_j = readings[-1]
         within = [one for one in readings[:-1] if last_s - one[0] <= _POWER_SPAN_S] or readings[-2:-1]
@@ -146,9 +161,10 @@ class Keeper:
 
     def tick(self) -> None:
         """One reading and, when it is time, one sample; what the thread does about once a second."""
-        with self._lock:
-            self._measure()
         now_s = self._clock()
+        gap_s = min((now_s - self._began_unix_s) * _LARGEST_GAP, _LONGEST_GAP_S)
+        with self._lock:
+            self._measure(is_told=now_s - self._line_s >= gap_s)
         if self._vitals_sample is not None and now_s >= self._next_sample_s:
             self._next_sample_s = now_s + self._sample_s
             try:
@@ -156,8 +172,10 @@ class Keeper:
             except Exception as error:  # a sensor that fails in a new way must not end the energy's account
                 self._fail(f"the state of the node cannot be sampled: {error}")
             else:
-                with self._lock:
-                    self._add({"kind": "sample", **self.latest_sample})
+                if now_s - self._sample_line_s >= gap_s:
+                    self._sample_line_s = now_s
+                    with self._lock:
+                        self._add({"kind": "sample", **self.latest_sample, "time_unix_s": now_s})
         self._write()
 
     def close(self) -> None:
@@ -190,8 +208,8 @@ class Keeper:
                 self.tick()
                 due_s = max(due_s + self._tick_s, time.monotonic())
 
-    def _measure(self) -> None:
-        """Add a line with a reading; the lock is held."""
+    def _measure(self, *, is_told: bool = True) -> None:
+        """Take a reading and, where it is to be told, add a line with it; the lock is held."""
         if self._closed:
             return
         try:
@@ -200,13 +218,17 @@ class Keeper:
             self._fail(f"the energy cannot be read: {error}")
             return
         now_s = self._clock()
-        self._joules = {key: reading[key] - self._base_j[key] for key in reading}
-        self._readings.append((now_s, sum(self._joules.values())))
+        joules = {key: reading[key] - self._base_j[key] for key in reading}
+        self._last = (now_s, joules)
+        self._readings.append((now_s, sum(joules.values())))
+        if not is_told:
+            return
+        self._line_s = now_s
         position = self._position
         step, waiting_s = position
         line: dict[str, Any] = {"kind": "energy", "time_unix_s": now_s, "step": step, "phase": self._phase}
         # A figure that was not told anew is left out, or it would look as if no waiting had come since.
-        line |= {"joules": self._joules, "waiting_s": None if position is self._told_position else waiting_s}
+        line |= {"joules": joules, "waiting_s": None if position is self._told_position else waiting_s}
         self._told_position = position
         notes = self._meter.notes
         if notes != self._told_notes:
@@ -217,6 +239,8 @@ class Keeper:
     def _add(self, line: dict[str, Any]) -> None:
         if not self._closed:  # nothing comes after the end
             self._lines.append(line)
+            # The file may never be there (a node that does not see the run folder) or stay full: the newest are kept.
+            del self._lines[_MOST_LINES // 10 : -_MOST_LINES]
 
     def _hand_over(self) -> None:
         """Have the lines written: by the thread, so that training waits for no disk."""
@@ -237,7 +261,6 @@ class Keeper:
             self._fail(f"{self._file.path} cannot be written: {error.strerror or error}")
             with self._lock:
                 self._lines = lines + self._lines
-                del self._lines[_MOST_LINES // 10 : -_MOST_LINES]
 
     def _fail(self, text: str) -> None:
         self.failure = self.failure or text
@@ -248,7 +271,6 @@ class NoKeeper:
 
     failure: str | None = None
     latest_sample: Mapping[str, Any] | None = None
-    total_j: float | None = None
     power_w: float | None = None
 
     def attach(self, path: Path, resumed_at_step: int | None, step: int) -> None:
@@ -262,6 +284,14 @@ class NoKeeper:
 
     def rolled_back(self, to_step: int) -> None:
         """Nothing is written."""
+
+    def mark(self) -> Mark | None:
+        """Nothing is read."""
+        return None
+
+    def between(self, begin: Mark | None, end: Mark | None) -> Window | None:
+        """Nothing is read."""
+        return None
 
     def close(self) -> None:
         """Nothing is open."""

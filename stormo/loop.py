@@ -15,6 +15,7 @@ from stormo.data.batches import tensors_in
 from stormo.data.loaders import Loader
 from stormo.divergence import Diverged, patience_steps, wait_steps
 from stormo.errors import counted
+from stormo.keeper import steady_unix_s
 from stormo.losses import LossWatch, Moment
 from stormo.measuring import AnyKeeper
 from stormo.metrics import Validation
@@ -249,7 +250,7 @@ def _count_target(run: Training, metrics: Mapping[str, float]) -> None:
         reached = reached or metrics.get("loss", math.inf) <= stop.target_loss
     progress.target_streak = progress.target_streak + 1 if reached else 0
     if progress.target_streak >= stop.patience and progress.time_to_target_s is None:
-        progress.time_to_target_s, progress.target_unix_s = progress.train_time_s, time.time()
+        progress.time_to_target_s, progress.target_unix_s = progress.train_time_s, steady_unix_s()
     rank, best = _rank(metrics), _rank(progress.best_validation or {})
     if progress.best_validation is None or (rank is not None and (best is None or math.isnan(best) or rank > best)):
         progress.best_validation = progress.validation

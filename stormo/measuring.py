@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from stormo.energy import own_meter
-from stormo.keeper import Keeper, NoKeeper
+from stormo.keeper import Keeper, NoKeeper, steady_unix_s
 from stormo.nvml import Device, NvmlUnavailableError, open_nvml
 from stormo.vitals import Vitals
 from stormo.world.world import World
@@ -20,18 +20,26 @@ def open_keeper(world: World, *, devices_per_worker: int, is_on: bool) -> AnyKee
     """A keeper in one worker of each node, and one that does nothing in the others. All workers call it."""
     if not is_on:
         return NoKeeper()
-    uuids = _uuids_of_nodes(world, devices_per_worker)
+    uuids, main_unix_s = _shared(world, devices_per_worker)
+    # The files of all nodes are read as one: by the clock of the main worker, however far apart theirs are.
+    ahead_s = 0.0 if world.is_main else main_unix_s - steady_unix_s()
     place = world.place
     if place.local_rank:
         return NoKeeper()
     own = uuids.get(str(place.node_id), [])
     meter, _ = own_meter(own, place.node_id)
-    vitals = Vitals(_devices(own))
-    return Keeper(meter, vitals.sample, place.node_id, socket.gethostname(), num_nodes=len(uuids))
+    return Keeper(
+        meter,
+        Vitals(_devices(own)).sample,
+        place.node_id,
+        socket.gethostname(),
+        num_nodes=len(uuids),
+        clock=lambda: steady_unix_s() + ahead_s,
+    )
 
 
-def _uuids_of_nodes(world: World, devices_per_worker: int) -> dict[str, list[str]]:
-    """The GPUs that the job uses, by node: a worker may see them all, or its own alone."""
+def _shared(world: World, devices_per_worker: int) -> tuple[dict[str, list[str]], float]:
+    """The GPUs that the job uses, by node (a worker may see them all, or its own alone); the main worker's time."""
     own = []
     if world.device.type == "cuda":
         indices = [world.device.index] if devices_per_worker == 1 else range(devices_per_worker)
@@ -41,8 +49,8 @@ def _uuids_of_nodes(world: World, devices_per_worker: int) -> dict[str, list[str
     for node_id, uuids in gathered or []:
         known = by_node.setdefault(str(node_id), [])
         known += [uuid for uuid in uuids if uuid not in known]
-    found: dict[str, list[str]] = world.share_json(by_node)
-    return found
+    found, main_unix_s = world.share_json([by_node, steady_unix_s()])
+    return found, main_unix_s
 
 
 def _devices(uuids: Sequence[str]) -> list[Device]:

@@ -6,6 +6,7 @@ clocks exist only for the physical GPU around it and are those of the whole GPU.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -173,7 +174,8 @@ class Nvml:
 
     def close(self) -> None:
         """Let go of the library; no device may be asked afterwards."""
-        self._library.nvmlShutdown()
+        with contextlib.suppress(self._library.NVMLError):  # a driver that is gone has let go already
+            self._library.nvmlShutdown()
 
     def _device(self, handle: Any, index: int, parent: tuple[str, Any] | None = None) -> Device:
         uuid, name = (_text(ask(handle)) for ask in (self._library.nvmlDeviceGetUUID, self._library.nvmlDeviceGetName))

@@ -19,7 +19,7 @@ from stormo.telemetry.files import RunFolder, current_events, list_runs, read_ev
 from stormo.telemetry.text import encodable, format_duration, format_figure, format_rate, unit_rate, write_text
 
 MISSING = "n/a"
-_SILENT_AFTER_S = 300.0  # validation and saving write no events; longer silence means a dead run
+SILENT_AFTER_S = 300.0  # validation and saving write no events; longer silence means a dead run
 _STATES = {"target": "done", "epochs": "done", "signal": "stopped", "divergence": "diverged", "error": "failed"}
 _STATE_STYLES = {"running": "cyan", "done": "green", "stopped": "yellow", "interrupted": "yellow"}
 _TITLES = ("name", "task", "state", "epochs", "accuracy", "loss", "speed", "time", "workers")
@@ -110,7 +110,7 @@ def _unfinished(run: RunFolder, events: Sequence[Mapping[str, Any]], now_unix_s:
     return RunOverview(
         name=run.name,
         folder=str(run.path),
-        state="running" if silent_s < _SILENT_AFTER_S else "interrupted",
+        state="running" if silent_s < SILENT_AFTER_S else "interrupted",
         note=f"no summary: killed or still running ({since})",
         task=started.get("task"),
         world_size=started.get("world_size"),

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from stormo.data.loaders import Loader
+from stormo.energy.window import MAX_ERROR
+from stormo.keeper import Mark
 from stormo.measuring import AnyKeeper
 from stormo.progress import Progress
 from stormo.strategies.strategy import Strategy
@@ -42,7 +44,7 @@ class Stopwatch:
         self._input_s = 0.0  # this worker's waiting for its loader, up to the last pause
         self._own = [0.0, 0.0]  # of this worker since the last epoch: training time, input wait
         self._exposed_mark_s = strategy.exposed_s or 0.0
-        self._energy_mark: tuple[float, float | None] | None = None  # time and joules at the end of the last epoch
+        self._energy_mark: Mark | None = None  # where the window of energy that is open began
         self._started_s: float | None = None
         self._mark_s = time.perf_counter()
         self._mark_samples = progress.samples_seen
@@ -56,7 +58,7 @@ class Stopwatch:
         self._loader.wait_s = 0.0
         self._keeper.enter("training", self._progress.step, self.waiting_s())
         if self._energy_mark is None:
-            self._energy_mark = (self._started_s, self._keeper.total_j)
+            self._energy_mark = self._keeper.mark()
 
     def pause(self) -> None:
         """Add the time since `start`, as the slowest worker saw it, to the progress. All workers must call it."""
@@ -82,22 +84,27 @@ class Stopwatch:
         self._keeper.advance(self._progress.step, self.waiting_s())
 
     def end_of_epoch(self) -> EpochFigures:
-        """What every worker did since the epoch before, and what all nodes drew meanwhile. All workers must call it."""
-        now_s, total_j, exposed_s = time.perf_counter(), self._keeper.total_j, self._strategy.exposed_s
-        assert self._energy_mark is not None
-        mark_s, mark_j = self._energy_mark
-        joules = _UNKNOWN if total_j is None or mark_j is None else total_j - mark_j
-        place = self._world.place
-        rows = torch.zeros(self._world.size, 5, dtype=torch.float64)
+        """What every worker did since the epoch before, and what all nodes drew meanwhile. All workers must call it.
+
+        Where that is too short for the counters, it is told together with the epochs after it.
+        """
+        exposed_s, place = self._strategy.exposed_s, self._world.place
         exposed = _UNKNOWN if exposed_s is None else exposed_s - self._exposed_mark_s
-        keeps = place.local_rank == 0
-        rows[self._world.rank] = torch.tensor(
-            [*self._own, exposed, place.node_id, joules if keeps else 0.0], dtype=torch.float64
-        )
-        self._own, self._exposed_mark_s, self._energy_mark = [0.0, 0.0], exposed_s or 0.0, (now_s, total_j)
+        mark = self._keeper.mark()
+        window = self._keeper.between(self._energy_mark, mark)
+        energy = [0.0, 0.0] if place.local_rank else [_UNKNOWN, 0.0]
+        if window is not None:
+            energy = [window.measured_j, window.error_j]
+        rows = torch.zeros(self._world.size, 6, dtype=torch.float64)
+        rows[self._world.rank] = torch.tensor([*self._own, exposed, place.node_id, *energy], dtype=torch.float64)
+        self._own, self._exposed_mark_s = [0.0, 0.0], exposed_s or 0.0
         found = self._world.sum(rows).tolist()
-        by_node_j = [row[4] for row in found]
+        by_node_j, error_j = [row[4] for row in found], sum(row[5] for row in found)
         energy_j = None if _UNKNOWN in by_node_j else sum(by_node_j)
+        if energy_j is not None and error_j > MAX_ERROR * energy_j:
+            energy_j = None
+        else:
+            self._energy_mark = mark
         return EpochFigures(
             workers=tuple(
                 {
@@ -107,10 +114,10 @@ class Stopwatch:
                     "input_wait_s": wait_s,
                     "exposed_s": None if exposed_s == _UNKNOWN else exposed_s,
                 }
-                for rank, (train_s, wait_s, exposed_s, node_id, _) in enumerate(found)
+                for rank, (train_s, wait_s, exposed_s, node_id, *_) in enumerate(found)
             ),
             energy_j=energy_j,
-            power_w=None if energy_j is None else energy_j / max(now_s - mark_s, 1e-9),
+            power_w=None if energy_j is None or window is None else energy_j / max(window.seconds, 1e-9),
         )
 
     def running_s(self) -> float:

@@ -1,7 +1,7 @@
 """What a node does right now: its GPUs, processors, memory, disks and network, as one dictionary a sample.
 
-Figures are of the whole node, also inside a container. What cannot be read is None, and so is every rate in the first
-sample: a rate is the change since the sample before.
+Figures are of the whole node, also inside a container, except the network: that shows its own cards alone. What cannot
+be read is None, and so is every rate in the first sample: a rate is the change since the sample before.
 """
 
 from __future__ import annotations

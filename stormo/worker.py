@@ -29,6 +29,7 @@ from stormo.optim.schedule import make_schedule
 from stormo.plan import Plan, resolve
 from stormo.plan.profile import parse_profile
 from stormo.process import SetUp
+from stormo.profiling.ranges import record_for_nsight
 from stormo.profiling.window import ProfileWindow
 from stormo.progress import Progress
 from stormo.recovery import Recovery
@@ -54,17 +55,17 @@ def run_worker(
     with stop_flag(announces=place.launcher == "alone", is_last=True) as flag:
         device, timeout_s = device_of(layout.device_type, place), config.workers.timeout
         world = World(place, device, store=store, backend=layout.backend, timeout_s=timeout_s)
-        is_measured = config.energy.energy
-        keeper = open_keeper(world, devices_per_worker=layout.devices_per_worker, is_on=is_measured)
-        set_up.done("joining")
-        with world.once_per_node() as is_fetcher:
-            if is_fetcher:
-                task.fetch()
-        set_up.done("fetching")
-        plan = resolve(config, layout, task.facts())
-        _require_same_plan(plan, world)
-        set_arithmetic(config, plan)
-        code = _train(config, plan, task, world, flag, lifeline.alive, set_up, keeper)
+        keeper = open_keeper(world, devices_per_worker=layout.devices_per_worker, is_on=config.energy.energy)
+        with contextlib.closing(keeper):
+            set_up.done("joining")
+            with world.once_per_node() as is_fetcher:
+                if is_fetcher:
+                    task.fetch()
+            set_up.done("fetching")
+            plan = resolve(config, layout, task.facts())
+            _require_same_plan(plan, world)
+            set_arithmetic(config, plan)
+            code = _train(config, plan, task, world, flag, lifeline.alive, set_up, keeper)
         # Only in order: after a failure nothing may stand between it and its report, and the process ends anyway.
         world.close()
     return code
@@ -146,12 +147,13 @@ def _train(
         largest=largest if grown.batch_per_pass > plan.batch_per_pass else None,
     )
     set_up.done("first passes")
+    spec = None if config.command.profile is None else parse_profile(config.command.profile)
+    record_for_nsight(is_asked=spec is not None and spec.nvtx)  # refuses before there is a run folder
     journal = Journal(config, plan, world, state, set_up, keeper)
     journal.resume()
     set_up.done("run folder")
     journal.start()
     recovery = Recovery(config, plan, world, state, journal)
-    spec = None if config.run.profile is None else parse_profile(config.run.profile)
     profile = ProfileWindow(spec, world, journal.run_folder)
     for text in strategy.notices:
         journal.record(Notice(kind="warning", text=text))

@@ -46,6 +46,8 @@ class FakeNvml:
         self.num_open += 1
 
     def nvmlShutdown(self) -> None:  # noqa: N802
+        if not self.num_open:
+            raise NVMLError("Uninitialized")
         self.num_open -= 1
 
     def nvmlDeviceGetCount(self) -> int:  # noqa: N802

@@ -31,17 +31,20 @@ class Program:
         words: what follows `python` on the command line: a script or `-m` and a module, and its arguments.
         folder: where it is run.
         num_workers: how many ranks there are.
+        num_nodes: on how many nodes they believe to be.
         environ: variables besides those of this process.
     """
 
-    def __init__(self, words: Sequence[str], folder: Path, num_workers: int = 1, **environ: str) -> None:
+    def __init__(
+        self, words: Sequence[str], folder: Path, num_workers: int = 1, num_nodes: int = 1, **environ: str
+    ) -> None:
         self._words = list(words)
         self._outputs = tempfile.TemporaryDirectory()
         kept = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
         port = free_port()
         self._processes: list[Any] = []
         for rank in range(num_workers):
-            told = kept | _place(rank, num_workers, port) | environ
+            told = kept | _place(rank, num_workers, num_nodes, port) | environ
             arguments = (self._words, str(folder), told, self._path("out", rank), self._path("err", rank))
             self._processes.append(fork(_become, arguments))
 
@@ -75,9 +78,11 @@ class Program:
         return "".join(path.read_text(encoding="utf-8") for path in paths if path.exists())
 
 
-def run(words: Sequence[str], folder: Path, num_workers: int = 1, **environ: str) -> subprocess.CompletedProcess[str]:
+def run(
+    words: Sequence[str], folder: Path, num_workers: int = 1, num_nodes: int = 1, **environ: str
+) -> subprocess.CompletedProcess[str]:
     """Run a program to its end; see `Program`."""
-    return Program(words, folder, num_workers, **environ).wait()
+    return Program(words, folder, num_workers, num_nodes, **environ).wait()
 
 
 def fork(function: Callable[..., None], arguments: tuple[Any, ...], *, is_daemon: bool = False) -> Any:
@@ -96,11 +101,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _place(rank: int, size: int, port: int) -> dict[str, str]:
+def _place(rank: int, size: int, num_nodes: int, port: int) -> dict[str, str]:
     if size == 1:
         return {}
-    values = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "MASTER_PORT": port}
-    values |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    node, local_rank = divmod(rank, size // num_nodes)
+    values = {"RANK": rank, "LOCAL_RANK": local_rank, "GROUP_RANK": node, "GROUP_WORLD_SIZE": num_nodes}
+    values |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size // num_nodes, "MASTER_PORT": port}
     names = {"TORCHELASTIC_RUN_ID": "tests", "MASTER_ADDR": "127.0.0.1"}
     return names | {name: str(value) for name, value in values.items()}
 

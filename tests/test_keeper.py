@@ -30,6 +30,12 @@ class Desk:
         meter = Meter([self.probe], self.clock, missing=missing, machine="m", background=False)
         self.keeper = Keeper(meter, sample, 3, "host", clock=self.clock, background=False, num_nodes=4, **more)
 
+    @property
+    def total_j(self) -> float:
+        mark = self.keeper.mark()
+        assert mark is not None
+        return sum(mark[1].values())
+
     def after(self, seconds: float, joules: float) -> Keeper:
         self.clock.now_s += seconds
         self.probe.raw["g"] += joules
@@ -122,23 +128,67 @@ def test_a_line_cut_by_a_kill_is_taken_away_first(tmp_path: Path) -> None:
 
 def test_without_a_file_nothing_is_written_and_the_figures_are_there(tmp_path: Path) -> None:
     desk = Desk()
-    assert (desk.keeper.total_j, desk.keeper.power_w) == (0.0, None)
+    assert (desk.total_j, desk.keeper.power_w) == (0.0, None)
     desk.after(1.0, 80.0).tick()
-    assert (desk.keeper.total_j, desk.keeper.power_w) == (80.0, 80.0)
+    assert (desk.total_j, desk.keeper.power_w) == (80.0, 80.0)
     desk.after(0.1, 100.0).enter("training", 0)
     assert desk.keeper.power_w == pytest.approx(180.0 / 1.1)
     for _ in range(5):
         desk.after(1.0, 300.0).tick()
     assert desk.keeper.power_w == 300.0  # of the last seconds alone
     desk.keeper.close()
-    assert desk.keeper.total_j == 1680.0
+    assert desk.total_j == 1680.0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_window_between_readings_tells_how_wrong_it_can_be() -> None:
+    desk = Desk()
+    desk.after(1.0, 100.0).tick()
+    mark = desk.keeper.mark()
+    desk.after(1.0, 300.0).tick()
+    short = desk.keeper.between(mark, desk.keeper.mark())
+    assert short is not None
+    assert (short.measured_j, short.error_j, short.is_too_short) == (300.0, pytest.approx(60.002), True)
+    desk.after(9.0, 2700.0).tick()
+    longer = desk.keeper.between(mark, desk.keeper.mark())
+    assert longer is not None
+    assert (longer.measured_j, longer.error_j, longer.is_too_short) == (3000.0, pytest.approx(60.002), False)
+
+
+def test_a_long_attempt_writes_fewer_lines_and_measures_as_often(tmp_path: Path) -> None:
+    path = tmp_path / "0.jsonl"
+    desk = Desk(lambda: {"load_1": desk.clock.now_s})
+    desk.keeper.attach(path, None, 0)
+    desk.after(1.0, 10.0).enter("training", 0)
+    desk.clock.now_s += 5 * 3600
+    desk.keeper.tick()
+    for _ in range(100):
+        desk.after(1.0, 10.0).tick()
+    assert desk.keeper.power_w == 10.0
+    assert desk.total_j == 1010.0
+    assert desk.keeper.latest_sample == {"load_1": desk.clock.now_s}
+    desk.keeper.enter("validation", 9)  # a change of phase is always told
+    lines = _lines(path)
+    assert sum(line["kind"] == "energy" for line in lines) == 2 + 100 // 6 + 1
+    assert sum(line["kind"] == "sample" for line in lines) == 1 + 100 // 6
+    assert lines[-1]["joules"] == {"g": 1010.0}
+    desk.keeper.close()
+
+
+def test_a_file_that_never_comes_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stormo.keeper._MOST_LINES", 30)
+    desk = Desk(lambda: {"load_1": 1.0})
+    for _ in range(100):
+        desk.after(1.0, 10.0).tick()
+    lines = desk.keeper._lines
+    assert len(lines) == 33
+    assert (lines[0]["time_unix_s"], lines[-1]["time_unix_s"]) == (101.0, 200.0)
 
 
 def test_where_nothing_can_be_read_the_figures_are_none() -> None:
     keeper = Keeper(Meter([], background=False), None, 0, "host", background=False)
     keeper.tick()
-    assert (keeper.total_j, keeper.power_w) == (None, None)
+    assert (keeper.mark(), keeper.between(None, None), keeper.power_w) == (None, None, None)
     keeper.close()
 
 
@@ -162,6 +212,7 @@ def test_samples_come_every_other_second_and_a_bad_one_ends_nothing(tmp_path: Pa
     found = [line for line in _lines(path) if line["kind"] == "sample"]
     assert [line["load_1"] for line in found] == [0.5, 1.5]
     assert found[0]["odd"] is None
+    assert [line["time_unix_s"] for line in found] == [100.0, 104.0]  # by the clock of the other lines
     assert desk.keeper.failure == "the state of the node cannot be sampled: no sensor"
 
 
@@ -189,7 +240,7 @@ def test_a_full_disk_delays_lines_and_loses_none(tmp_path: Path, monkeypatch: py
     desk.after(1.0, 10.0).enter("training", 1)
     desk.after(1.0, 10.0).enter("validation", 2)
     assert desk.keeper.failure == f"{path} cannot be written: No space left on device"
-    assert desk.keeper.total_j == 20.0
+    assert desk.total_j == 20.0
     is_full = False
     desk.after(1.0, 10.0).enter("idle", 2)
     desk.keeper.close()
@@ -206,7 +257,7 @@ def test_a_folder_that_vanishes_or_cannot_be_made_ends_nothing(tmp_path: Path) -
     desk.keeper.close()
     assert desk.keeper.failure is not None
     assert desk.keeper.failure.startswith(f"{tmp_path}/file/nodes cannot be made: ")
-    assert desk.keeper.total_j == 5.0
+    assert desk.total_j == 5.0
 
 
 def test_a_counter_that_fails_in_a_new_way_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +267,7 @@ def test_a_counter_that_fails_in_a_new_way_ends_nothing(monkeypatch: pytest.Monk
     assert desk.keeper.failure == "the energy cannot be read: division by zero"
     monkeypatch.undo()
     desk.after(1.0, 7.0).close()
-    assert desk.keeper.total_j == 7.0
+    assert desk.total_j == 7.0
 
 
 def test_a_doubt_that_comes_up_is_written_with_the_next_line(tmp_path: Path) -> None:
@@ -270,7 +321,7 @@ def test_training_never_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.M
     for phase in ("training", "validation", "checkpoint", "training"):  # would never return
         keeper.enter(phase, 1)
     keeper.rolled_back(0)
-    assert keeper.total_j == 0.0
+    assert keeper.power_w is None
     may_go_on.set()
     keeper.close()
 
@@ -282,6 +333,6 @@ def test_a_worker_without_a_keeper_has_the_same_face() -> None:
     none.advance(1)
     none.rolled_back(0)
     none.close()
-    assert (none.total_j, none.power_w, none.latest_sample, none.failure) == (None, None, None, None)
-    for name in ("attach", "enter", "advance", "rolled_back", "close"):
+    assert (none.mark(), none.between(None, None), none.power_w, none.latest_sample, none.failure) == (None,) * 5
+    for name in ("attach", "enter", "advance", "rolled_back", "mark", "between", "close"):
         assert inspect.signature(getattr(NoKeeper, name)) == inspect.signature(getattr(Keeper, name))

@@ -22,6 +22,7 @@ from stormo.tasks.task import Task
 from stormo.telemetry.record import EpochDone, Notice, Record, StepDone, ValidationProgress
 from stormo.world.signals import StopFlag
 from stormo.world.world import World
+from tests.test_keeper import Desk
 from tests.tiny_run import Parts, build
 from tests.tiny_task import Tiny
 
@@ -457,3 +458,19 @@ def test_an_interval_counts_what_came_since_the_one_before(monkeypatch: pytest.M
     assert watch.running_s() == 0.0
     assert (parts.state.progress.train_time_s, parts.state.progress.wait_s) == (4.0, 0.5)
     assert watch.wait_fraction() == 0.125
+
+
+def test_energy_of_epochs_too_short_for_the_counters_is_told_together() -> None:
+    desk = Desk()
+    parts = build(World(alone(), torch.device("cpu")))
+    watch = Stopwatch(parts.world, parts.loader, parts.state.progress, parts.strategy, desk.keeper)
+    told = []
+    for _ in range(5):
+        watch.start()
+        desk.after(1.5, 300.0)
+        watch.pause()
+        figures = watch.end_of_epoch()
+        told.append((figures.energy_j, figures.power_w))
+    # Two boundaries of 200 W × 0.1 s are more than 5 % of 300 J and of 600 J, and not of 900 J.
+    assert told == [(None, None), (None, None), (900.0, 200.0), (None, None), (None, None)]
+    assert [worker["rank"] for worker in figures.workers] == [0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -32,15 +33,18 @@ def group(sections: Iterable[Section]) -> list[list[Section]]:
 
 def mark_lost(attempts: Sequence[Sequence[Section]]) -> None:
     """Mark what a later attempt had to do again: all after the step at which it began or to which it went back."""
-    back_to: list[int] = []
+    back_to = math.inf  # the earliest step decides
+    validated_again: set[int] = set()
     for members in reversed(attempts):
-        for section in members:
-            for interval in section.intervals:
-                for step in back_to:
-                    interval.lose_after(step)
-        back_to += [members[0].resumed_at_step or 0]
-        back_to += [min(section.rollbacks) for section in members if section.rollbacks]
-        back_to = [min(back_to)]  # the earliest step decides
+        first_step = members[0].resumed_at_step or 0
+        intervals = [interval for section in members for interval in section.intervals]
+        for interval in intervals:
+            interval.lose_after(back_to)
+            interval.is_lost |= interval.phase == "validation" and interval.step in validated_again
+        # An epoch whose validation was cut short is saved as it is, and validated as a whole after the resume.
+        if any(interval.phase == "validation" and interval.step == first_step for interval in intervals):
+            validated_again.add(first_step)
+        back_to = min(back_to, first_step, *(step for section in members for step in section.rollbacks))
 
 
 def count_once(members: Sequence[Section]) -> list[str]:
@@ -68,6 +72,8 @@ def reasons_of(attempts: Sequence[Sequence[Section]]) -> list[str]:
     """What is missing from the figures of the attempts, or is in them besides the job."""
     nodes_of: dict[str, list[str]] = defaultdict(list)
     texts = []
+    if attempts and attempts[0][0].resumed_at_step:
+        texts.append(f"what was done up to step {attempts[0][0].resumed_at_step} is not counted: no file tells of it")
     for number, members in enumerate(attempts, start=1):
         where = f" in attempt {number}" if len(attempts) > 1 else ""
         present = {section.node_id for section in members}

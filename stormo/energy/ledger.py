@@ -111,7 +111,7 @@ def read_bill(run_folder: Path) -> Bill:
     reasons: list[str] = []
     files = sorted((run_folder / "nodes").glob("*.jsonl"), key=lambda path: node_order(path.stem))
     sections = [section for path in files for section in read_sections(path, reasons)]
-    if not sections:
+    if not sections and not reasons:
         reasons.append("no node wrote what it drew: measuring was turned off, or the run ended before it began")
     for section in sections:
         _merge_seams(section)
@@ -126,6 +126,9 @@ def read_bill(run_folder: Path) -> Bill:
         for section in members
         for interval in section.intervals
     ]
+    by_node: dict[str, list[Stretch]] = {path.stem: [] for path in files}
+    for stretch in sorted(stretches, key=lambda one: one.begin_unix_s):
+        by_node[stretch.node_id].append(stretch)
     errors_j, total_error_j = _errors(sections)
     parts_j = _sum_parts(stretches) if is_measured else {}
     return Bill(
@@ -134,9 +137,9 @@ def read_bill(run_folder: Path) -> Bill:
         parts_j=parts_j,
         error_j={part: errors_j.get(part, 0.0) for part in parts_j},
         kinds_j=_sum_kinds(sections),
-        nodes=tuple(_node_bill(path.stem, sections, stretches) for path in files),
+        nodes=tuple(_node_bill(node_id, sections, own) for node_id, own in by_node.items()),
         attempts=tuple(_attempt_bill(number, members) for number, members in enumerate(attempts, start=1)),
-        stretches=tuple(sorted(stretches, key=lambda one: (node_order(one.node_id), one.begin_unix_s))),
+        stretches=tuple(itertools.chain.from_iterable(by_node.values())),
         reasons=tuple(dict.fromkeys(reasons + reasons_of(attempts))),
     )
 
@@ -207,7 +210,7 @@ def _sum_kinds(sections: Iterable[Section]) -> dict[str, float]:
 def _node_bill(node_id: str, sections: Iterable[Section], stretches: Iterable[Stretch]) -> NodeBill:
     own = [section for section in sections if section.node_id == node_id]
     is_measured = any(section.sources for section in own)
-    parts_j = _sum_parts(one for one in stretches if one.node_id == node_id) if is_measured else {}
+    parts_j = _sum_parts(stretches) if is_measured else {}
     return NodeBill(
         node_id=node_id,
         host=", ".join(dict.fromkeys(section.host for section in own)),

@@ -30,7 +30,7 @@ class Interval:
         """How long it took."""
         return self.end_unix_s - self.begin_unix_s
 
-    def lose_after(self, step: int) -> None:
+    def lose_after(self, step: float) -> None:
         """The run went back to that step."""
         self.is_lost |= self.step > step or (self.step == step and self.is_after_save)
 
@@ -85,10 +85,19 @@ def read_lines(path: Path, damage: list[str] | None = None) -> Iterator[dict[str
 def read_sections(path: Path, damage: list[str]) -> list[Section]:
     """The attempts of one node in order; `damage` gets what could not be understood."""
     sections: list[Section] = []
+    try:
+        _read_into(sections, path, damage)
+    except OSError as error:
+        damage.append(f"{path.name} cannot be read ({error.strerror or error}): what it holds is not counted")
+    return sections
+
+
+def _read_into(sections: list[Section], path: Path, damage: list[str]) -> None:
     reader: _Reader | None = None
     for entry in read_lines(path, damage):
         try:
             if entry.get("kind") == "start":
+                reader = None  # what follows belongs to this attempt, or to none
                 reader = _Reader(path.stem, entry)
                 sections.append(reader.section)
             elif reader is not None:
@@ -97,7 +106,6 @@ def read_sections(path: Path, damage: list[str]) -> list[Section]:
                 raise ValueError("there is no start before it")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             damage.append(f"{path.name}: a line of kind {entry.get('kind')!r} is left out ({error!r})")
-    return sections
 
 
 class _Reader:

@@ -46,10 +46,10 @@ def energy_sentence(summary: Mapping[str, Any]) -> str | None:
         reasons = "; ".join(summary["energy_reasons"])
         return None if reasons == _OFF else f"Energy: {reasons}."
     wh = total_j * 1e3 / JOULES_PER_KWH
-    text = f"Energy: {joules_text(total_j)} = {_rounded(wh)} Wh"
-    kinds = summary["energy_kinds_j"]
-    named = [f"{_KIND_NAMES.get(kind, kind)} {joules_text(joules)}" for kind, joules in kinds.items()]
-    text += f" ({', '.join(named)})" if len(named) > 1 else f" of the {_KIND_NAMES.get(*2 * tuple(kinds))}"
+    text = f"Energy: {joules_text(total_j)} ± {joules_text(summary['energy_error_j'])} = {_rounded(wh)} Wh"
+    by_name = {_KIND_NAMES.get(kind, kind): joules for kind, joules in summary["energy_kinds_j"].items()}
+    kinds = ", ".join(f"{name} {joules_text(joules)}" for name, joules in by_name.items())
+    text += f" ({kinds})" if len(by_name) > 1 else f" of the {', '.join(by_name)}"
     if summary["energy_j_per_sample"] is not None:
         text += f", {_rounded(summary['energy_j_per_sample'])} J a sample"
     shares = {part: joules / total_j for part, joules in summary["energy_parts_j"].items()} if total_j else {}

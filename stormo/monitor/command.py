@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import signal
 import sys
@@ -12,16 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from stormo.energy.meter import own_meter
-from stormo.errors import SettingError
+from stormo.errors import SettingError, StormoError
 from stormo.monitor.summary import Summary
 from stormo.monitor.table import CsvFile, CsvStream, gpu_label
 from stormo.monitor.view import View, make_view
 from stormo.nvml import Device, NvmlUnavailableError, open_nvml
 from stormo.options import Parser
-from stormo.telemetry.text import write_text
+from stormo.telemetry.text import discard, write_text
 from stormo.vitals import Vitals
 
 _SHORTEST_S = 0.1  # drivers renew their figures about ten times a second
+_LONGEST_S = 86400.0
 _FIRST_S = 0.2  # rates need two readings: so soon after the start the first sample is shown
 _ENDING = {signal.SIGINT, signal.SIGTERM}
 _WORDS = {"cpu_power_w": "CPU power", "cpu_clock_mhz": "CPU clock", "cpu_temperature_c": "CPU temperature"}
@@ -31,9 +33,22 @@ def main(arguments: Sequence[str]) -> int:
     """Watch this node until the count is reached or Ctrl-C is pressed; return the exit code."""
     parsed = _parser().parse_args(arguments)
     every_s, count = _checked_pace(parsed.every), 1 if parsed.once else _checked_count(parsed.count)
+    if parsed.csv == "-" and sys.stdout is None:
+        raise SettingError("--csv - was set", "the output is closed", "name a file, or leave the output open")
+    try:
+        with _held_signals():  # before any thread is started, which would take them
+            _monitor(parsed.csv, every_s, count, has_summary=not parsed.once)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        discard(sys.stdout)
+        raise StormoError(f"the output cannot be written any more ({error.strerror}).") from None
+    return 0
+
+
+def _monitor(csv: str | None, every_s: float, count: int | None, *, has_summary: bool) -> None:
     with ExitStack() as stack:
-        stack.enter_context(_held_signals())  # before any thread is started, which would take them
-        writer = _writer(parsed.csv, stack)
+        writer = _writer(csv, stack)
         devices, reasons = _devices(stack)
         meter, _ = own_meter([device.uuid for device in devices if device.parent_uuid is None], "")
         stack.callback(meter.close)
@@ -41,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
         first = vitals.sample()  # what rates are counted from
         reasons += [f"{_WORDS[key]}: n/a: {reason}" for key, reason in vitals.reasons().items()]
         reasons += _silent(devices, first)
-        view = _view(parsed.csv, every_s, reasons, stack)
+        view = _view(csv, every_s, reasons, stack)
         summary = Summary()
 
         def take(sample: dict[str, Any]) -> bool:
@@ -54,10 +69,9 @@ def main(arguments: Sequence[str]) -> int:
 
         with meter.window() as window:
             _watch(vitals.sample, every_s, count, take)
-    out = sys.stderr if parsed.csv == "-" else sys.stdout
-    if not parsed.once and out is not None:
+    out = sys.stderr if csv == "-" else sys.stdout
+    if has_summary and out is not None:
         write_text("".join(f"{line}\n" for line in ["", *summary.lines(window, meter)]), out)
-    return 0
 
 
 def _parser() -> Parser:
@@ -78,13 +92,13 @@ def _parser() -> Parser:
 
 
 def _checked_pace(every_s: float) -> float:
-    if math.isfinite(every_s) and every_s >= _SHORTEST_S:
+    if _SHORTEST_S <= every_s <= _LONGEST_S:
         return every_s
-    raise SettingError(
-        f"--every {every_s:g} was set",
-        f"devices renew their figures about every {_SHORTEST_S:g} s",
-        f"set a number of seconds from {_SHORTEST_S:g} on",
-    )
+    why = f"devices renew their figures about every {_SHORTEST_S:g} s"
+    if every_s > _LONGEST_S:
+        why = f"at least one sample a day = {_LONGEST_S:g} s is taken"
+    instead = f"set a number of seconds from {_SHORTEST_S:g} to {_LONGEST_S:g}"
+    raise SettingError(f"--every {every_s:g} was set", why, instead)
 
 
 def _checked_count(count: int | None) -> int | None:
@@ -140,6 +154,8 @@ def _held_signals() -> Iterator[None]:
     try:
         yield
     finally:
+        while signal.sigtimedwait(_ENDING, 0) is not None:  # `timeout` sends it twice: to the program and its group
+            pass
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 

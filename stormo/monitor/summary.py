@@ -13,7 +13,7 @@ from stormo.monitor.lines import gpu_name
 from stormo.telemetry.text import format_duration
 
 _J_PER_WH = 3600.0
-_KINDS = {"gpu": "GPU", "cpu": "CPU package", "dram": "memory"}
+_KINDS = {"gpu": "GPU", "cpu": "CPU package", "dram": "DRAM zone"}
 
 
 class Tally:

@@ -108,8 +108,11 @@ class CsvFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        # Opened for reading too, a pipe would never tell that its reader has gone; so it is refused without one.
+        mode = os.O_WRONLY | os.O_NONBLOCK if path.is_fifo() else os.O_RDWR | os.O_CREAT
         try:
-            self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._descriptor = os.open(path, mode | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            os.set_blocking(self._descriptor, True)
         except OSError as error:
             raise _cannot(path, f"it cannot be written ({error.strerror})", "name another file") from None
         try:
@@ -124,7 +127,7 @@ class CsvFile:
             self._append(_HEADER)  # a pipe: nothing to go on from
             return
         with open(os.dup(self._descriptor), "rb") as file:  # noqa: PTH123 - a descriptor has no path
-            there = file.readline()
+            there = file.readline(len(_HEADER) + 1)  # of any file, however large and without lines
             if not there:
                 self._append(_HEADER)
                 return
@@ -135,8 +138,9 @@ class CsvFile:
                     f"it is there and begins with {first[:60]!r}, not with the {len(COLUMNS)} columns of this table",
                     "name another file, or one that stormo monitor began",
                 )
-            # A full disk or a power failure may have cut the last row.
-            os.ftruncate(self._descriptor, _end_of_last_line(file, status.st_size))
+            end = _end_of_last_line(file, status.st_size)
+            if end < status.st_size:  # a full disk or a power failure has cut the last row
+                os.ftruncate(self._descriptor, end)
 
     def write(self, sample: Mapping[str, Any]) -> None:
         """Append the rows of one sample, all or none."""

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _BAR_WIDTH = 10
+_PLAIN_BLOCKS = str.maketrans("█▏▎▍▌▋▊▉", "#---####")
 
 
 class View(Protocol):
@@ -45,7 +46,7 @@ class View(Protocol):
 
 def make_view(stream: TextIO, every_s: float, reasons: Sequence[str]) -> View:
     """The view that suits the stream; `reasons` say why figures are missing."""
-    if stream.isatty() and os.environ.get("TERM") != "dumb":
+    if stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
         return TerminalView(stream, every_s, reasons)
     return PlainView(stream, reasons)
 
@@ -178,11 +179,8 @@ class TerminalView:
     def _text(self, text: str, style: str = "") -> Text:
         from rich.text import Text
 
-        return Text(encodable(text.replace("█", "#") if not self._knows_blocks else text, self._stream), style=style)
-
-    @property
-    def _knows_blocks(self) -> bool:
-        return encodable("█▏", self._stream) == "█▏"
+        knows_blocks = encodable("█▏", self._stream) == "█▏"
+        return Text(encodable(text if knows_blocks else text.translate(_PLAIN_BLOCKS), self._stream), style=style)
 
 
 def _width(columns: Sequence[_Column], cells: Mapping[str, Sequence[str]]) -> int:

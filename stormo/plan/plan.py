@@ -123,8 +123,8 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
     steps_per_epoch = math.ceil(facts.num_train / global_batch_size)
     stages = choose_stages(config, layout, facts, global_batch_size)
     check_noise(config, stages)
-    if config.run.profile is not None:
-        check_profile(config.run.profile, num_steps(stages, config.stop.epochs))
+    if config.command.profile is not None:
+        check_profile(config.command.profile, num_steps(stages, config.stop.epochs))
     learning_rate, rate_text = choose_rate(config, global_batch_size)
     warmup_steps = round(config.optimizer.warmup_epochs * steps_per_epoch)
     start = learning_rate * warmup_fraction(config, layout, learning_rate)

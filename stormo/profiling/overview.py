@@ -65,7 +65,7 @@ def lines(found: Mapping[str, Any]) -> list[str]:
     said.append("The operations that took most of it:")
     for row in found["operations"]:
         share = f"{100 * row['time_s'] / step_s:.1f} %" if step_s else "n/a"
-        calls = counted(f"{row['calls']:g}", "call")
+        calls = counted(f"{row['calls']:.1f}".removesuffix(".0"), "call")
         said.append(f"  {_cut(row['name']):56}{share:>8}{_time(row['time_s']):>11}  {calls}")
     return [*said, *_advice(found, step_s), *failures]
 
@@ -97,8 +97,9 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 def _time(seconds: float) -> str:
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        if seconds * factor >= 1.0:
-            return f"{seconds * factor:.3g} {unit}" if seconds * factor < 1000 else f"{seconds * factor:.0f} {unit}"
+        value = seconds * factor
+        if value >= 0.9995:  # what would be rounded to 1000 of the smaller unit
+            return f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
     return "0"
 
 

@@ -20,8 +20,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from stormo.data.loaders import Batch
 from stormo.plan.profile import ProfileSpec
 from stormo.profiling.overview import lines, overview
-from stormo.profiling.ranges import range_of, record_for_nsight, record_ranges
+from stormo.profiling.ranges import range_of, record_ranges
 from stormo.profiling.summary import STEP, summarise
+from stormo.telemetry.files import write_json
 from stormo.world.world import World
 
 _TRACE = "rank-{}.pt.trace.json.gz"  # the ending is what TensorBoard's plugin looks for
@@ -57,7 +58,6 @@ class ProfileWindow:
         self._open_step: record_function | None = None
         self._done: list[int] = []
         self._kind_before = "off"
-        record_for_nsight(is_asked=spec is not None and spec.nvtx)
 
     def batches(self, batches: Iterator[Batch], clock: _Clock) -> Iterator[Batch]:
         """The same batches; the wait for the first of a step belongs to that step."""
@@ -118,9 +118,11 @@ class ProfileWindow:
         said = lines(found)
         try:
             self._remove_older()
-            (self._folder / "summary.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+            write_json(self._folder / "summary.json", found)
         except OSError as error:
             return [*said, f"The summary cannot be written: {_reason(error)}."]
+        if not found["steps"]:
+            return said
         return [*said, f"Open {self._folder / _TRACE.format('*')} with ui.perfetto.dev or TensorBoard."]
 
     def close(self) -> list[str]:
@@ -182,16 +184,19 @@ class ProfileWindow:
         rank = self._world.rank
         plain, packed = self._folder / f".rank-{rank}.json", self._folder / f".rank-{rank}.json.gz"
         try:
-            profiler.export_chrome_trace(str(plain))
+            profiler.export_chrome_trace(str(plain))  # on a full disk it leaves half a file, or none, and says nothing
+            try:
+                content = json.loads(plain.read_text(encoding="utf-8", errors="replace"))
+            except (FileNotFoundError, ValueError):
+                raise OSError("torch's profiler could not write it whole; the disk may be full") from None
             with plain.open("rb") as source, gzip.open(packed, "wb", compresslevel=5) as target:
                 shutil.copyfileobj(source, target)
             packed.replace(self._folder / _TRACE.format(rank))
-            events: list[dict[str, Any]] = json.loads(plain.read_text(encoding="utf-8", errors="replace"))[
-                "traceEvents"
-            ]
         finally:
-            plain.unlink(missing_ok=True)
-            packed.unlink(missing_ok=True)
+            for path in self._folder.glob(f".rank-{rank}.*"):  # the profiler's own unfinished file among them
+                os.truncate(path, 0)  # which it keeps open, and its space with it
+                path.unlink()
+        events: list[dict[str, Any]] = content["traceEvents"]
         return events
 
     def _remove_older(self) -> None:
@@ -213,6 +218,7 @@ class ProfileWindow:
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror} ({error.filename})"
+    if isinstance(error, OSError):
+        where = f" ({error.filename})" if error.filename else ""
+        return f"{error.strerror or error}{where}"
     return f"{type(error).__name__}: {error}"

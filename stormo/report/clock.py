@@ -35,9 +35,9 @@ class Clock:
 
 def make_clock(events: Iterable[Mapping[str, Any]], nodes: Iterable[Sequence[Mapping[str, Any]]]) -> Clock:
     """The attempts of a run, from the times of everything it wrote."""
-    times = [(float(event["time_unix_s"]), event.get("event") == "run_started") for event in events if _is_timed(event)]
+    times = [(float(event["time_unix_s"]), event.get("event") == "run_started") for event in events]
     for lines in nodes:
-        times += [(float(line["time_unix_s"]), line.get("kind") == "start") for line in lines if _is_timed(line)]
+        times += [(float(line["time_unix_s"]), line.get("kind") == "start") for line in lines]
     times.sort(key=lambda item: item[0])
     spans: list[tuple[float, float]] = []
     for time_unix_s, opens in times:
@@ -45,7 +45,3 @@ def make_clock(events: Iterable[Mapping[str, Any]], nodes: Iterable[Sequence[Map
             spans.append((time_unix_s, time_unix_s))
         spans[-1] = (spans[-1][0], max(spans[-1][1], time_unix_s))
     return Clock(spans)
-
-
-def _is_timed(line: Mapping[str, Any]) -> bool:
-    return isinstance(line.get("time_unix_s"), int | float)

@@ -62,6 +62,9 @@ def run_labels(folders: Sequence[RunFolder]) -> list[str]:
 
 
 def _write(option: str, path: Path, text: str) -> None:
+    if path.exists() and not path.is_file() and not path.is_dir():
+        # A device would be replaced by the file, which root is allowed to do.
+        raise SettingError(f"{option} {path} was set", "it is no ordinary file", "name another place")
     try:
         write_whole(path, text)
     except OSError as error:

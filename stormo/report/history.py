@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 from stormo.errors import StormoError, counted
 from stormo.report.clock import Clock, make_clock
 from stormo.report.lines import JsonLines
-from stormo.runs import overview
+from stormo.runs import SILENT_AFTER_S, overview
 from stormo.telemetry.files import RunFolder, current_events, read_environment, read_summary
 
 if TYPE_CHECKING:
     from stormo.energy.ledger import Bill
 
-_SILENT_AFTER_S = 300.0  # as `stormo runs` judges it
 Line = Mapping[str, Any]
 Places = dict[str, float]
 
@@ -112,7 +111,7 @@ class Reader:
     def __init__(self, folder: RunFolder, label: str | None = None) -> None:
         self.folder = folder
         self._label = label or folder.name
-        self._events = JsonLines(folder.events, keys=("event", "time_unix_s"))
+        self._events = JsonLines(folder.events, "event")
         self._nodes: dict[str, JsonLines] = {}
 
     def version(self) -> str:
@@ -124,6 +123,12 @@ class Reader:
 
     def read(self) -> History:
         """The run as it stands now."""
+        try:
+            return self._read()
+        except OSError as error:
+            raise StormoError(f"{error.filename} cannot be read ({error.strerror}).") from None
+
+    def _read(self) -> History:
         events = list(self._events.read())
         nodes = dict(self._read_nodes())
         summary = read_summary(self.folder)
@@ -146,13 +151,13 @@ class Reader:
 
     def _read_nodes(self) -> Iterator[tuple[str, list[Line]]]:
         for file in _node_files(self.folder):
-            lines = self._nodes.setdefault(file.stem, JsonLines(file, keys=("kind", "time_unix_s"), strict=False))
+            lines = self._nodes.setdefault(file.stem, JsonLines(file, "kind", strict=False))
             yield file.stem, list(lines.read())
 
     def _notes(self) -> Iterator[str]:
         for name, lines in self._nodes.items():
             if lines.num_damaged:
-                yield f"{counted(lines.num_damaged, 'line')} of nodes/{name}.jsonl cannot be read and left out"
+                yield f"nodes/{name}.jsonl: {counted(lines.num_damaged, 'line')} left out that cannot be read"
 
     def _state(self, summary: Line | None, events: Sequence[Line], nodes: Mapping[str, Sequence[Line]]) -> str:
         if summary is not None:
@@ -160,7 +165,7 @@ class Reader:
         last = [lines[-1].get("time_unix_s") or 0.0 for lines in (events, *nodes.values()) if lines]
         if not last:
             return "waiting"
-        return "running" if time.time() - max(last) < _SILENT_AFTER_S else "interrupted"
+        return "running" if time.time() - max(last) < SILENT_AFTER_S else "interrupted"
 
 
 def _node_files(folder: RunFolder) -> list[Path]:

@@ -58,9 +58,7 @@ function chartFigure(chart, options = {}) {
 
 function marks(name, colours, { font }) {
   const shapes = [], annotations = [];
-  const runs = new Set(doc.runs.map((_, index) => index));
   for (const mark of doc.happenings) {
-    if (!runs.has(mark.run)) continue;
     const x = places([mark[name]], name)[0];
     const color = isCompared() ? colours[mark.run % colours.length] : font.color;
     if (mark.kind === "checkpoint" && doc.draws_checkpoints) {

@@ -38,23 +38,31 @@ def energy_scale(most_j: float) -> tuple[float, str]:
     return 1.0, "J"
 
 
-def _bins(history: History, lines: Sequence[Line]) -> tuple[dict[str, dict[int, float]], dict[int, float]]:
-    """Joules of each kind of part of one node by bin of running time, and the share of each bin that was measured."""
+def _bins(
+    history: History, node: str, taken: dict[tuple[str, str, int], str]
+) -> tuple[dict[str, dict[int, float]], dict[int, float]]:
+    """Joules of each kind of part of one node by bin of running time, and the share of each bin that was measured.
+
+    `taken` says which node counts a device of a machine in an attempt: two nodes on one machine read the same.
+    """
     bin_s = _bin_s(history)
     joules: dict[str, dict[int, float]] = {}
     measured: dict[int, float] = {}
     kinds: dict[str, str] = {}
     before: Line = {}
-    begin = 0.0
-    for line in lines:
+    begin, attempt = 0.0, 0
+    for line in history.nodes[node]:
         if line.get("kind") == "start":
-            kinds = {source["id"]: source["kind"] for source in line.get("sources") or ()}
+            attempt += 1
+            machine = str(line.get("machine") or line.get("host") or node)
+            told = {str(source.get("id")): str(source.get("kind")) for source in line.get("sources") or ()}
+            kinds = {key: kind for key, kind in told.items() if taken.setdefault((machine, key, attempt), node) == node}
             before, begin = {}, history.clock.running_s(float(line["time_unix_s"])) / bin_s
         elif line.get("kind") == "energy" and isinstance(line.get("joules"), dict):
             end = history.clock.running_s(float(line["time_unix_s"])) / bin_s
             for source, value in line["joules"].items():
-                if value is not None:
-                    found = joules.setdefault(kinds.get(source, "other"), {})
+                if source in kinds and isinstance(value, int | float):
+                    found = joules.setdefault(kinds[source], {})
                     _spread(found, float(value) - float(before.get(source) or 0.0), begin, end)
             _spread(measured, end - begin, begin, end)
             before, begin = line["joules"], end
@@ -81,8 +89,9 @@ def _power_series(run: int, history: History, *, by_kind: bool) -> list[Series]:
     bin_s = _bin_s(history)
     joules: dict[str, dict[int, float]] = {}
     measured: dict[int, float] = {}
-    for lines in history.nodes.values():
-        by_node, measured_there = _bins(history, lines)
+    taken: dict[tuple[str, str, int], str] = {}
+    for node in history.nodes:
+        by_node, measured_there = _bins(history, node, taken)
         for position, share in measured_there.items():
             measured[position] = max(share, measured.get(position, 0.0))
         for kind, bins in by_node.items():
@@ -165,7 +174,7 @@ def ledger_panel(histories: Sequence[History]) -> Panel:
     """Where every joule went: a bar and a table, and the reasons for what is missing."""
     billed = [(history, history.bill) for history in histories if history.bill is not None]
     missing = [_named(histories, history, history.no_bill_reason) for history in histories if history.no_bill_reason]
-    notes = [*(missing if billed else [])]
+    notes = missing[:] if billed else []
     notes += [_named(histories, history, reason) for history, bill in billed for reason in bill.reasons]
     notes += [
         _named(histories, history, f"{_PARTS[part]}: too short for its counters to tell to within 5 %")

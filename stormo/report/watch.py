@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from functools import cached_property
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -91,6 +92,8 @@ class Server(ThreadingHTTPServer):
             family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             self.address_family = family
             super().__init__((str(place[0]), port), Handler)
+        except UnicodeError:
+            raise SettingError(f"--host {host} was set", "that is no name of a host", "set another address") from None
         except OSError as error:
             what = f"--port {port} was set" if error.errno == errno.EADDRINUSE else f"--host {host} was set"
             mend = (
@@ -117,12 +120,21 @@ class Server(ThreadingHTTPServer):
 
     def is_own_name(self, header: str | None) -> bool:
         """Whether a Host header means this server: a foreign name that leads here is an attack on the browser."""
-        host = urlsplit(f"//{header or ''}").hostname or ""
+        try:
+            host = urlsplit(f"//{header or ''}").hostname or ""
+        except ValueError:  # no name at all
+            return False
         try:
             ipaddress.ip_address(host)  # an address cannot be made to lead elsewhere
         except ValueError:
-            return host in {"localhost", self._host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
+            return host in self._names
         return True
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        """What this machine is called; asking for the last of them can take seconds."""
+        names = ("localhost", self._host, socket.gethostname(), socket.getfqdn())
+        return frozenset(name.lower() for name in names)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser that went away in the middle is no error; anything else is shown without the address."""
@@ -163,17 +175,17 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer one request."""
-        asked = urlsplit(self.path)
-        query = parse_qs(asked.query)
+        path, _, query_text = self.path.partition("?")
+        query = parse_qs(query_text)
         token = query.get("token", [""])[0]
         if not self.server.is_own_name(self.headers.get("Host")):
             self._answer(HTTPStatus.FORBIDDEN, "text/plain", "this server is not of that name\n")
         elif not hmac.compare_digest(token.encode(), self.server.token.encode()):
             self._answer(HTTPStatus.FORBIDDEN, "text/plain", "the address lacks the token that stormo watch printed\n")
-        elif asked.path not in ("/", "/data"):
+        elif path not in ("/", "/data"):
             self._answer(HTTPStatus.NOT_FOUND, "text/plain", "there is only the page\n")
         else:
-            self._show(asked.path, query.get("version", [""])[0])
+            self._show(path, query.get("version", [""])[0])
 
     def _show(self, path: str, version: str) -> None:
         try:

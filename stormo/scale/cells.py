@@ -27,8 +27,9 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """The name of its run."""
-        return f"{self.mode}-{self.workers}-workers-{self.repeat}"
+        """The name of its run, which no other run of the study has."""
+        nodes = f"-on-{self.num_nodes}-nodes" if self.num_nodes > 1 else ""
+        return f"{self.mode}-{self.workers}-workers{nodes}-{self.repeat}"
 
     @property
     def words(self) -> str:

@@ -39,6 +39,8 @@ def main(arguments: list[str], run: Runner = run_child) -> int:
     except KeyboardInterrupt as stopped:
         _say(f"stopped; go on with the same command and --output {study.output}")
         return EXIT_RESUMABLE if isinstance(stopped, StoppedError) else EXIT_INTERRUPTED
+    except OSError as error:  # runs that have ended are kept
+        raise _cannot_write(study.output, error) from None
     if study.node_id > 0:
         return EXIT_FAILURE if failed else 0  # node 0 has the figures
     _answer(measurements, study.modes, study.output, failed=failed)
@@ -89,8 +91,17 @@ def _answer(
         for one in failed:
             _say(f"  {one.cell.words}: {one.error}")
     if answers:
-        for line in write_results(folder, answers, [_failure(one) for one in failed]):
+        try:
+            lines = write_results(folder, answers, [_failure(one) for one in failed])
+        except OSError as error:
+            raise _cannot_write(folder, error) from None
+        for line in lines:
             _say(line)
+
+
+def _cannot_write(folder: Path, error: OSError) -> SettingError:
+    what = f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)
+    return SettingError(f"--output {folder} was set", f"nothing can be written there ({what})", "set another folder")
 
 
 def _failure(one: Failed) -> dict[str, Any]:

@@ -18,10 +18,11 @@ from stormo.scale.estimate import Estimate
 from stormo.scale.measurement import Measurement
 
 _NUM_DRAWS = 4000
+_ROUNDING = 1e-9  # a smaller share of the time is none
 _Array = Any  # of numpy; its own generic says nothing that helps here
 
 # Factors of (T1 s, T1 (1 - s), c) in the time of a step.
-TERMS: dict[str, Callable[[float], tuple[float, float, float]]] = {
+TERMS: dict[str, Callable[[Any], tuple[Any, Any, Any]]] = {
     "strong": lambda workers: (1.0, 1.0 / workers, (workers - 1) / workers),
     "weak": lambda workers: (workers, 1.0, (workers - 1) / workers),
 }
@@ -36,7 +37,6 @@ class Fit:
     communication_s: Estimate | None  # None where it cannot be told from the serial share
     one_worker_s: Estimate
     misfit: float  # the largest deviation of a measured mean from the curve, as a share of it
-    num_distinct: int  # numbers of workers it rests on
     degrees: int  # measurements beyond the parameters; 0: it goes through every point and is not tested
     note: str  # what could not be told, or ""
     coefficients: _Array
@@ -58,15 +58,20 @@ class Fit:
         import numpy as np
 
         def first(coefficients: _Array) -> _Array:
-            counts = range(base_workers, most + 1)
-            below = np.stack([self._efficiency(coefficients, count, base_workers) < share for count in counts])
-            return np.where(below.any(axis=0), np.array(counts)[below.argmax(axis=0)], np.inf)
+            low = np.full(len(coefficients), base_workers)
+            high = np.full(len(coefficients), most + 1)
+            while (low < high).any():  # efficiency only falls with the workers, so halving finds the place
+                middle = (low + high) // 2
+                is_below = self._efficiency(coefficients, middle, base_workers) < share
+                low, high = np.where(is_below, low, middle + 1), np.where(is_below, middle, high)
+                low = np.minimum(low, high)
+            return np.where(low > most, np.inf, low)
 
         found = self.follow(first)
         return None if math.isinf(found.value) else found
 
-    def _efficiency(self, coefficients: _Array, workers: int, base_workers: int) -> _Array:
-        time, base = (coefficients @ TERMS[self.mode](count) for count in (workers, base_workers))
+    def _efficiency(self, coefficients: _Array, workers: _Array | int, base_workers: int) -> _Array:
+        time, base = (_step_s(self.mode, coefficients, count) for count in (workers, base_workers))
         growth = workers / base_workers if self.mode == "strong" else 1.0
         return base / (time * growth)
 
@@ -111,6 +116,8 @@ def fit_model(measurements: Sequence[Measurement], mode: str) -> Fit | str:
         )
     coefficients = np.zeros(3)
     coefficients[columns] = _non_negative(design[:, columns], target)
+    if coefficients[:2].sum() <= _ROUNDING * coefficients.sum():
+        return "the times follow the communication of a ring alone, which leaves no work to spread"
     degrees = len(target) - len(columns)
     draws = _draws(design, target, coefficients, columns, degrees) if degrees > 0 else None
     return _fit(mode, measurements, coefficients, draws, columns, degrees, note)
@@ -137,7 +144,6 @@ def _fit(
         communication_s=None,
         one_worker_s=Estimate(0.0),
         misfit=_misfit(mode, measurements, coefficients),
-        num_distinct=len({one.workers for one in measurements}),
         degrees=degrees,
         note=note,
         coefficients=coefficients,
@@ -175,13 +181,21 @@ def _draws(design: _Array, target: _Array, coefficients: _Array, columns: Sequen
     residual = used @ coefficients[columns] - target
     spread = math.sqrt(float(residual @ residual) / degrees)
     generator = np.random.default_rng(0)  # the same answer for the same measurements
-    # Cholesky's factor is unique, so that every machine draws the same.
-    factor = np.linalg.cholesky(np.linalg.inv(used.T @ used)) * spread
+    # Cholesky's factor of the covariance, which is unique, so that every machine draws the same; taken from the
+    # triangle of the columns in reverse, as columns that are nearly alike make the product of the two singular.
+    triangle = np.linalg.qr(used[:, ::-1], mode="r")
+    triangle *= np.sign(np.diag(triangle))[:, None]
+    factor = np.linalg.inv(triangle)[::-1, ::-1] * spread
     normal = generator.standard_normal((_NUM_DRAWS, len(columns))) @ factor.T
     scale = np.sqrt(degrees / generator.chisquare(degrees, size=(_NUM_DRAWS, 1)))
     drawn = np.zeros((_NUM_DRAWS, 3))
     drawn[:, columns] = np.maximum(coefficients[columns] + normal * scale, 0.0)
     return drawn[drawn[:, 0] + drawn[:, 1] > 0]
+
+
+def _step_s(mode: str, coefficients: _Array, workers: _Array | int) -> _Array:
+    """The time of a step by the model, for each row of coefficients."""
+    return sum(column * term for column, term in zip(coefficients.T, TERMS[mode](workers), strict=True))
 
 
 def _mean_step_s(measurements: Sequence[Measurement], mode: str) -> dict[int, float]:
@@ -194,4 +208,4 @@ def _mean_step_s(measurements: Sequence[Measurement], mode: str) -> dict[int, fl
 
 def _misfit(mode: str, measurements: Sequence[Measurement], coefficients: _Array) -> float:
     means_s = _mean_step_s(measurements, mode).items()
-    return max(abs(float(coefficients @ TERMS[mode](workers)) / mean_s - 1.0) for workers, mean_s in means_s)
+    return max(abs(float(_step_s(mode, coefficients, workers)) / mean_s - 1.0) for workers, mean_s in means_s)

@@ -139,6 +139,8 @@ def _splits(curve: Curve) -> list[str]:
     note = "The rest: smaller kernels and shared hardware."
     if missing:
         note = f"The rest: smaller kernels, shared hardware, and what was not measured here ({', '.join(missing)})."
+        if any(one.basis.endswith(("step", "steps")) for one in curve.measurements):
+            note += " Only a run measured over a whole epoch tells all parts: a longer --seconds, or fewer samples."
     return ["lost efficiency, as shares of the workers' time", *_aligned(rows), *textwrap.wrap(note, WIDTH)]
 
 

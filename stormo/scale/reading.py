@@ -38,7 +38,7 @@ def measure_run(folder: Path, cell: Cell) -> Measurement:
         measured,
         batch=started.get("global_batch_size"),
         time_to_target_s=summary.get("time_to_target_s"),
-        energy_to_target_j=summary.get("energy_to_target_j"),
+        energy_to_target_j=summary.get("energy_to_target_j") or None,  # 0: sooner than its counters tell
     )
 
 
@@ -48,8 +48,9 @@ def _of_epochs(epochs: Sequence[_Event], cell: Cell) -> Measurement:
     time_s = math.fsum(epoch["epoch_time_s"] for epoch in later)
     if samples <= 0 or time_s <= 0:
         raise StormoError("its epochs after the first took no time that could be measured.")
-    energies = [epoch.get("energy_j") for epoch in later]
-    known = [energy for energy in energies if energy is not None]
+    told = [epoch for epoch in epochs if epoch.get("energy_j") is not None]  # each of all since the one before it
+    energy_j = math.fsum(epoch["energy_j"] for epoch in told[1:])
+    paid_samples = told[-1]["samples_seen"] - told[0]["samples_seen"] if told else 0
     last = later[-1]["epoch"]
     input_s = _waited_s(later, "input_wait_s", _mean)
     least_s, mean_s = _waited_s(later, "exposed_s", min), _waited_s(later, "exposed_s", _mean)
@@ -60,7 +61,7 @@ def _of_epochs(epochs: Sequence[_Event], cell: Cell) -> Measurement:
         samples_per_s=samples / time_s,
         units_per_s=samples / time_s * _units_per_sample(later),
         unit=later[-1].get("unit", "samples"),
-        j_per_sample=math.fsum(known) / samples if len(known) == len(later) and any(known) else None,
+        j_per_sample=energy_j / paid_samples if energy_j and paid_samples > 0 else None,
         input_s=None if input_s is None else input_s / samples,
         exposed_min_s=None if least_s is None else least_s / samples,
         exposed_mean_s=None if mean_s is None else mean_s / samples,
@@ -130,6 +131,8 @@ def _moment(event: _Event, time_key: str) -> dict[str, Any]:
 
 
 def _energy_reason(summary: _Event, known: str) -> str:
+    if not known and summary.get("energy_j"):
+        return "they are too short for the counters: set more --epochs"
     told = summary.get("energy_reasons") or ()
     items = told.values() if isinstance(told, Mapping) else [told] if isinstance(told, str) else told
     texts = [str(item.get("reason", item)) if isinstance(item, Mapping) else str(item) for item in items]

@@ -24,6 +24,15 @@ _ESTIMATES = (
     "time_to_target_s",
     "energy_to_target_j",
 )
+# What is drawn over the workers: its title, and the factor to its unit.
+_TITLES = {
+    "speed_up": ("speed-up", 1.0),
+    "efficiency": ("efficiency (%)", 100.0),
+    "units_per_s": ("speed ({unit}/s)", 1.0),
+    "j_per_sample": ("energy (J/{per})", 1.0),
+    "time_to_target_s": ("time to the target (s)", 1.0),
+    "energy_to_target_j": ("energy to the target (J)", 1.0),
+}
 _LOSSES = {
     "communication": "communication",
     "input": "input wait",
@@ -32,6 +41,7 @@ _LOSSES = {
 }
 # Okabe and Ito's colours, which the colour-blind can tell apart.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7")
+_CURVE_POINTS = 100
 
 Answer = tuple[Curve, Fit | str]
 
@@ -93,41 +103,51 @@ def _model(fit: Fit | str) -> dict[str, Any]:
 
 
 def draw(path: Path, answers: Sequence[Answer]) -> None:
-    """Speed-up, efficiency, energy and losses, each mode in its colour."""
+    """Every figure of the table over the workers, and the losses; each mode in its colour."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 7.5), layout="constrained")
-    (speed, efficiency), (energy, losses) = figure.subplots(2, 2)
-    most = max(point.workers for curve, _ in answers for point in curve.points)
-    for number, (curve, fit) in enumerate(answers):
-        colour, base, marker = _COLOURS[number], curve.base.workers, "os"[number]
-        _plot(speed, curve, "speed_up", color=colour, marker=marker)
-        _plot(efficiency, curve, "efficiency", 100.0, color=colour, marker=marker)
-        _plot(energy, curve, "j_per_sample", color=colour, marker=marker)
-        if isinstance(fit, Fit) and fit.degrees:
-            counts = range(base, most + 1)
-            fitted = [fit.speed_up(count, base).value for count in counts]
-            speed.plot(list(counts), fitted, color=colour, linestyle=":", label=f"{curve.mode}, model")
-    base = min(curve.base.workers for curve, _ in answers)
-    speed.plot([base, most], [1, most / base], color="0.5", linewidth=1, label="ideal")
-    speed.set(title="speed-up", xlabel="workers")
+    curves = [curve for curve, _ in answers]
+    wants_target = any(point.num_reached for curve in curves for point in curve.points)
+    shown = [name for name in _TITLES if wants_target or not name.endswith(("target_s", "target_j"))]
+    num_columns = 4 if wants_target else 3
+    figure = Figure(figsize=(4.5 * num_columns, 7.5), layout="constrained")
+    planes = list(figure.subplots(2, num_columns).flat)
+    for name, axes in zip(shown, planes, strict=False):
+        title, factor = _TITLES[name]
+        axes.set(title=title.format(unit=curves[0].unit, per=curves[0].energy_per), xlabel="workers")
+        for curve, colour, marker in zip(curves, _COLOURS, "os", strict=False):
+            _plot(axes, curve, name, factor, color=colour, marker=marker)
+    speed, efficiency = planes[:2]
+    _draw_models(speed, answers)
     efficiency.axhline(100, color="0.5", linewidth=1)
-    efficiency.set(title="efficiency (%)", xlabel="workers")
-    energy.set(title=f"energy (J/{answers[0][0].energy_per})", xlabel="workers")
-    drawn = [speed, efficiency, *([energy] if energy.has_data() else [])]
-    if energy not in drawn:
-        energy.text(0.5, 0.5, "not measured", ha="center", transform=energy.transAxes)
-        energy.set(xticks=[], yticks=[])
-    _draw_losses(losses, [curve for curve, _ in answers])
-    ticks = sorted({point.workers for curve, _ in answers for point in curve.points})
-    for axes in drawn:
-        axes.set(xticks=ticks, ylim=(0, 1.1 * axes.dataLim.y1))
-        axes.grid(alpha=0.3)
-    speed.legend()
+    ticks = sorted({point.workers for curve in curves for point in curve.points})
+    for axes in planes[: len(shown)]:
+        if axes.has_data():
+            axes.set(xticks=ticks, ylim=(0, 1.1 * axes.dataLim.y1))
+            axes.grid(alpha=0.3)
+        else:
+            axes.text(0.5, 0.5, "not measured", ha="center", transform=axes.transAxes)
+            axes.set(xticks=[], yticks=[])
+    _draw_losses(planes[len(shown)], curves)
+    planes[-1].set_axis_off()
+    planes[-1].legend(*speed.get_legend_handles_labels(), loc="upper left")
     figure.savefig(path, dpi=120)
 
 
-def _plot(axes: Any, curve: Curve, name: str, factor: float = 1.0, **style: str) -> None:
+def _draw_models(axes: Any, answers: Sequence[Answer]) -> None:
+    """The fitted speed-up of each mode, and the ideal one."""
+    most = max(point.workers for curve, _ in answers for point in curve.points)
+    for (curve, fit), colour in zip(answers, _COLOURS, strict=False):
+        base = curve.base.workers
+        if isinstance(fit, Fit) and fit.degrees:
+            counts = [*range(base, most, max((most - base) // _CURVE_POINTS, 1)), most]
+            fitted = [fit.speed_up(count, base).value for count in counts]
+            axes.plot(counts, fitted, color=colour, linestyle=":", label=f"{curve.mode}, model")
+    base = min(curve.base.workers for curve, _ in answers)
+    axes.plot([base, most], [1, most / base], color="0.5", linewidth=1, label="ideal")
+
+
+def _plot(axes: Any, curve: Curve, name: str, factor: float, **style: str) -> None:
     known: list[tuple[Point, Estimate]] = [(p, one) for p in curve.points if (one := getattr(p, name)) is not None]
     if not known:
         return

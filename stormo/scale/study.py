@@ -108,16 +108,16 @@ def _cell_file(study: Study) -> CellFile:
 def _open_folder(study: Study) -> None:
     """Make the folder, or see that what lies there is the same study."""
     path = study.output / ("study.json" if study.node_id == 0 else f"study-node{study.node_id}.json")
-    try:
-        (study.output / "logs").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SettingError(
-            f"--output {study.output} was set", f"it cannot be made ({error.strerror})", "set another folder"
-        ) from None
+    (study.output / "logs").mkdir(parents=True, exist_ok=True)
     if not path.is_file():
         write_json(path, study.identity())
         return
-    before = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        before = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError):
+        raise SettingError(
+            f"--output {study.output} was set", f"{path.name} there is not what a study wrote", "set another folder"
+        ) from None
     changed = [key for key, value in study.identity().items() if before.get(key) != value]
     if changed:
         was, now = before.get(changed[0]), study.identity()[changed[0]]

@@ -49,17 +49,25 @@ def _known(one: Estimate) -> str:
     return "measured once, so without an interval" if one.low is None else _interval(one)
 
 
+def _sure(one: Estimate) -> tuple[float, float]:
+    """Between what the figure lies: its interval, or itself where it was measured once."""
+    return one.value if one.low is None else one.low, one.value if one.high is None else one.high
+
+
+def _fastest(curve: Curve) -> Point:
+    return max(curve.points[1:], key=lambda point: point.speed_up.value)
+
+
 def _time(curve: Curve) -> list[str]:
     base, more = curve.base, curve.points[1:]
-    best = max(more, key=lambda point: point.speed_up.value)
+    best = _fastest(curve)
     fewest, where = counted(base.workers, "worker"), f"In {curve.mode} scaling"
     told = f"{counted(best.workers, 'worker')} train {figure(best.speed_up.value)} times as fast as {fewest}"
-    sure_low = best.speed_up.value if best.speed_up.low is None else best.speed_up.low
-    sure_high = best.speed_up.value if best.speed_up.high is None else best.speed_up.high
-    if sure_high <= 1:
+    low, high = _sure(best.speed_up)
+    if high <= 1:
         others = " and every other number that was measured is slower still" if len(more) > 1 else ""
         return [f"{where} more workers do not pay for time: {told} ({_known(best.speed_up)}){others}."]
-    if sure_low <= 1:
+    if low <= 1:
         why = f"the {_interval(best.speed_up)} holds 1; more repeats would narrow it"
         if best.speed_up.is_wide:
             why = "the runs scatter too widely to tell more; more repeats, or a quieter machine, would"
@@ -87,19 +95,22 @@ def _efficiency(curve: Curve, fit: Fit | str) -> list[str]:
     low = [point for point in curve.points if point.efficiency.value < _HALF and not point.efficiency.is_wide]
     sentences = []
     if low:
+        sure = "" if _sure(low[0].efficiency)[1] < _HALF else "probably "
         sentences.append(
-            f"Efficiency is under 50 % from {counted(low[0].workers, 'worker')} on "
+            f"Efficiency is {sure}under 50 % from {counted(low[0].workers, 'worker')} on "
             f"({figure(100 * low[0].efficiency.value)} %, {_known(low[0].efficiency.times(100.0))})."
         )
     if any(point.efficiency.value > _TOO_GOOD for point in curve.points):
         return sentences
-    if isinstance(fit, str) or fit.num_distinct < 3:
+    if len(curve.points) < 3:
         known = "" if low else "where efficiency falls under 50 % or "
         sentences.append(
             f"Two numbers of workers cannot tell {known}how many more would pay: that takes a third, "
             "with which a model can be tested."
         )
         return sentences
+    if isinstance(fit, str):
+        return [*sentences, f"There is no model to extrapolate from, as {fit}."]
     if fit.misfit > _MOST_MISFIT:
         sentences.append(
             f"The fitted model misses the measurements by up to {100 * fit.misfit:.0f} %, so nothing is extrapolated "
@@ -131,15 +142,16 @@ def _extrapolated(curve: Curve, fit: Fit, *, is_low: bool) -> list[str]:
 
 def _energy(curve: Curve) -> list[str]:
     base, more = curve.base, curve.points[1:]
-    told = [point for point in more if point.energy_ratio is not None]
+    # A repeat that the fewest workers lack is in no ratio, and may be the one without energy.
+    told = [point for point in more if point.energy_ratio is not None and point.j_per_sample is not None]
     if base.j_per_sample is None or not told:
         return [f"Energy was not measured ({curve.energy_reason or 'not recorded'}), so nothing is said of it."]
     best = min(told, key=lambda point: point.energy_ratio.value if point.energy_ratio else math.inf)
     assert best.energy_ratio is not None
-    low = best.energy_ratio.value if best.energy_ratio.low is None else best.energy_ratio.low
-    high = best.energy_ratio.value if best.energy_ratio.high is None else best.energy_ratio.high
+    low, high = _sure(best.energy_ratio)
     if high < 1:
-        return [f"They pay for energy too: {_cost(curve, best)}; of all measured that is the least."]
+        too = " too" if _sure(_fastest(curve).speed_up)[0] > 1 else ""
+        return [f"They pay for energy{too}: {_cost(curve, best)}; of all measured that is the least."]
     if low <= 1:
         why = ", and the interval holds 0"
         if best.energy_ratio.is_wide or best.energy_ratio.low is None:

@@ -27,7 +27,7 @@ def make_console(
 ) -> Sink:
     """The console that suits the stream: live on a terminal, plain lines anywhere else."""
     variables = os.environ if environ is None else environ
-    if stream.isatty() and variables.get("TERM") != "dumb":
+    if stream.isatty() and variables.get("TERM") not in ("dumb", "unknown"):
         return TerminalConsole(stream, environ=variables, clock=clock)
     return PlainConsole(stream)
 

@@ -53,13 +53,15 @@ class PrometheusSink:
         registry.register(self)
         try:
             self._server, self._thread = start_http_server(port, host, registry)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # a name that cannot be one, like a..b, is a UnicodeError
+            why = getattr(error, "strerror", None) or error
             raise SettingError(
                 f"--prometheus {port} was set",
-                f"{host}:{port} cannot be listened on ({error.strerror or error})",
+                f"{host}:{port} cannot be listened on ({why})",
                 "set another port, or another --prometheus-host",
             ) from None
         self.port: int = self._server.server_port
+        self.address = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/metrics"
 
     def write(self, record: Record) -> None:
         """Take over what one record says."""

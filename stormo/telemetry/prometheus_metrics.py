@@ -41,7 +41,9 @@ METRICS: dict[str, Metric] = {
     "stormo_validation_seconds": Metric("gauge", "Time of the last validation."),
     "stormo_validation": Metric("gauge", "Result of the last validation.", ("metric",)),
     "stormo_peak_memory_bytes": Metric("gauge", "Highest device memory of a worker."),
-    "stormo_energy_joules_total": Metric("counter", "Energy of all nodes over the epochs done, with validation."),
+    "stormo_energy_joules_total": Metric(
+        "counter", "Energy of all nodes over the epochs done since the last start, with validation."
+    ),
     "stormo_job_power_watts": Metric("gauge", "Mean power of all nodes over the last whole epoch."),
     "stormo_main_node_power_watts": Metric("gauge", "Power of the main worker's node over the last seconds."),
     "stormo_checkpoints_total": Metric("counter", "Checkpoints saved."),

@@ -75,7 +75,9 @@ class EpochDone:
     validation: Mapping[str, float] = field(default_factory=dict)  # "loss", "accuracy", ...
     unit: str = "samples"  # what the task counts its speed in: images, tokens, ...
     mfu: float | None = None  # share of the devices' published peak, where that is known
-    energy_j: float | None = None  # of all nodes, for this epoch and its validation
+    # Of all nodes since the last epoch that has it, validation and checkpoints included; None where it is not measured,
+    # and while the time is too short for the counters to be right within 5 %.
+    energy_j: float | None = None
     power_w: float | None = None  # the mean of all nodes together over the same time
     # By worker: rank, node, train_time_s, input_wait_s, exposed_s (stood still for others; None where not measured).
     workers: tuple[Mapping[str, Any], ...] = ()

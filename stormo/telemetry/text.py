@@ -11,7 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
-_PLAIN_SIGNS = str.maketrans({"×": "x", "–": "-", "—": "-", "·": "-", "…": "...", "→": "->", "≥": ">=", "≤": "<="})
+_PLAIN_SIGNS = str.maketrans(
+    {"×": "x", "–": "-", "—": "-", "·": "-", "…": "...", "→": "->", "≥": ">=", "≤": "<="}
+    | {"±": "+/-", "°": "", "µ": "u"}
+)
 
 
 def run_reference(run_name: str, run_folder: str) -> str:

@@ -132,6 +132,25 @@ def test_a_part_of_a_step_after_its_checkpoint_is_lost_with_it(tmp_path: Path) -
     assert bill.parts_j["recomputed"] == pytest.approx(job.truth(6, 12), abs=RESOLUTION_J)
 
 
+def test_a_validation_that_was_cut_short_is_done_anew(tmp_path: Path) -> None:
+    job = Job(tmp_path, 1)
+    epoch = [("training", 4, 10), ("validation", 3, 10), ("checkpoint", 1, 10)]
+    job.attempt([("starting", 1, 0), *epoch])  # a signal came within the validation, and the epoch was saved as it is
+    job.attempt([("starting", 1, 10), ("validation", 2, 10)], resumed_at_step=10, killed=True)
+    job.attempt([("starting", 1, 10), ("validation", 5, 10), ("checkpoint", 1, 10)], resumed_at_step=10)
+    job.attempt([("starting", 1, 10), ("training", 4, 20), ("validation", 5, 20)], resumed_at_step=10)
+    bill = read_bill(job.run_folder)
+    _assert_sums(bill)
+    assert bill.parts_j["recomputed"] == pytest.approx(job.truth(5, 8) + job.truth(10, 12), abs=RESOLUTION_J)
+    assert bill.parts_j["validation"] == pytest.approx(job.truth(13, 18) + job.truth(24, 29), abs=RESOLUTION_J)
+
+
+def test_what_came_before_the_first_file_is_said_to_be_missing(tmp_path: Path) -> None:
+    job = Job(tmp_path, 1)
+    job.attempt([("starting", 1, 10), ("training", 4, 20)], resumed_at_step=10)  # measuring was off until then
+    assert "what was done up to step 10 is not counted: no file tells of it" in read_bill(job.run_folder).reasons
+
+
 def test_a_file_cut_within_a_line_counts_up_to_the_line_before(tmp_path: Path) -> None:
     job = Job(tmp_path, 2)
     job.attempt([("starting", 2, 0), ("training", 8, 10)], killed=True)
@@ -288,6 +307,23 @@ def test_damaged_lines_are_left_out_and_named(tmp_path: Path) -> None:
     assert "0.jsonl: line 7 is damaged and left out" in bill.reasons
     assert "0.jsonl: line 8 is damaged and left out" in bill.reasons
     assert sum("is left out (" in reason for reason in bill.reasons) == 2
+
+
+def test_an_attempt_whose_start_is_damaged_is_not_taken_for_the_one_before(tmp_path: Path) -> None:
+    _write(tmp_path, "0", _energy(1.0, 500.0), {"kind": "end"}, {"kind": "start"}, _energy(9.0, 300.0))
+    bill = read_bill(tmp_path)
+    assert (bill.total_j, bill.parts_j["training"]) == (500.0, 500.0)
+    assert sum("is left out (" in reason for reason in bill.reasons) == 2
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    _write(tmp_path, "0", _energy(1.0, 100.0))
+    (tmp_path / "nodes" / "1.jsonl").mkdir()
+    bill = read_bill(tmp_path)
+    assert bill.total_j == 100.0
+    assert "1.jsonl cannot be read (Is a directory): what it holds is not counted" in bill.reasons
+    (tmp_path / "nodes" / "0.jsonl").unlink()
+    assert len(read_bill(tmp_path).reasons) == 1
 
 
 def test_cost_is_per_kilowatt_hour_and_only_what_was_asked(tmp_path: Path) -> None:

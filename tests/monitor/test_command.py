@@ -18,6 +18,7 @@ from stormo.errors import EXIT_USAGE, StormoError
 from stormo.monitor import command, main
 from stormo.monitor.table import COLUMNS
 from stormo.nvml import NvmlUnavailableError
+from stormo.telemetry import text
 from tests.monitor.fakes import FakeDevice, FakeNvml, FakeProbe
 
 PACE = ("--every", "0.1")
@@ -80,6 +81,37 @@ def test_a_signal_ends_it_well_and_signals_mean_what_they_did_before(
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == mask
 
 
+def test_a_signal_that_comes_again_does_not_take_the_summary(
+    nvml: FakeNvml, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_text = text.write_text
+
+    def interrupted(said: str, stream: Any) -> bool:
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        return write_text(said, stream)
+
+    monkeypatch.setattr(command, "write_text", interrupted)
+    assert main([*PACE, "--count", "1"]) == 0
+    assert "watched for" in capsys.readouterr().out
+
+
+def test_a_full_disk_behind_the_output_is_said_in_one_sentence(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    for arguments in ([], ["--csv", "-"]):
+        with Path("/dev/full").open("w") as stream:
+            monkeypatch.setattr(sys, "stdout", stream)
+            with pytest.raises(
+                StormoError, match=r"^the output cannot be written any more \(No space left on device\)\.$"
+            ):
+                main([*PACE, "--count", "1", *arguments])
+        # Leaving the block closed the stream, which would raise if its buffer still led to the full disk.
+
+
+def test_a_closed_output_cannot_take_the_table(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    with pytest.raises(StormoError, match="--csv - was set, but the output is closed"):
+        main(["--csv", "-"])
+
+
 def test_the_table_goes_to_a_file_beside_the_view(
     nvml: FakeNvml, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,6 +154,7 @@ def test_it_ends_when_nobody_reads_and_nothing_is_kept(nvml: FakeNvml, monkeypat
         (["--every", "0.01"], "--every 0.01 was set, but devices renew their figures about every 0.1 s"),
         (["--every", "nan"], "--every nan was set"),
         (["--every", "inf"], "--every inf was set"),
+        (["--every", "1e300"], "--every 1e+300 was set, but at least one sample a day = 86400 s is taken"),
         (["--every", "soon"], "invalid float value: 'soon'"),
         (["--count", "0"], "--count 0 was set, but at least one sample is taken"),
         (["--count", "1", "--once"], "not allowed with"),

@@ -100,6 +100,35 @@ def test_a_file_with_other_columns_is_refused_and_left_alone(tmp_path: Path, the
     assert path.read_text() == there
 
 
+def test_what_another_monitor_appends_meanwhile_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "node.csv"
+    append(path, sample())
+    find = table._end_of_last_line
+
+    def late(file: io.BufferedReader, size_bytes: int) -> int:
+        with path.open("a") as other:
+            other.write("of the other\n")
+        return find(file, size_bytes)
+
+    monkeypatch.setattr(table, "_end_of_last_line", late)
+    append(path, sample())
+    assert path.read_text().splitlines()[2] == "of the other"
+
+
+def test_a_pipe_gets_the_table_and_says_when_its_reader_has_gone(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(SettingError, match="it cannot be written"):
+        CsvFile(path)  # nobody reads
+    reading = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    file = CsvFile(path)
+    assert os.read(reading, 4096).decode() == HEADER + "\n"
+    os.close(reading)
+    with pytest.raises(StormoError, match=r"cannot be written any more \(Broken pipe\)"):
+        file.write(sample())
+    file.close()
+
+
 def test_an_empty_file_is_begun(tmp_path: Path) -> None:
     path = tmp_path / "empty.csv"
     path.touch()

@@ -75,7 +75,9 @@ def test_a_narrow_terminal_loses_the_least_important_columns(
 def test_a_terminal_without_unicode_gets_plain_signs(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "\n".join(drawn(120, monkeypatch, "ascii"))
     assert text.isascii()
+    assert "?" not in text
     assert re.search(r"CPU +#####----- +50 %", text)
+    assert re.search(r"gpu0 +H200 +########## +97 % .* 61 C ", text)
 
 
 def test_unknown_figures_are_said_to_be_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,8 +106,9 @@ def test_a_pipe_gets_a_line_for_each_device() -> None:
     assert second.endswith("slowed by n/a")
 
 
-def test_a_dumb_terminal_is_treated_as_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "dumb")
+@pytest.mark.parametrize("kind", ["dumb", "unknown"])
+def test_a_dumb_terminal_is_treated_as_a_pipe(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setenv("TERM", kind)
     assert isinstance(make_view(Terminal(), 1.0, []), PlainView)
 
 

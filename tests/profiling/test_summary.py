@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stormo.profiling.overview import lines, overview
+from stormo.profiling.overview import _time, lines, overview
 from stormo.profiling.summary import PARTS, summarise
 
 MAIN, OTHER = 1, 2
@@ -138,7 +138,16 @@ def test_workers_are_joined_by_mean_least_and_most() -> None:
     said = lines(found)
     assert said[0] == "Profile of steps 10 to 11, 2 workers, by CPU time: 10 ms a step"
     assert said[4].split() == ["standing", "still", "for", "gradients", "30.0", "%", "3", "ms", "1", "ms", "5", "ms"]
+    assert said[8].endswith("  3 calls")
+    found["operations"][0]["calls"] = 18.3113
+    assert lines(found)[8].endswith("  18.3 calls")
     assert "--accumulate" in said[-1]
+
+
+def test_times_are_said_in_their_own_unit() -> None:
+    seconds = (0.0, 4e-7, 9.996e-7, 5.04e-5, 9.996e-4, 0.9994, 0.9996, 61.24, 1234.4)
+    said = ["0", "0", "1 µs", "50.4 µs", "1 ms", "999 ms", "1 s", "61.2 s", "1234 s"]
+    assert [_time(value) for value in seconds] == said
 
 
 def test_a_worker_without_a_trace_is_named() -> None:

@@ -6,7 +6,8 @@ import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -110,6 +111,25 @@ def test_steps_that_were_done_before_a_resume_are_not_waited_for(run_ranks: Rank
     (left,) = run_ranks(_resumed, 1, str(tmp_path))
     assert left == ["--profile has recorded nothing: none of the steps 3 to 6 was done since this start of the run."]
     assert list(tmp_path.iterdir()) == []
+
+
+class _HalfWritten:
+    """A profiler whose disk is full, of which it says nothing."""
+
+    def __init__(self, ending: str) -> None:
+        self._ending = ending
+
+    def export_chrome_trace(self, path: str) -> None:
+        Path(path + self._ending).write_text('{"traceEvents": [', encoding="utf-8")
+
+
+@pytest.mark.parametrize("ending", ["", ".tmp"])
+def test_half_a_trace_is_not_left_behind(tmp_path: Path, ending: str) -> None:
+    window = ProfileWindow(ProfileSpec(first=3, num_steps=4), cast(World, SimpleNamespace(rank=0)), tmp_path)
+    window._profiler = cast(Any, _HalfWritten(ending))
+    with pytest.raises(OSError, match="could not write it whole; the disk may be full"):
+        window._write_trace()
+    assert list((tmp_path / "profile").iterdir()) == []
 
 
 def _in_the_way(world: World, folder: str) -> dict[str, Any]:

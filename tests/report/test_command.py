@@ -19,7 +19,7 @@ from stormo.report.exports import write_png
 from stormo.report.history import Reader
 from stormo.report.page import make_page
 from stormo.telemetry.files import RunFolder
-from tests.report.made_run import MadeRun
+from tests.report.made_run import MadeRun, append
 
 PANELS = [
     *("loss", "accuracy", "throughput", "rate", "waiting", "stragglers", "noise", "power", "ledger", "memory"),
@@ -127,6 +127,17 @@ def test_the_figures_are_those_of_the_run(tmp_path: Path) -> None:
     assert figures["State"] == ("done", "reached its target; epoch 4, step 80, 1 resume")
 
 
+def test_a_device_that_two_nodes_of_one_machine_read_is_drawn_once(tmp_path: Path) -> None:
+    made = MadeRun(epochs=1)
+    folder = made.write(tmp_path)
+    append(folder / "nodes" / "1.jsonl", made.node_lines(0))
+    found = charts(document(folder))
+    assert [max(line["y"]) for line in found["power"]["series"]] == [80.0, 600.0]
+    # Another machine's are its own.
+    append(tmp_path / "made" / "nodes" / "2.jsonl", [{**line, "host": "other"} for line in made.node_lines(0)])
+    assert [max(line["y"]) for line in charts(document(folder))["power"]["series"]] == [160.0, 1200.0]
+
+
 def stack(content: dict[str, Any]) -> list[tuple[str, list[float]]]:
     [ledger] = [panel for panel in content["panels"] if panel["id"] == "ledger"]
     parts: list[tuple[str, list[float]]] = ledger["stacks"][0]["parts"]
@@ -185,6 +196,8 @@ def test_errors_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         command.main(["mad", *place])
     with pytest.raises(SettingError, match=r"--output .* cannot be written \(No such file"):
         command.main(["made", *place, "--output", str(tmp_path / "no" / "page.html")])
+    with pytest.raises(SettingError, match="--output /dev/null was set, but it is no ordinary file"):
+        command.main(["made", *place, "--output", "/dev/null"])
     with pytest.raises(SettingError, match=r"--csv .* cannot be written"):
         command.main(["made", *place, "--csv", str(folder / "config.toml")])
     events = folder / "events.jsonl"

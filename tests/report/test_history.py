@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,32 +14,58 @@ from stormo.telemetry.files import RunFolder
 from tests.report.made_run import BEGIN_UNIX_S, MadeRun, append
 
 
+def line(number: int) -> dict[str, Any]:
+    return {"event": "step_done", "time_unix_s": 0.5, "a": number}
+
+
+def numbers(lines: JsonLines) -> list[int]:
+    return [one["a"] for one in lines.read()]
+
+
 def test_only_what_was_appended_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    lines = JsonLines(path)
+    lines = JsonLines(path, "event")
     assert lines.read() == []
-    append(path, [{"a": 1}, {"a": 2}])
-    first = lines.read()
-    assert first == [{"a": 1}, {"a": 2}]
+    append(path, [line(1), line(2)])
+    assert lines.read() == [line(1), line(2)]
+    text = json.dumps(line(4)).encode()
     with path.open("ab") as file:
-        file.write(b'{"a": 3}\n{"a":')
-    assert lines.read() == [{"a": 1}, {"a": 2}, {"a": 3}]
+        file.write(json.dumps(line(3)).encode() + b"\n" + text[:20])
+    assert numbers(lines) == [1, 2, 3]
     with path.open("ab") as file:
-        file.write(b" 4}")
-    assert lines.read()[-1] == {"a": 4}, "whole but for its line break"
-    assert len(lines.read()) == 4, "and it is not taken twice"
-    path.write_text('{"b": 1}\n')
-    assert lines.read() == [{"b": 1}], "a file written anew is read anew"
+        file.write(text[20:])
+    assert numbers(lines) == [1, 2, 3, 4], "whole but for its line break"
+    assert numbers(lines) == [1, 2, 3, 4], "and it is not taken twice"
+    path.unlink()
+    append(path, [line(7)])
+    assert numbers(lines) == [7], "a file written anew is read anew"
+    path.unlink()
+    append(path, [line(number) for number in range(8, 20)])
+    assert numbers(lines) == list(range(8, 20)), "even where it has grown longer than the one before"
 
 
-def test_a_damaged_line_is_an_error_or_counted(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "damage", ["not json", "[]", '{"event": 3, "time_unix_s": 1}', '{"event": "x", "time_unix_s": "y"}']
+)
+def test_a_damaged_line_is_an_error_or_counted(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "x.jsonl"
-    path.write_text('{"a": 1}\nnot json\n{"a": 2}\n')
-    with pytest.raises(StormoError, match="line 2 is not a JSON object"):
-        JsonLines(path).read()
-    lenient = JsonLines(path, strict=False)
-    assert lenient.read() == [{"a": 1}, {"a": 2}]
+    path.write_text(f"{json.dumps(line(1))}\n{damage}\n{json.dumps(line(2))}\n")
+    strict = JsonLines(path, "event")
+    for _ in range(2):
+        with pytest.raises(StormoError, match="line 2 is not a JSON object with event and time_unix_s"):
+            strict.read()
+    lenient = JsonLines(path, "event", strict=False)
+    assert numbers(lenient) == [1, 2]
     assert lenient.num_damaged == 1
+    path.write_text(f"{json.dumps(line(1))}\n{json.dumps(line(2))}\n")
+    assert numbers(strict) == [1, 2], "none is taken twice once the file is mended"
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    folder = MadeRun(epochs=1).write(tmp_path)
+    (folder / "nodes" / "1.jsonl").mkdir()
+    with pytest.raises(StormoError, match=r"1\.jsonl cannot be read \(Is a directory\)"):
+        Reader(RunFolder(folder)).read()
 
 
 def test_running_time_leaves_out_the_pause_between_attempts() -> None:
@@ -103,7 +130,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     folder = MadeRun(epochs=1).write(tmp_path)
     with (folder / "nodes" / "0.jsonl").open("ab") as file:
         file.write(b'{"kind": "ener\n')
-    assert Reader(RunFolder(folder)).read().notes == ("1 line of nodes/0.jsonl cannot be read and left out",)
+    assert Reader(RunFolder(folder)).read().notes == ("nodes/0.jsonl: 1 line left out that cannot be read",)
     (folder / "config.toml").write_text("task = ")
     with pytest.raises(StormoError, match="not valid TOML"):
         Reader(RunFolder(folder)).read()

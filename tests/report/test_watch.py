@@ -59,6 +59,7 @@ def test_nothing_is_shown_without_the_token(served: Served, capfd: pytest.Captur
         assert b"made" not in answer.body  # type: ignore[attr-defined]
     assert served.get(f"/?token={token}").status == 200
     assert served.get(f"/../secrets?token={token}").status == 404
+    assert served.get(f"//[?token={token}").status == 404
     assert served.get(f"/?token={token}").headers["Referrer-Policy"] == "no-referrer"
     out, err = capfd.readouterr()
     assert (out, err) == ("", ""), "a log of requests would hold the token"
@@ -72,6 +73,7 @@ def test_nothing_is_shown_without_the_token(served: Served, capfd: pytest.Captur
         ("[::1]:1234", 200),
         ("evil.example", 403),
         ("localhost.evil.example", 403),
+        ("[", 403),
     ],
 )
 def test_a_foreign_name_that_leads_here_is_refused(served: Served, host: str, status: int) -> None:
@@ -130,5 +132,7 @@ def test_errors_are_one_sentence(served: Served, tmp_path: Path) -> None:
             watch.main([*place, f"--port={port}"])
     with pytest.raises(SettingError, match=r"--host 192\.0\.2\.1 was set"):
         watch.main([*place, "--host", "192.0.2.1"])
+    with pytest.raises(SettingError, match=r"--host a\.\.b was set, but that is no name of a host"):
+        watch.main([*place, "--host", "a..b"])
     with pytest.raises(SettingError, match="run 'absent' was asked for"):
         watch.main(["absent", "--runs-folder", str(tmp_path)])

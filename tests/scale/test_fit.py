@@ -94,3 +94,16 @@ def test_non_negative_least_squares_against_a_fine_grid() -> None:
         best = np.min(np.sum((grid @ design.T - target) ** 2, axis=1))
         assert (found >= 0).all()
         assert np.sum((design @ found - target) ** 2) <= best + 1e-12
+
+
+def test_numbers_of_workers_that_are_nearly_alike_in_the_model_are_fitted() -> None:
+    found = fitted("weak", [1024, 2048, 4096], serial=0.0, communication_s=0.1, noise=0.01, repeats=3)
+    assert found.draws is not None
+    assert np.isfinite(found.draws).all()
+    assert found.first_below(0.5, 1024, 4096) is None
+
+
+def test_times_of_communication_alone_give_no_model() -> None:
+    reason = fit_model(truth("weak", [2, 4, 8], one_worker_s=0.0, communication_s=0.1), "weak")
+    assert isinstance(reason, str)
+    assert "leaves no work to spread" in reason

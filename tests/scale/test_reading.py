@@ -54,6 +54,20 @@ def test_keys_that_are_absent_or_null_are_not_measured(tmp_path: Path) -> None:
     assert (null.time_to_target_s, null.energy_to_target_j) == (12.5, None)
 
 
+def test_epochs_too_short_for_the_counters_are_taken_together(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", 100.0, num_epochs=6)
+    path = tmp_path / "run" / "events.jsonl"
+    started, *epochs = [json.loads(line) for line in path.read_text().splitlines()]
+    for epoch, energy_j in zip(epochs, [None, 5000.0, None, None, 900.0, None], strict=True):
+        epoch["energy_j"] = energy_j
+    path.write_text("".join(f"{json.dumps(event)}\n" for event in [started, *epochs]))
+    assert measure_run(tmp_path / "run", CELL).j_per_sample == pytest.approx(900.0 / 3000)
+    path.write_text("".join(f"{json.dumps(event)}\n" for event in [started, *epochs[:4]]))
+    (tmp_path / "run" / "summary.json").write_text(json.dumps({"energy_j": 6000.0, "energy_reasons": ["a note"]}))
+    found = measure_run(tmp_path / "run", CELL)
+    assert (found.j_per_sample, found.energy_reason) == (None, "they are too short for the counters: set more --epochs")
+
+
 def test_a_run_that_was_ended_early_is_measured_by_its_steps(tmp_path: Path) -> None:
     folder = steps(
         tmp_path / "run",

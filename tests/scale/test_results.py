@@ -23,7 +23,10 @@ def test_picture(tmp_path: Path, is_rich: bool) -> None:
     answers = [answer([measurement(2, 10.0)], "strong")]
     if is_rich:
         strong = truth("strong", [1, 2, 4], repeats=3, noise=0.01, is_exposed=True)
-        energetic = [measurement(workers, 100.0 * workers, mode="weak", j_per_sample=0.1) for workers in (1, 2)]
+        energetic = [
+            measurement(workers, 100.0 * workers, mode="weak", j_per_sample=0.1, time_to_target_s=9.0)
+            for workers in (1, 2)
+        ]
         answers = [answer([*strong], "strong"), answer([*energetic], "weak")]
     draw(tmp_path / "scale.png", answers)
     assert (tmp_path / "scale.png").read_bytes().startswith(b"\x89PNG")

@@ -129,6 +129,27 @@ def test_a_folder_holds_one_study(folder: Path) -> None:
         main([*OPTIONS, "--batch-size", "64", "--output", str(folder)], FakeTraining())
 
 
+def test_what_lies_there_is_checked_before_anything_runs(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "study.json").write_text("[1, 2]")
+    with pytest.raises(SettingError, match=r"study\.json there is not what a study wrote"):
+        main([*OPTIONS, "--output", str(folder)], FakeTraining())
+    file = folder / "file"
+    file.touch()
+    table = str(Path(__file__).parents[2] / "examples" / "t4_scaling.csv")
+    for what in (OPTIONS, ["--from", table]):
+        with pytest.raises(SettingError, match="nothing can be written there"):
+            main([*what, "--output", str(file)], FakeTraining())
+
+
+def test_the_same_workers_on_other_nodes_are_another_run(folder: Path) -> None:
+    train = FakeTraining()
+    options = ["fashion-mnist", "--device", "cpu", "--workers", "2,4", "--master-addr", "h", "--output", str(folder)]
+    for num_nodes in ("1", "2"):
+        assert main([*options, "--num-nodes", num_nodes], train) == 0
+    assert len(set(train.names)) == 4
+
+
 def test_another_node_runs_its_part_alone(folder: Path) -> None:
     options = [*OPTIONS, "--workers", "1,2,4", "--num-nodes", "1,2,2", "--master-addr", "h", "--output", str(folder)]
 
@@ -140,7 +161,7 @@ def test_another_node_runs_its_part_alone(folder: Path) -> None:
 
     names: list[str] = []
     assert main([*options, "--node-id", "1"], follow) == 0
-    assert sorted(names) == [f"strong-{workers}-workers-{repeat}" for workers in (2, 4) for repeat in (1, 2)]
+    assert sorted(names) == [f"strong-{workers}-workers-on-2-nodes-{repeat}" for workers in (2, 4) for repeat in (1, 2)]
     assert not (folder / "scale.csv").exists()
 
 

@@ -102,6 +102,27 @@ def test_time_that_stops_falling_and_energy_that_falls() -> None:
     assert "They pay for energy too: a sample takes 0.805 J with 2 workers and 1.00 J with 1, -19.5 %" in text
 
 
+def test_an_efficiency_whose_interval_holds_one_half_is_told_with_care() -> None:
+    text = said(runs({1: (100.0, 100.0, 100.0), 2: (85.0, 105.0, 98.0)}))
+    assert "Efficiency is probably under 50 % from 2 workers on (47.8 %, 95 % interval" in text
+
+
+def test_energy_may_pay_where_time_does_not() -> None:
+    text = said(runs({1: (100.0,), 2: (80.0,), 4: (70.0,)}, {1: (1.0,), 2: (0.8,), 4: (0.9,)}))
+    assert "They pay for energy: a sample takes" in text
+
+
+def test_a_run_without_energy_in_a_repeat_of_its_own_leaves_energy_untold() -> None:
+    ones = runs({1: (100.0, 101.0), 2: (190.0, 191.0, 192.0)}, {1: (1.0, 1.0), 2: (0.8, 0.81, 0.8)})
+    ones[-1] = measurement(2, 192.0, repeat=3, energy_reason="its counter went away")
+    assert "Energy was not measured (its counter went away)" in said(ones)
+
+
+def test_without_a_model_nothing_is_extrapolated() -> None:
+    ones = truth("weak", [2, 4, 8], one_worker_s=0.0, communication_s=0.1)
+    assert "There is no model to extrapolate from, as the times follow" in said(ones, "weak")
+
+
 def test_more_than_ideal_is_doubted_and_not_extrapolated() -> None:
     text = said(runs({1: (100.0,), 2: (300.0,), 4: (500.0,)}))
     assert "That 2 workers do 150 % of the ideal says that something else held 1 worker back" in text

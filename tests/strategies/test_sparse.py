@@ -109,7 +109,7 @@ def test_optimizers_that_take_no_sparse_gradients_are_refused_by_name(optimizer:
             return None
 
     parts = _alone(Given, optimizer=optimizer)
-    with pytest.raises(SettingError, match=rf"--optimizer {optimizer} is in force, but .* sparse=False, or give the ta"):
+    with pytest.raises(SettingError, match=rf"--optimizer {optimizer} is in force, but .* sparse=False, or give"):
         parts.strategy.warm_up(parts.loader)
 
 

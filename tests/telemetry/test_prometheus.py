@@ -190,6 +190,7 @@ def test_it_listens_on_loopback_alone_lets_the_port_go_and_refuses_a_taken_one()
         (0, "", "an address is needed"),
         (0, "no.such.host.invalid", "cannot be listened on"),
         (0, "192.0.2.1", "cannot be listened on"),
+        (0, "a..b", "cannot be listened on"),
     ],
 )
 def test_an_address_that_cannot_be_served_is_refused_in_one_sentence(port: int, host: str, said: str) -> None:
