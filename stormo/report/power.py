@@ -98,16 +98,21 @@ def _power_series(run: int, history: History, *, by_kind: bool) -> list[Series]:
             into = joules.setdefault(_KINDS.get(kind, kind) if by_kind else "all nodes", {})
             for position, value in bins.items():
                 into[position] = into.get(position, 0.0) + value
+
+    def power_w(bins: dict[int, float], position: int) -> float | None:
+        if position not in bins or measured[position] <= _LEAST_MEASURED:
+            return None  # a gap: nothing was measured, as between two attempts
+        return bins[position] / bin_s / measured[position]
+
     return [
         line
-        for name in sorted(joules)
+        for name, bins in sorted(joules.items())
         for line in gathered(
             run,
             name,
             (
-                ({"time_s": round((position + 1) * bin_s, 2)}, value / bin_s / measured[position])
-                for position, value in sorted(joules[name].items())
-                if measured[position] > _LEAST_MEASURED
+                ({"time_s": round((position + 1) * bin_s, 2)}, power_w(bins, position))
+                for position in range(min(bins), max(bins) + 1)
             ),
         )
     ]

@@ -116,8 +116,9 @@ def _cost(history: History) -> Figure:
 
 def _device(history: History) -> Figure:
     device = history.summary.get("device") or history.environment.get("gpu")
-    if device is None and history.started:
-        device = history.config.get("workers.device")
+    asked = history.config.get("workers.device")
+    if device is None and asked != "auto":  # the summary alone tells what that came to
+        device = asked
     words = [str(history.summary[key]) for key in ("precision", "strategy") if history.summary.get(key)]
     host = history.environment.get("host")
     return str(device or MISSING), ", ".join([*words, *([f"on {host}"] if host else [])])

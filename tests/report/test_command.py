@@ -19,7 +19,7 @@ from stormo.report.exports import write_png
 from stormo.report.history import Reader
 from stormo.report.page import make_page
 from stormo.telemetry.files import RunFolder
-from tests.report.made_run import MadeRun, append
+from tests.report.made_run import BEGIN_UNIX_S, MadeRun, append
 
 PANELS = [
     *("loss", "accuracy", "throughput", "rate", "waiting", "stragglers", "noise", "power", "ledger", "memory"),
@@ -136,6 +136,14 @@ def test_a_device_that_two_nodes_of_one_machine_read_is_drawn_once(tmp_path: Pat
     # Another machine's are its own.
     append(tmp_path / "made" / "nodes" / "2.jsonl", [{**line, "host": "other"} for line in made.node_lines(0)])
     assert [max(line["y"]) for line in charts(document(folder))["power"]["series"]] == [160.0, 1200.0]
+
+
+def test_power_between_two_attempts_is_a_gap(tmp_path: Path) -> None:
+    folder = MadeRun(epochs=1).write(tmp_path)
+    # The next attempt begins twenty seconds later: too soon for a pause that is left out.
+    append(folder / "nodes" / "0.jsonl", MadeRun(epochs=1, begin_unix_s=BEGIN_UNIX_S + 32).node_lines(0))
+    for line in charts(document(folder))["power"]["series"]:
+        assert len([value for value in line["y"] if value is None]) > 15
 
 
 def stack(content: dict[str, Any]) -> list[tuple[str, list[float]]]:
