@@ -16,17 +16,15 @@ import torch
 from stormo import checkpoint
 from stormo.config import Effective, TrainConfig
 from stormo.divergence import STEADYING
-from stormo.energy import read_bill
-from stormo.energy.summary import energy_sentence, energy_summary
+from stormo.energy.summary import energy_sentence
 from stormo.errors import SettingError, StormoError, counted
 from stormo.measuring import AnyKeeper
-from stormo.optim.noise_scale import NoiseScale
 from stormo.options import to_toml
 from stormo.plan import Plan
-from stormo.plan.stages import stage_of
 from stormo.process import SetUp
 from stormo.profiling.ranges import range_of
 from stormo.state import RunState
+from stormo.summary import make_summary
 from stormo.telemetry.console import PlainConsole, make_console
 from stormo.telemetry.files import EventFile, RunFolder, collect_environment, read_summary, write_json, write_whole
 from stormo.telemetry.prometheus import PrometheusSink
@@ -263,100 +261,28 @@ class Journal:
         self.keeper.close()
         if stopped_by != "error":  # others may be gone
             self._world.barrier()  # all files of all nodes are closed
-        summary = self._summary(stopped_by) | more
-        if self._world.is_main and (said := energy_sentence(summary)) is not None:
-            self.record(Notice(kind="info", text=said))
-        if self._world.is_main and self.keeper.failure is not None:
+        if not self._world.is_main:
+            return
+        summary = {
+            "run_name": self.folder.name,
+            **make_summary(self._config, self._plan, self._state, self.folder.path, stopped_by),
+            "setup_time_s": sum(self._set_up.times_s.values()),
+            "setup_parts_s": self._set_up.times_s,
+            "wall_time_s": self._wall_before_s + time.time() - self._began_unix_s,
+            "weights_sha256": self._weights_sha256,
+            **more,
+        }
+        for said in (energy_sentence(summary), summary["noise_scale_advice"]):
+            if said is not None:
+                self.record(Notice(kind="info", text=said))
+        if self.keeper.failure is not None:
             self.record(Notice(kind="warning", text=f"The account of this node is not whole: {self.keeper.failure}."))
-        if summary["noise_scale_advice"] is not None:
-            self.record(Notice(kind="info", text=summary["noise_scale_advice"]))
         self.record(RunEnded(summary=summary))
         sinks, self._sinks = self._sinks, []
         for sink in sinks:
             sink.close()
-        if self._world.is_main and self._lock is not None:
+        if self._lock is not None:
             self._lock.close()
-
-    def _summary(self, stopped_by: str) -> dict[str, Any]:
-        progress, plan = self._state.progress, self._plan
-        validation, best = progress.validation or {}, progress.best_validation or {}
-        trained_s = progress.train_time_s
-        return {
-            "run_name": self.folder.name if self._world.is_main else None,
-            "task": self._config.task,
-            "strategy": plan.layout.strategy,
-            "device": plan.layout.gpu.name if plan.layout.gpu else "cpu",
-            "precision": plan.precision,
-            "world_size": self._world.size,
-            "global_batch_size": plan.global_batch_size,
-            "batch_per_pass": plan.batch_per_pass,
-            "accumulate": plan.accumulate,
-            "epochs_run": progress.epochs_done,
-            "steps": progress.step,
-            "samples_seen": progress.samples_seen,
-            "samples_trained": progress.samples_trained,
-            **_speed(plan, progress.samples_trained / trained_s if trained_s else None),
-            "train_time_s": trained_s,
-            "setup_time_s": sum(self._set_up.times_s.values()),
-            "setup_parts_s": self._set_up.times_s,
-            "wall_time_s": self._wall_before_s + time.time() - self._began_unix_s,
-            "time_to_target_s": progress.time_to_target_s,
-            "validation_accuracy": validation.get("accuracy"),
-            "validation_loss": validation.get("loss"),
-            "validation": progress.validation,
-            "best_validation_accuracy": best.get("accuracy"),
-            "best_validation_loss": best.get("loss"),
-            "input_wait_fraction": progress.wait_s / trained_s if trained_s else None,
-            "peak_memory_bytes": progress.peak_memory_bytes,
-            "weights_sha256": self._weights_sha256,
-            "sample_order_sha256": progress.sample_order_sha256,
-            "num_resumes": progress.num_resumes,
-            "num_rollbacks": progress.num_rollbacks,
-            **self._energy(),
-            **self._noise_scale(stopped_by),
-            "stopped_by": stopped_by,
-        }
-
-    def _energy(self) -> dict[str, Any]:
-        """The bill of all attempts so far, on all nodes."""
-        if not self._world.is_main:
-            return {}
-        progress = self._state.progress
-        return energy_summary(
-            read_bill(self.folder.path) if self._config.energy.energy else None,
-            self._config.energy,
-            num_samples=progress.samples_seen,
-            target_unix_s=progress.target_unix_s,
-        )
-
-    def _noise_scale(self, stopped_by: str) -> dict[str, Any]:
-        """The batch beyond which more workers stop paying, its range, and what that means for this run."""
-        meter, found, advice = self._state.strategy.noise_scale, NoiseScale(value=None), None
-        if meter is None:
-            found = replace(found, reason=self._state.strategy.noise_scale_reason)
-        elif self._world.is_main and stopped_by != "error":  # a device that failed cannot be asked
-            found = meter.read()
-            if found.high is not None or self._config.optimizer.noise_scale:  # asked for, it says why it cannot tell
-                epoch = min(self._state.progress.epoch, self._plan.epochs)
-                advice = found.advice(stage_of(self._plan.stages, epoch).global_batch_size)
-        return {
-            "noise_scale": found.value,
-            "noise_scale_low": found.low,
-            "noise_scale_high": found.high,
-            "noise_scale_reason": found.reason or None,
-            "noise_scale_advice": advice,
-        }
-
-
-def _speed(plan: Plan, samples_per_s: float | None) -> dict[str, Any]:
-    """Samples and the task's own units per second, and how much of the devices' peak that is."""
-    facts = plan.facts
-    figures: dict[str, Any] = {"samples_per_s": samples_per_s, "unit": facts.unit}
-    figures[f"{facts.unit}_per_s"] = None if samples_per_s is None else samples_per_s * facts.units_per_sample
-    figures["mfu"] = None if samples_per_s is None else plan.mfu(samples_per_s)
-    if figures["mfu"] is None:
-        figures["mfu_reason"] = plan.mfu_reason() or "nothing was trained"
-    return figures
 
 
 def _lock(folder: RunFolder) -> IO[bytes] | None:

@@ -48,6 +48,7 @@ FLOORS = {
     "dry_run": 8,
     "loop": 8,
     "journal": 8,
+    "summary": 8,
     "recovery": 8,
     "worker": 9,
     "script": 8,
@@ -66,7 +67,7 @@ FLOORS = {
 }
 # Neighbours on one floor that may be imported, and only in this direction.
 SIDEWAYS = {
-    *(("plan", "layout"), ("train", "worker"), ("recovery", "journal")),
+    *(("plan", "layout"), ("train", "worker"), ("recovery", "journal"), ("journal", "summary")),
     *(("show", "runs"), ("report", "runs"), ("scale", "train")),
 }
 WITHOUT_TORCH = {

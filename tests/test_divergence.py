@@ -34,6 +34,7 @@ from stormo.profiling.window import ProfileWindow
 from stormo.progress import Progress
 from stormo.recovery import Recovery
 from stormo.strategies.graph import _no_synchronisation as no_synchronisation
+from stormo.summary import make_summary
 from stormo.telemetry.console import PlainConsole
 from stormo.telemetry.files import EventFile, RunFolder, current_events, read_events
 from stormo.telemetry.record import CheckpointSaved, DivergenceNoticed, EpochDone, Notice, Record, RunStarted, Sink
@@ -612,7 +613,7 @@ def _rolled_back_and_by_hand(
         world, folder, Recovering, run_name="rolled", on_divergence="rollback", base_lr=0.1, **flags
     )
     assert train(training) == Outcome("epochs")
-    summary = journal._summary("epochs")
+    summary = make_summary(parts.config, parts.plan, parts.state, journal.run_folder, "epochs")
     journal.end("epochs")
     rolled = _comparable(parts)
     parts.loader.close()
