@@ -11,13 +11,13 @@ from tests.system.hosts import Host, process_of_rank
 from tests.system.runs import ENDS_WITHIN_S, SLOW, STEPS_PER_EPOCH, Digests, Train, digests_of, summary_of
 from tests.system.slurm import Cluster
 
-TWO_NODES = ("srun", "-N2", "--ntasks-per-node=1")
+TWO_NODES = ("srun", "--quiet", "-N2", "--ntasks-per-node=1")  # not that a job waits for the one before it
 
 
 def test_a_step_of_two_tasks_on_one_node_trains_to_the_same_bits_as_two_local_workers(
     cluster: Cluster, train: Train, local_digests: Callable[[int], Digests]
 ) -> None:
-    job = cluster.start("srun", "-N1", "-n2", *train())
+    job = cluster.start("srun", "--quiet", "-N1", "-n2", *train())
     assert job.wait() == 0, job.err
     assert job.err == ""
     assert "1 node" in job.out
@@ -26,7 +26,7 @@ def test_a_step_of_two_tasks_on_one_node_trains_to_the_same_bits_as_two_local_wo
 
 
 def test_flags_that_contradict_the_step_are_refused_by_one_sentence(cluster: Cluster, train: Train) -> None:
-    job = cluster.start("srun", "-N1", "-n2", *train("--num-gpus", "4"))
+    job = cluster.start("srun", "--quiet", "-N1", "-n2", *train("--num-gpus", "4"))
     assert job.wait() == 2
     sentence = (
         "stormo: --num-gpus 4 was set, but srun started 2 tasks on this node; "
@@ -92,7 +92,7 @@ def test_what_is_no_step_of_several_tasks_is_one_process(cluster: Cluster, train
     assert batch.wait() == 0, batch.err
     allocation = cluster.start("salloc", "-N2", "--ntasks-per-node=1", *dry_run)
     assert allocation.wait() == 0, allocation.err
-    one_task = cluster.start("srun", "-N1", "-n1", *dry_run)
+    one_task = cluster.start("srun", "--quiet", "-N1", "-n1", *dry_run)
     assert one_task.wait() == 0, one_task.err
     for text in (output.read_text(), allocation.out, one_task.out):
         assert text.startswith("workers        1 = 1 node × 1 CPU process (the default; ")
