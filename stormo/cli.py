@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from stormo import __version__
-from stormo.errors import EXIT_INTERRUPTED, StormoError, unknown_name
+from stormo.errors import EXIT_INTERRUPTED, StormoError, full_disk, unknown_name
 
 _USAGE = """\
 usage: stormo VERB ...
@@ -37,14 +38,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # here, where a reader that has gone is no error
         return code
     except StormoError as error:
-        print(f"stormo: {error}", file=sys.stderr)  # noqa: T201
-        return error.exit_code
+        return _fail(error)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output has gone (`| head`); keep Python from complaining at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()  # its reader has gone (`| head`)
         return 0
+    except OSError as error:
+        if (full := full_disk(error)) is None:
+            raise
+        _discard_output()
+        return _fail(full)
+
+
+def _fail(error: StormoError) -> int:
+    print(f"stormo: {error}", file=sys.stderr)  # noqa: T201
+    return error.exit_code
+
+
+def _discard_output() -> None:
+    """Keep Python from complaining at exit of what it cannot write."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -6,6 +6,7 @@ A message is one sentence: what was set, why it cannot hold, what to set instead
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Iterable
 
 EXIT_FAILURE = 1
@@ -40,6 +41,14 @@ class MissingPackageError(StormoError, ImportError):
             f"{needed_for} needs the package {package}, which is not installed; "
             f"install it with: pip install 'stormo[{extra}]'."
         )
+
+
+def full_disk(error: BaseException) -> StormoError | None:
+    """What to say where a disk (or a quota) is full; None for all else."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return None
+    what = f"{error.filename}" if error.filename else "the output or the run folder"
+    return StormoError(f"{what} cannot be written ({error.strerror}); make room, then go on (a run: with --resume).")
 
 
 def counted(count: int | str, noun: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from stormo import __version__, dry_run, options
 from stormo.config import EFFECTIVE, Effective, Optimizer, TrainConfig
-from stormo.errors import EXIT_FAILURE, SettingError, StormoError
+from stormo.errors import EXIT_FAILURE, SettingError, StormoError, full_disk
 from stormo.hardware import visible_gpus
 from stormo.launch import Place, alone, open_lifeline, run_node
 from stormo.layout import Layout, resolve_layout
@@ -195,7 +195,7 @@ def _work(config: TrainConfig, layout: Layout, task: Task, place: Place) -> int:
             )
         code = run_worker(config, layout, task, place, store, lifeline)
     except (Exception, SystemExit) as raised:
-        error = _no_exit(raised) if isinstance(raised, SystemExit) else raised
+        error = _no_exit(raised) if isinstance(raised, SystemExit) else full_disk(raised) or raised
         if not isinstance(error, StormoError):
             note_method(error, task)
         if lifeline is None or not lifeline.shows_failures:

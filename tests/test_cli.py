@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -116,3 +117,16 @@ def test_an_error_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -
 def test_a_reader_that_goes_away_is_no_error(arguments: list[str], unbuffered: bool) -> None:
     done = _without_reader(*arguments, unbuffered=unbuffered)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["runs"], ["monitor", "--once"], ["train", "--dry-run"]], ids=" ".join
+)
+def test_a_full_disk_behind_the_output_is_said_in_one_sentence(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Path("/dev/full").open("w") as output:
+        monkeypatch.setattr("sys.stdout", output)
+        assert main(arguments) == 1
+    said = "stormo: the output or the run folder cannot be written (No space left on device); make room, then go on"
+    assert capsys.readouterr().err.startswith(said)

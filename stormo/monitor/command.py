@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import signal
 import sys
@@ -13,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from stormo.energy.meter import own_meter
-from stormo.errors import SettingError, StormoError
+from stormo.errors import SettingError
 from stormo.monitor.summary import Summary
 from stormo.monitor.table import CsvFile, CsvStream, gpu_label
 from stormo.monitor.view import View, make_view
 from stormo.nvml import Device, NvmlUnavailableError, open_nvml
 from stormo.options import Parser
-from stormo.telemetry.text import discard, write_text
+from stormo.telemetry.text import write_text
 from stormo.vitals import Vitals
 
 _SHORTEST_S = 0.1  # drivers renew their figures about ten times a second
@@ -35,14 +34,8 @@ def main(arguments: Sequence[str]) -> int:
     every_s, count = _checked_pace(parsed.every), 1 if parsed.once else _checked_count(parsed.count)
     if parsed.csv == "-" and sys.stdout is None:
         raise SettingError("--csv - was set", "the output is closed", "name a file, or leave the output open")
-    try:
-        with _held_signals():  # before any thread is started, which would take them
-            _monitor(parsed.csv, every_s, count, has_summary=not parsed.once)
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        discard(sys.stdout)
-        raise StormoError(f"the output cannot be written any more ({error.strerror}).") from None
+    with _held_signals():  # before any thread is started, which would take them
+        _monitor(parsed.csv, every_s, count, has_summary=not parsed.once)
     return 0
 
 

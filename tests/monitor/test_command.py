@@ -95,17 +95,6 @@ def test_a_signal_that_comes_again_does_not_take_the_summary(
     assert "watched for" in capsys.readouterr().out
 
 
-def test_a_full_disk_behind_the_output_is_said_in_one_sentence(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
-    for arguments in ([], ["--csv", "-"]):
-        with Path("/dev/full").open("w") as stream:
-            monkeypatch.setattr(sys, "stdout", stream)
-            with pytest.raises(
-                StormoError, match=r"^the output cannot be written any more \(No space left on device\)\.$"
-            ):
-                main([*PACE, "--count", "1", *arguments])
-        # Leaving the block closed the stream, which would raise if its buffer still led to the full disk.
-
-
 def test_a_closed_output_cannot_take_the_table(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     with pytest.raises(StormoError, match="--csv - was set, but the output is closed"):
