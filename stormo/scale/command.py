@@ -33,6 +33,11 @@ def main(arguments: list[str], run: Runner = run_child) -> int:
     load, num_cpus = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load > num_cpus / 2:
         _say(f"other programs are at work here (load {load:.1f} on {counted(num_cpus, 'core')}): figures will scatter")
+    if study.on_cpus and "OMP_NUM_THREADS" not in os.environ:
+        _say(
+            f"CPU workers share the {counted(num_cpus, 'core')} of this machine, and one worker alone uses them all: "
+            "with OMP_NUM_THREADS=1 every worker has one"
+        )
     try:
         with stop_signals():
             measurements, failed = run_study(study, run, _say)

@@ -12,6 +12,7 @@ from typing import Any
 from stormo import train
 from stormo.config import TrainConfig
 from stormo.errors import SettingError, counted
+from stormo.hardware import visible_gpus
 from stormo.nodes import find_place
 from stormo.options import Parser
 from stormo.scale.cells import Cell
@@ -40,6 +41,7 @@ class Study:
     node_id: int
     output: Path
     keeps_checkpoints: bool
+    on_cpus: bool
 
     def arguments(self, cell: Cell) -> list[str]:
         """What `stormo train` is told for one run."""
@@ -137,6 +139,7 @@ def read_study(own: argparse.Namespace, rest: Sequence[str]) -> Study:
         node_id=config.workers.node_id,
         output=Path(own.output) if own.output else Path("runs") / name,
         keeps_checkpoints="checkpoint_every" in config.given,
+        on_cpus=config.workers.device == "cpu" or (config.workers.device == "auto" and not visible_gpus()),
     )
 
 

@@ -14,6 +14,7 @@ from stormo.telemetry.text import format_duration
 REACH = 4  # times the largest measured number of workers: no further is anything extrapolated
 _MOST_MISFIT = 0.1  # of a model that is extrapolated
 _HALF = 0.5
+_ONCE_OFF = 0.05  # what is measured once is not told from what is closer to it
 _TOO_GOOD = 1.05  # efficiency beyond which the comparison itself is in doubt
 
 
@@ -50,8 +51,9 @@ def _known(one: Estimate) -> str:
 
 
 def _sure(one: Estimate) -> tuple[float, float]:
-    """Between what the figure lies: its interval, or itself where it was measured once."""
-    return one.value if one.low is None else one.low, one.value if one.high is None else one.high
+    """Between what the figure lies: its interval, or what a single measurement may be off by."""
+    low = one.value * (1 - _ONCE_OFF) if one.low is None else one.low
+    return low, one.value * (1 + _ONCE_OFF) if one.high is None else one.high
 
 
 def _fastest(curve: Curve) -> Point:
@@ -68,9 +70,12 @@ def _time(curve: Curve) -> list[str]:
         others = " and every other number that was measured is slower still" if len(more) > 1 else ""
         return [f"{where} more workers do not pay for time: {told} ({_known(best.speed_up)}){others}."]
     if low <= 1:
-        why = f"the {_interval(best.speed_up)} holds 1; more repeats would narrow it"
         if best.speed_up.is_wide:
             why = "the runs scatter too widely to tell more; more repeats, or a quieter machine, would"
+        elif best.speed_up.low is None:
+            why = f"what is measured once may be {100 * _ONCE_OFF:.0f} % off; more repeats (--repeats 3) would tell"
+        else:
+            why = f"the {_interval(best.speed_up)} holds 1; more repeats would narrow it"
         return [f"{where} it cannot be told whether more workers pay for time: {told}, and {why}."]
     share = f"each of them put to {100 * best.efficiency.value:.0f} % use"
     sentences = [f"{where} more workers pay for time: {told} ({_known(best.speed_up)}), {share}."]

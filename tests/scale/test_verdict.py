@@ -84,6 +84,16 @@ def test_two_points_measured_once_say_what_they_cannot_tell() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("rate", "answer"), [(96.0, "it cannot be"), (104.0, "it cannot be"), (94.0, "more workers do")]
+)
+def test_a_single_measurement_close_to_one_tells_nothing(rate: float, answer: str) -> None:
+    text = said(runs({1: (100.0,), 2: (rate,)}, {1: (1.0,), 2: (1.02,)}))
+    assert text.startswith(f"In strong scaling {answer}")
+    assert ("what is measured once may be 5 % off; more repeats (--repeats 3) would tell" in text) is (rate > 95)
+    assert "Whether they pay for energy cannot be told: a sample takes 1.02 J with 2 workers" in text
+
+
 def test_one_number_of_workers_says_nothing() -> None:
     assert said([measurement(2, 10.0)]) == (
         "It cannot be told whether more workers pay in strong scaling: 2 workers alone were measured, and at least two "
