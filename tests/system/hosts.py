@@ -81,8 +81,8 @@ class Job:
 
     @property
     def first_line(self) -> str:
-        """The first line on stderr."""
-        return self.err.partition("\n")[0]
+        """The first line on stderr but for srun's own, which may overtake what the tasks have written before."""
+        return next((line for line in self.err.splitlines() if not line.startswith("srun: ")), "")
 
     def wait(self, timeout_s: float = 120.0) -> int:
         """Its exit code."""
