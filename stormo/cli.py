@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from stormo import __version__
 from stormo.errors import EXIT_INTERRUPTED, StormoError, full_disk, unknown_name
+from stormo.telemetry.text import discard
 
 _USAGE = """\
 usage: stormo VERB ...
@@ -41,25 +40,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        _discard_output()  # its reader has gone (`| head`)
-        return 0
     except OSError as error:
-        if (full := full_disk(error)) is None:
+        full = full_disk(error)
+        if full is None and not isinstance(error, BrokenPipeError):  # whose reader has gone (`| head`)
             raise
-        _discard_output()
-        return _fail(full)
+        discard(sys.stdout)
+        return 0 if full is None else _fail(full)
 
 
 def _fail(error: StormoError) -> int:
     print(f"stormo: {error}", file=sys.stderr)  # noqa: T201
     return error.exit_code
-
-
-def _discard_output() -> None:
-    """Keep Python from complaining at exit of what it cannot write."""
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,10 +22,11 @@ from stormo.monitor.lines import (
     used_of,
 )
 from stormo.monitor.table import gpu_label
+from stormo.telemetry.live import can_redraw, steady_console
 from stormo.telemetry.text import discard, encodable, nobody_reads, write_text
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
     from rich.live import Live
     from rich.text import Text
 
@@ -46,7 +46,7 @@ class View(Protocol):
 
 def make_view(stream: TextIO, every_s: float, reasons: Sequence[str]) -> View:
     """The view that suits the stream; `reasons` say why figures are missing."""
-    if stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
+    if can_redraw(stream, os.environ):
         return TerminalView(stream, every_s, reasons)
     return PlainView(stream, reasons)
 
@@ -104,7 +104,7 @@ class TerminalView:
         self._stream = stream
         self._every_s = every_s
         self._reasons = tuple(reasons)
-        self._console = _console(stream)
+        self._console = steady_console(stream, os.environ)
         self._live: Live | None = None
 
     def show(self, sample: Sample) -> bool:
@@ -186,18 +186,3 @@ class TerminalView:
 def _width(columns: Sequence[_Column], cells: Mapping[str, Sequence[str]]) -> int:
     widths = [max(len(column.title), *(len(cell) for cell in cells[column.title])) for column in columns]
     return sum(widths) + 2 * len(columns) - 2
-
-
-def _console(stream: TextIO) -> Console:
-    from rich.console import Console
-
-    class SteadyConsole(Console):
-        """Never hides the cursor, so that a killed process cannot leave the terminal without one."""
-
-        def show_cursor(self, show: bool = True) -> bool:
-            return False
-
-        def on_broken_pipe(self) -> None:
-            raise BrokenPipeError(errno.EPIPE, "nobody reads any more")  # rich would end the program
-
-    return SteadyConsole(file=stream, force_terminal=True, highlight=False, markup=False, emoji=False)

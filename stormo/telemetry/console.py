@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TextIO
 
+from stormo.telemetry.live import can_redraw
 from stormo.telemetry.record import (
     DivergenceNoticed,
     EpochDone,
@@ -27,7 +28,7 @@ def make_console(
 ) -> Sink:
     """The console that suits the stream: live on a terminal, plain lines anywhere else."""
     variables = os.environ if environ is None else environ
-    if stream.isatty() and variables.get("TERM") not in ("dumb", "unknown"):
+    if can_redraw(stream, variables):
         return TerminalConsole(stream, environ=variables, clock=clock)
     return PlainConsole(stream)
 

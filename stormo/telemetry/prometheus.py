@@ -121,10 +121,7 @@ class PrometheusSink:
             self._add("stormo_divergences_total", 0, kind)
 
     def _take_step(self, record: StepDone) -> None:
-        self._set("stormo_epoch", record.epoch)
-        self._set("stormo_step", record.step)
-        self._set("stormo_progress_timestamp_seconds", self._clock())
-        self._raise("stormo_training_seconds_total", record.train_time_s)
+        self._take_progress(record, record.train_time_s)
         self._set("stormo_samples_per_second", record.samples_per_s)
         self._set("stormo_units_per_second", record.units_per_s, record.unit)
         self._set("stormo_loss", record.loss)
@@ -135,13 +132,9 @@ class PrometheusSink:
         self._set("stormo_main_node_power_watts", record.power_w)
         if record.global_batch_size is not None:
             self._set("stormo_global_batch_size", record.global_batch_size)
-        self._count_samples(record.samples_seen)
 
     def _take_epoch(self, record: EpochDone) -> None:
-        self._set("stormo_epoch", record.epoch)
-        self._set("stormo_step", record.step)
-        self._set("stormo_progress_timestamp_seconds", self._clock())
-        self._raise("stormo_training_seconds_total", record.cumulative_time_s)
+        self._take_progress(record, record.cumulative_time_s)
         self._set("stormo_epoch_loss", record.train_loss)
         self._set("stormo_epoch_seconds", record.epoch_time_s)
         self._set("stormo_validation_seconds", record.validation_time_s)
@@ -151,12 +144,15 @@ class PrometheusSink:
             self._set("stormo_validation", value, metric)
         if record.energy_j is not None:
             self._add("stormo_energy_joules_total", record.energy_j)
-        self._count_samples(record.samples_seen)
 
-    def _count_samples(self, samples_seen: int) -> None:
+    def _take_progress(self, record: StepDone | EpochDone, train_time_s: float) -> None:
+        self._set("stormo_epoch", record.epoch)
+        self._set("stormo_step", record.step)
+        self._set("stormo_progress_timestamp_seconds", self._clock())
+        self._raise("stormo_training_seconds_total", train_time_s)
         # Falls when the run is rolled back, which a counter must not. A resumed run goes on from what it had.
-        self._add("stormo_samples_total", max(samples_seen - self._samples_seen, 0))
-        self._samples_seen = samples_seen
+        self._add("stormo_samples_total", max(record.samples_seen - self._samples_seen, 0))
+        self._samples_seen = record.samples_seen
 
     def _take_sample(self, sample: Mapping[str, Any]) -> None:
         host = str(sample["host"])

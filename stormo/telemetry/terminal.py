@@ -7,13 +7,13 @@ a kill cannot leave it so.
 from __future__ import annotations
 
 import atexit
-import errno
 import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
+from stormo.telemetry.live import steady_console
 from stormo.telemetry.record import (
     CheckpointSaved,
     DivergenceNoticed,
@@ -27,7 +27,6 @@ from stormo.telemetry.record import (
 )
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.live import Live
     from rich.text import Text
 
@@ -65,7 +64,7 @@ class TerminalConsole:
     def __init__(self, stream: TextIO, *, environ: Mapping[str, str], clock: Callable[[], float]) -> None:
         self._stream = stream
         self._clock = clock
-        self._console = _rich_console(stream, environ)
+        self._console = steady_console(stream, environ)
         self._is_unicode = encodable("━╸─", stream) == "━╸─"
         self._live: Live | None = None
         self._run: RunStarted | None = None
@@ -332,27 +331,3 @@ def _mfu_value(record: EpochDone) -> str:
 
 def _metric_value(name: str) -> Callable[[EpochDone], str]:
     return lambda record: format_figure(record.validation[name]) if name in record.validation else "n/a"
-
-
-def _rich_console(stream: TextIO, environ: Mapping[str, str]) -> Console:
-    from rich.console import Console
-
-    class SteadyConsole(Console):
-        """Never hides the cursor, so that a killed process cannot leave the terminal without one."""
-
-        def show_cursor(self, show: bool = True) -> bool:
-            return False
-
-        def on_broken_pipe(self) -> None:
-            raise BrokenPipeError(errno.EPIPE, "nobody reads any more")  # rich would end the program
-
-    columns = environ.get("COLUMNS", "")
-    return SteadyConsole(
-        file=stream,
-        force_terminal=True,
-        width=int(columns) if columns.isdecimal() and int(columns) > 0 else None,
-        no_color=bool(environ.get("NO_COLOR")),  # the convention: set and not empty
-        highlight=False,
-        markup=False,
-        emoji=False,
-    )
