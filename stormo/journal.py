@@ -273,7 +273,7 @@ class Journal:
             **more,
         }
         for said in (energy_sentence(summary), summary["noise_scale_advice"]):
-            if said is not None:
+            if said is not None and stopped_by != "error":  # what went wrong is the first thing to be seen
                 self.record(Notice(kind="info", text=said))
         if self.keeper.failure is not None:
             self.record(Notice(kind="warning", text=f"The account of this node is not whole: {self.keeper.failure}."))
