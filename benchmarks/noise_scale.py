@@ -75,7 +75,7 @@ def make_side(
     from stormo.hardware import visible_gpus
     from stormo.layout import resolve_layout
     from stormo.plan import resolve
-    from stormo.strategies.table import STRATEGIES
+    from stormo.strategies.table import strategy_class
 
     size = options.batch_size * options.accumulate * world.size
     task = make_task(options, size)
@@ -85,7 +85,7 @@ def make_side(
     gpus = visible_gpus()[:1] if world.device.type == "cuda" else ()
     plan = resolve(config, resolve_layout(config, gpus), task.facts())
     torch.manual_seed(0)
-    strategy = STRATEGIES[plan.layout.strategy](world, plan, task, config)
+    strategy = strategy_class(plan.layout)(world, plan, task, config)
     share = Share(global_batch_size=size, accumulate=options.accumulate, worker=world.rank, num_workers=world.size)
     data: Any = task.train_data()
     loader = ResidentLoader(data, share, 0, task.num_draws, task.augment, world.device)

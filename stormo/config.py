@@ -10,6 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Precision = Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp64"]
+Strategy = Literal[
+    "auto", "single", "dp", "ddp", "zero1", "zero2", "fsdp", "hsdp", "tensor", "hybrid", "pipeline", "naive"
+]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
 
 def option(default: Any, help_text: str, *, metavar: str | None = None, optional_value: bool = False) -> Any:
@@ -29,7 +33,15 @@ class Workers:
     device: Literal["auto", "cpu", "cuda"] = option("auto", "device of the workers")
     backend: Literal["auto", "nccl", "gloo"] = option("auto", "communication library")
     timeout: float = option(600.0, "seconds that a worker waits for the others before it gives up")
-    strategy: Literal["auto", "single", "dp", "ddp"] = option("auto", "how the model is spread over the workers")
+    strategy: Strategy = option("auto", "how the model is spread over the workers; docs/strategies.md explains each")
+    mesh: str | None = option(
+        None,
+        "workers along the axes pipeline, replicate, shard, tensor, such as replicate=2,shard=4; instead of --strategy",
+        metavar="AXES",
+    )
+    zero: int | None = option(
+        None, "what the axis shard of a --mesh cuts: 1 optimizer state, 2 gradients too, 3 weights too (default)"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +147,19 @@ class Speed:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """Sharding: how a model that does not fit one device is spread."""
+
+    checkpoint_activations: bool = option(False, "forget the activations of each block, compute them again in backward")
+    offload: bool = option(False, "keep weights and optimizer state of the axis shard in host memory between steps")
+    shard_modules: str | None = option(
+        None, "modules that are sharded as one unit each, by name or class; default: repeated blocks", metavar="NAMES"
+    )
+    schedule: Schedule = option("1f1b", "order of the micro-batches in a pipeline")
+    micro_batches: int | None = option(None, "parts of a pass that follow one another in a pipeline; default 4 a stage")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Stop:
     """Stop: when training ends."""
 
@@ -163,6 +188,7 @@ class Run:
     )
     checkpoint_every: str = option("1ep", "steps (500) or epochs (1ep, 0.25ep) between checkpoints; 0 for none")
     keep_checkpoints: int = option(2, "checkpoints kept, besides the best")
+    async_checkpoint: bool = option(False, "write checkpoints in the background while training goes on")
     seed: int = option(0, "seed of everything that is random")
     deterministic: bool = option(False, "the same bits every time, at some speed")
     tensorboard: bool = option(True, "write TensorBoard event files")
@@ -219,6 +245,7 @@ class TrainConfig:
     batch: Batch = field(default_factory=Batch)
     optimizer: Optimizer = field(default_factory=Optimizer)
     speed: Speed = field(default_factory=Speed)
+    sharding: Sharding = field(default_factory=Sharding)
     stop: Stop = field(default_factory=Stop)
     run: Run = field(default_factory=Run)
     energy: Energy = field(default_factory=Energy)
@@ -234,6 +261,7 @@ SECTIONS: dict[str, type[Any]] = {
     "batch": Batch,
     "optimizer": Optimizer,
     "speed": Speed,
+    "sharding": Sharding,
     "stop": Stop,
     "run": Run,
     "energy": Energy,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from stormo.config import TrainConfig
 from stormo.errors import SettingError, counted
 from stormo.hardware import Gpu
+from stormo.mesh import PRESETS, ZERO_STAGES, Mesh, mesh_of, parse_mesh, preset_mesh
 
 _PORTS = (1024, 49151)
 _MAX_TIMEOUT_S = 2_592_000.0
@@ -39,7 +40,29 @@ class Layout:
     workers_per_node: int
     devices_per_worker: int
     world_size: int
+    mesh: Mesh
+    zero: int  # what the axis shard cuts: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too
     explanation: tuple[tuple[str, str], ...]
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether no worker need hold the whole model with all that belongs to it."""
+        return self.strategy not in ("single", "dp", "ddp")
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The axes along which workers take different samples."""
+        return ("tensor",) if self.strategy == "hybrid" else ("replicate", "shard")
+
+    @property
+    def data_size(self) -> int:
+        """Parts into which the workers cut a batch."""
+        return self.mesh.tensor if self.strategy == "hybrid" else self.mesh.data_size
+
+    @property
+    def sharer(self) -> str:
+        """Who takes one part of a batch, in a word."""
+        return "worker" if self.data_size == self.world_size else "group"
 
 
 def resolve_layout(config: TrainConfig, gpus: Sequence[Gpu], launched: Launched | None = None) -> Layout:
@@ -63,7 +86,7 @@ def resolve_layout(config: TrainConfig, gpus: Sequence[Gpu], launched: Launched 
         _check_data_parallel(config, device_type, num_nodes, launched)
         devices_per_worker, per_node, world_size = per_node, 1, 1
     backend, backend_reason = _backend(config, device_type, world_size)
-    strategy, strategy_reason = _strategy(config, world_size, devices_per_worker)
+    strategy, mesh, zero, strategy_reason = _strategy(config, world_size, per_node, devices_per_worker, origin)
     unit = "GPU" if device_type == "cuda" else "CPU process"
     count = per_node * devices_per_worker
     total = f"{world_size} = {counted(num_nodes, 'node')} × {counted(count, unit)}"
@@ -80,6 +103,8 @@ def resolve_layout(config: TrainConfig, gpus: Sequence[Gpu], launched: Launched 
         workers_per_node=per_node,
         devices_per_worker=devices_per_worker,
         world_size=world_size,
+        mesh=mesh,
+        zero=zero,
         explanation=(
             ("workers", f"{total} ({origin}; {device_reason}); {backend_reason}"),
             ("strategy", f"{strategy}: {strategy_reason}"),
@@ -178,7 +203,60 @@ def _backend(config: TrainConfig, device_type: str, world_size: int) -> tuple[st
     return backend, f"{backend} {'as set' if asked != 'auto' else 'for GPUs' if backend == 'nccl' else 'for CPUs'}"
 
 
-def _strategy(config: TrainConfig, world_size: int, devices_per_worker: int) -> tuple[str, str]:
+def _strategy(
+    config: TrainConfig, world_size: int, per_node: int, devices_per_worker: int, origin: str
+) -> tuple[str, Mesh, int, str]:
+    """The strategy, its mesh, what the axis shard cuts, and why."""
+    workers = config.workers
+    if workers.mesh is not None:
+        return _by_mesh(config, workers.mesh, world_size, origin)
+    if workers.zero is not None:
+        raise SettingError(
+            f"--zero {workers.zero} was set without --mesh",
+            "it says what the axis shard of a mesh cuts",
+            "set --strategy zero1, zero2 or fsdp, or --mesh shard=…",
+        )
+    if workers.strategy in PRESETS:
+        if workers.strategy in ("pipeline", "naive", "tensor", "hybrid") and world_size == 1:
+            raise SettingError(
+                f"--strategy {workers.strategy} was set",
+                f"there is one worker ({origin}) and it spreads a model over several",
+                "set --num-gpus 2 or more, or --strategy single",
+            )
+        mesh, reason = preset_mesh(workers.strategy, world_size, per_node)
+        return workers.strategy, mesh, ZERO_STAGES.get(workers.strategy, 0), f"{reason}: {_lengths(mesh)}"
+    strategy, reason = _plain(config, world_size, devices_per_worker)
+    return strategy, Mesh(replicate=world_size), 0, reason
+
+
+def _lengths(mesh: Mesh) -> str:
+    return str(mesh).replace(",", " × ")
+
+
+def _by_mesh(config: TrainConfig, text: str, world_size: int, origin: str) -> tuple[str, Mesh, int, str]:
+    workers = config.workers
+    if workers.strategy != "auto":
+        raise SettingError(
+            f"--strategy {workers.strategy} was set with --mesh {text}",
+            "the axes of the mesh are the strategy",
+            "leave one of them out; --zero 1, 2 or 3 says what the axis shard cuts",
+        )
+    axes = parse_mesh(text)
+    mesh = mesh_of(axes, text, world_size, origin)
+    if workers.zero is not None and (workers.zero not in (1, 2, 3) or "shard" not in axes):
+        why = "the mesh has no axis shard" if workers.zero in (1, 2, 3) else "it is 1, 2 or 3"
+        raise SettingError(
+            f"--zero {workers.zero} was set with --mesh {text}", why, "set --zero 1, 2 or 3 and an axis shard"
+        )
+    if set(axes) == {"replicate"}:
+        return "single" if world_size == 1 else "ddp", mesh, 0, f"copies of the model: {_lengths(mesh)}"
+    zero = (workers.zero or 3) if "shard" in axes else 0
+    cuts = {1: "optimizer state", 2: "optimizer state and gradients", 3: "optimizer state, gradients and weights"}
+    reason = f"{_lengths(mesh)}, as set"
+    return "mesh", mesh, zero, reason + (f"; shard cuts {cuts[zero]}" if zero else "")
+
+
+def _plain(config: TrainConfig, world_size: int, devices_per_worker: int) -> tuple[str, str]:
     asked = config.workers.strategy
     if asked == "single" and world_size > 1:
         raise SettingError(

@@ -70,6 +70,7 @@ class Outcome:
 def train(run: Training) -> Outcome:
     """Train until the target is held, the epochs are done, a signal comes or the loss is lost for good."""
     watch = Stopwatch(run.world, run.loader, run.state.progress, run.state.strategy, run.keeper)
+    _tell_profile(run)
     while True:
         outcome = _train(run, watch)
         if outcome.diverged is None:
@@ -120,13 +121,13 @@ def _train(run: Training, watch: Stopwatch) -> Outcome:
                 _show_node(run)
             stop, diverged = vote.outcome(), losses.hear(vote.total())
             if run.profile.step_done(progress.step):
-                _write_profile(run, watch)
+                _tend_profile(run, watch)
             # At its end an epoch is validated before it is saved.
             is_within = progress.position < run.loader.num_samples
             losses.owes_checkpoint |= is_within and plan.is_checkpoint_due(progress.epoch, progress.step)
             if diverged is None and (stop or (is_within and losses.owes_checkpoint and losses.is_calm)):
                 watch.pause()
-                diverged = losses.settle(strategy.module)
+                diverged = losses.settle(strategy.weights())
                 if diverged is None and (stop or losses.is_calm):
                     run.save(None)
                     losses.owes_checkpoint = False
@@ -137,7 +138,7 @@ def _train(run: Training, watch: Stopwatch) -> Outcome:
                 watch.pause()
                 return Outcome("divergence", diverged=diverged)
         watch.pause()
-        found = losses.settle(strategy.module) or _finish_epoch(run, watch, vote, losses, learning_rate)
+        found = losses.settle(strategy.weights()) or _finish_epoch(run, watch, vote, losses, learning_rate)
         if isinstance(found, Diverged):
             return Outcome("divergence", diverged=found)
         if found:
@@ -260,7 +261,7 @@ def _validate(run: Training, vote: Vote) -> dict[str, float] | int:
     """The metrics over the whole validation set, or the signal that was agreed on meanwhile."""
     strategy, validation = run.state.strategy, run.validation
     strategy.average_buffers()
-    for turn, metrics in enumerate(validation.run(strategy.module, strategy.autocast), start=1):
+    for turn, metrics in enumerate(validation.run(strategy.validated, strategy.autocast), start=1):
         if metrics is not None:
             return metrics
         vote.cast(run.flag.signal_number)
@@ -272,11 +273,17 @@ def _validate(run: Training, vote: Vote) -> dict[str, float] | int:
     raise AssertionError("validation ended without metrics")
 
 
-def _write_profile(run: Training, watch: Stopwatch) -> None:
+def _tend_profile(run: Training, watch: Stopwatch) -> None:
     watch.pause()
-    for line in run.profile.write():
-        run.record(Notice(kind="info", text=line))
+    _tell_profile(run)
     watch.start()
+
+
+def _tell_profile(run: Training) -> None:
+    """Let the profiler get ready or write, which is no training, and tell what it says."""
+    step = run.state.progress.step
+    for line in run.profile.tend(step + 1):
+        run.record(Notice(kind="info", text=line, after_step=step))
 
 
 def _show_node(run: Training) -> None:

@@ -7,10 +7,11 @@ worker reads that of the same step; the sum over workers travels with the vote t
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stormo.divergence import Diverged, Trend
 from stormo.world.world import World
@@ -84,8 +85,8 @@ class LossWatch:
         self._is_cast = False
         return self._judge(self._pending.popleft()[0], total)
 
-    def settle(self, module: nn.Module) -> Diverged | None:
-        """Wait for all losses up to now and judge them and the weights. All workers call it."""
+    def settle(self, weights: Iterable[Tensor]) -> Diverged | None:
+        """Wait for all losses up to now and judge them and this worker's weights. All workers call it."""
         if not self._is_on or not self._pending:
             return None
         parts = [self._read(slot) for _, slot in self._pending]
@@ -96,8 +97,8 @@ class LossWatch:
             if diverged := self._judge(moment, loss):
                 return diverged
         # A loss can be finite and its gradient not: the weights are broken then before any loss tells.
-        trained = [p.isfinite().all() for p in module.parameters() if p.requires_grad]
-        is_broken = torch.tensor([float(not bool(torch.stack(trained).all()))])
+        finite = [weight.isfinite().all() for weight in weights]
+        is_broken = torch.tensor([float(bool(finite) and not bool(torch.stack(finite).all()))])
         return self.verdict("weights", moments[-1], losses[-1]) if self._world.max(is_broken).item() else None
 
     def verdict(self, kind: str, moment: Moment, loss: float) -> Diverged:

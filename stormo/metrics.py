@@ -6,6 +6,7 @@ a slot of their own. Adding the workers' tables then only fills slots, and the f
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -44,8 +45,10 @@ class Validation:
         resident: bool = True,
         num_loader_workers: int = 0,
         make_batch: Collate = collate,
+        together: bool = False,
     ) -> None:
         self._task = task
+        self._together = together  # a model that is spread is called by all workers at once, or by none
         self._world = world
         self._is_stream = is_stream(data)
         self._objects: dict[str, Any] = {}  # metrics with a state of their own, as they were last returned
@@ -54,10 +57,10 @@ class Validation:
         self._batches: Iterable[Any]
         if self._is_stream:
             self._batches = batches_in_turn(
-                data, batch_size, world.rank, world.size, world.device, num_loader_workers, make_batch
+                data, batch_size, world.data.rank, world.data.size, world.device, num_loader_workers, make_batch
             )
             return
-        mine = range(world.rank, self.num_batches, world.size) or range(1)
+        mine = range(world.data.rank, self.num_batches, world.data.size) or range(1)
         spans = [range(i * batch_size, min((i + 1) * batch_size, self.num_samples)) for i in mine]
         if resident and isinstance(data, TensorData):
             tensors = [tensor.to(world.device) for tensor in data.tensors]
@@ -69,7 +72,7 @@ class Validation:
     @property
     def num_rounds(self) -> int:
         """Batches of the busiest worker, as far as they are known: all workers go through as many rounds."""
-        return math.ceil(self.num_batches / self._world.size)
+        return math.ceil(self.num_batches / self._world.data.size)
 
     def run(
         self, model: nn.Module, autocast: Callable[[], Any], look: Callable[[Any, Sums], None] | None = None
@@ -80,6 +83,7 @@ class Validation:
         sums, while the model is as it is for a validation.
         """
         rows: dict[int, Tensor] = {}  # slot -> sums
+        last: Any = None
         names: tuple[list[str], list[str]] | None = None  # of sums, of objects
         was_training = model.training
         model.eval()
@@ -89,10 +93,12 @@ class Validation:
                 if number:
                     yield None
                 if turn is None:
+                    if self._together:
+                        self._keep_company(model, autocast, last)
                     continue
                 slot, data = turn
                 with torch.no_grad(), autocast():
-                    batch = move(answered(data), self._world.device)
+                    batch = last = move(answered(data), self._world.device)
                     sums, objects = read_metrics(self._task, self._task.metrics(model, batch), self._world.device)
                     if look is not None:
                         look(batch, sums)
@@ -107,6 +113,15 @@ class Validation:
         assert names is not None
         yield self._total(names, rows)
 
+    def _keep_company(self, model: nn.Module, autocast: Callable[[], Any], batch: Any) -> None:
+        """Compute a batch once more for those who have one left, and forget the result."""
+        metrics = [*held_metrics(self._task), *self._objects.values()]
+        before = [copy.deepcopy(metric.__dict__) for metric in metrics]
+        with torch.no_grad(), autocast():
+            self._task.metrics(model, batch)
+        for metric, state in zip(metrics, before, strict=True):
+            metric.__dict__.update(state)
+
     def close(self) -> None:
         """End worker processes, where there are any."""
         if isinstance(self._batches, DataLoader):
@@ -117,7 +132,7 @@ class Validation:
         if self._is_stream:
             yield from self._turns_of_stream()
             return
-        rank, size = self._world.rank, self._world.size
+        rank, size = self._world.data.rank, self._world.data.size
         batches = iter(self._batches)
         for index in range(rank, self.num_rounds * size, size):
             if index < self.num_batches:
@@ -126,7 +141,7 @@ class Validation:
                 yield (None, next(batches)) if rank >= self.num_batches else None
 
     def _turns_of_stream(self) -> Iterator[_Turn | None]:
-        rank, size = self._world.rank, self._world.size
+        rank, size = self._world.data.rank, self._world.data.size
         num_samples, first, own = 0, None, None
         index = -1
         for index, (length, data) in enumerate(self._batches):
@@ -179,7 +194,7 @@ class Validation:
         table = torch.zeros(self.num_batches, len(names[0]), dtype=torch.float64, device=world.device)
         for slot, row in rows.items():
             table[slot] = row
-        columns = world.sum(table).T.tolist() if names[0] else []
+        columns = world.data.sum(table).T.tolist() if names[0] else []
         found = {name: math.fsum(column) / self.num_samples for name, column in zip(names[0], columns, strict=True)}
         for name in names[1]:
             found |= compute(name, self._objects[name], world)

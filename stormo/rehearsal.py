@@ -28,7 +28,6 @@ from stormo.metrics import Sums, Validation
 from stormo.strategies.strategy import Strategy
 from stormo.strategies.undo import Before
 from stormo.tasks.measured import read_metrics
-from stormo.tasks.returned import without_gradient
 from stormo.tasks.task import Task
 
 _PICKLE_ERRORS = (pickle.PicklingError, AttributeError, TypeError)
@@ -101,7 +100,7 @@ def rehearse(
             if largest is not None:
                 _try_largest(strategy, loader, largest)
         with explained(task, "validation_data", "metrics", strategy.world.device):
-            rounds = validation.run(strategy.module, strategy.autocast, functools.partial(_look_for_means, strategy))
+            rounds = validation.run(strategy.validated, strategy.autocast, functools.partial(_look_for_means, strategy))
             next(rounds)
             cast("Generator[object]", rounds).close()
     finally:
@@ -142,7 +141,7 @@ class _FirstLook:
             return
         self._has_looked = True
         strategy = self._strategy
-        names = without_gradient(strategy.module)
+        names = strategy.without_gradient()
         if names and not strategy.task.find_unused:
             raise _unused(strategy.task, names)
         # All workers ask, whatever their own loss is, and answer alike.
@@ -184,7 +183,7 @@ def _look_for_means(strategy: Strategy, batch: Any, whole: Sums) -> None:
         length = batch_length(batch)
         middle = length // 2
         first, second = (
-            read_metrics(task, task.metrics(strategy.module, cut(batch, *half)), strategy.world.device)[0]
+            read_metrics(task, task.metrics(strategy.validated, cut(batch, *half)), strategy.world.device)[0]
             for half in ((0, middle), (middle, length))
         )
     except Exception:

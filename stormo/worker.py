@@ -36,7 +36,7 @@ from stormo.recovery import Recovery
 from stormo.rehearsal import explained, rehearse
 from stormo.state import RunState
 from stormo.strategies.fit import find_passes
-from stormo.strategies.table import STRATEGIES
+from stormo.strategies.table import strategy_class
 from stormo.tasks.task import Task
 from stormo.telemetry.record import Notice
 from stormo.world.devices import device_of, share_cores
@@ -54,7 +54,16 @@ def run_worker(
     share_cores(place)
     with stop_flag(announces=place.launcher == "alone", is_last=True) as flag:
         device, timeout_s = device_of(layout.device_type, place), config.workers.timeout
-        world = World(place, device, store=store, backend=layout.backend, timeout_s=timeout_s)
+        world = World(
+            place,
+            device,
+            store=store,
+            backend=layout.backend,
+            timeout_s=timeout_s,
+            mesh=layout.mesh,
+            data_axes=layout.data_axes,
+            needs_group=layout.is_spread,
+        )
         keeper = open_keeper(world, devices_per_worker=layout.devices_per_worker, is_on=config.energy.energy)
         with contextlib.closing(keeper):
             set_up.done("joining")
@@ -78,6 +87,7 @@ def _require_same_plan(plan: Plan, world: World) -> None:
         {
             "device": layout.device_type,
             "strategy": layout.strategy,
+            "mesh": str(layout.mesh),
             "precision": plan.precision,
             "SHA-256 of the data": plan.facts.data_sha256,
             "global batch": plan.global_batch_size,
@@ -114,8 +124,8 @@ def _train(
 ) -> int:
     seed = config.run.seed
     torch.manual_seed(derive_seed(seed, "model"))  # every worker builds the same model
-    strategy = STRATEGIES[plan.layout.strategy](world, plan, task, config)
-    seed_generators(derive_seed(seed, "worker", world.rank))  # and has its own dropout
+    strategy = strategy_class(plan.layout)(world, plan, task, config)
+    seed_generators(derive_seed(seed, "worker", world.draws))  # and has its own dropout
     set_up.done("model")
     loader = make_loader(config, plan, task, world)
     set_up.done("data")
@@ -129,6 +139,7 @@ def _train(
         resident=plan.loader == "resident",
         num_loader_workers=_num_loader_workers(config, world),
         make_batch=make_batch(task),
+        together=strategy.is_spread,
     )
     if config.batch.batch_size == "auto":
         with explained(task, "train_data", "loss", world.device):
@@ -144,7 +155,7 @@ def _train(
         validation,
         every_shape=is_cold,
         may_diverge=may_diverge,
-        largest=largest if grown.batch_per_pass > plan.batch_per_pass else None,
+        largest=largest if grown.batch_per_pass > plan.batch_per_pass and not strategy.is_spread else None,
     )
     set_up.done("first passes")
     spec = None if config.command.profile is None else parse_profile(config.command.profile)
@@ -203,8 +214,8 @@ def make_loader(config: TrainConfig, plan: Plan, task: Task, world: World) -> Lo
     share = Share(
         global_batch_size=plan.global_batch_size,
         accumulate=plan.accumulate,
-        worker=world.rank,
-        num_workers=world.size,
+        worker=world.data.rank,
+        num_workers=world.data.size,
     )
     seed, num_draws = config.run.seed, task.num_draws
     if plan.loader == "resident":

@@ -7,6 +7,7 @@ process group, and returns their results in the order of ranks. The function mus
 from __future__ import annotations
 
 import multiprocessing
+import os
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -14,7 +15,7 @@ from typing import Any
 
 from tests.programs import fork, free_port
 
-MAX_RANKS = 4
+MAX_THREADS = 120  # of a rank: torch keeps some for every group that it has made, and thousands slow it down
 
 
 class RankFailedError(Exception):
@@ -34,10 +35,12 @@ def _serve(connection: Connection) -> None:
         job = connection.recv()
         if job is None:
             return
+        answer: tuple[bool, Any]
         try:
-            connection.send((True, _join_and_call(*job)))
+            answer = True, _join_and_call(*job)
         except BaseException:
-            connection.send((False, traceback.format_exc()))
+            answer = False, traceback.format_exc()
+        connection.send((*answer, len(os.listdir("/proc/self/task"))))
 
 
 def _join_and_call(rank: int, size: int, port: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
@@ -90,11 +93,13 @@ class Pool:
                 self.close()
                 raise TimeoutError(f"rank {rank} did not answer within 120 s")
             answers.append(connection.recv())
-        failures = [text for is_good, text in answers if not is_good]
+        failures = [text for is_good, text, _ in answers if not is_good]
         if failures:
             self.close()  # what a failed rank still holds of its process group could block it in the next call
             raise RankFailedError("\n".join(failures))
-        return [result for _, result in answers]
+        if max(num_threads for _, _, num_threads in answers) > MAX_THREADS:
+            self.close()
+        return [result for _, result, _ in answers]
 
     def close(self) -> None:
         """End all ranks."""

@@ -19,6 +19,7 @@ FLOORS = {
     "hardware": 0,
     "process": 0,
     "nvml": 1,
+    "mesh": 1,
     "config": 1,
     "layout": 2,
     "plan": 2,
@@ -71,7 +72,7 @@ SIDEWAYS = {
     *(("show", "runs"), ("report", "runs"), ("scale", "train")),
 }
 WITHOUT_TORCH = {
-    *("errors", "hardware", "nvml", "process", "config", "layout", "plan", "options", "telemetry", "launch"),
+    *("errors", "hardware", "nvml", "process", "mesh", "config", "layout", "plan", "options", "telemetry", "launch"),
     *("energy", "vitals", "keeper", "monitor", "report", "scale"),
     *("dry_run", "runs", "show", "train", "new", "cli"),  # `train` is also what the agent of a node runs
 }

@@ -294,14 +294,14 @@ def _settled(world: World, lag: int, breaks_weights: bool) -> tuple[str | None, 
     model.bias.requires_grad_(False).fill_(-INF)  # a constant of the task, such as a mask
     with lagging(lag):
         watch = LossWatch(world, trend, is_on=True, batch_size=64, patience=100)
-    assert watch.settle(model) is None
+    assert watch.settle(model.parameters()) is None
     for step in range(1, lag + 1):
         watch.add(torch.tensor(float(step)))
         watch.note(Moment(epoch=1, step=step, position=0, learning_rate=0.1))
     if breaks_weights and world.rank == 0:
         with torch.no_grad():
             model.weight[0, 0] = NAN
-    diverged = watch.settle(model)
+    diverged = watch.settle(model.parameters())
     return diverged.kind if diverged else None, diverged.step if diverged else 0, trend.first
 
 
@@ -319,7 +319,7 @@ def test_what_is_ignored_is_not_even_looked_at() -> None:
     watch = LossWatch(World(alone(), torch.device("cpu")), trend, is_on=False, batch_size=64, patience=100)
     watch.add(torch.tensor(NAN))
     watch.note(Moment(epoch=1, step=1, position=0, learning_rate=0.1))
-    assert (watch.share(), watch.hear(NAN), watch.settle(nn.Linear(1, 1)), watch.is_calm) == (0.0, None, None, True)
+    assert (watch.share(), watch.hear(NAN), watch.settle([torch.zeros(1)]), watch.is_calm) == (0.0, None, None, True)
     assert trend == Trend()
 
 

@@ -13,17 +13,19 @@ from tests.test_train import here
 
 
 def test_a_run_says_where_it_is_shown_and_records_the_steps_that_were_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert here("--run-name", "one", "--epochs", "1", "--prometheus", "0", "--profile", "2:4") == 0
-    out = capsys.readouterr().out
+    out, err = capfd.readouterr()
+    assert err == ""  # nothing of the profiler's own, either
     assert "Prometheus finds this run at http://127.0.0.1:" in out
     assert "Profile of steps 2 to 3, 1 worker, by CPU time: " in out
     run = tmp_path / "runs" / "one"
     assert {path.name for path in (run / "profile").iterdir()} == {"rank-0.pt.trace.json.gz", "summary.json"}
-    notices = [event["text"] for event in read_events(run / "events.jsonl") if event["event"] == "notice"]
-    assert any(text.endswith("/metrics") for text in notices)
+    notices = [event for event in read_events(run / "events.jsonl") if event["event"] == "notice"]
+    assert any(notice["text"].endswith("/metrics") for notice in notices)
+    assert [notice["after_step"] for notice in notices if notice["text"].startswith("Profile of ")] == [3]
 
 
 def test_a_port_that_is_taken_is_refused_and_leaves_no_folder(

@@ -22,7 +22,7 @@ from stormo.metrics import Validation
 from stormo.plan import resolve
 from stormo.progress import Progress
 from stormo.state import RunState
-from stormo.strategies.table import STRATEGIES
+from stormo.strategies.table import strategy_class
 from stormo.worker import make_batch, make_loader
 from stormo.world.world import World
 from tests import programs
@@ -46,7 +46,7 @@ def _build(world: World, task_options: dict[str, Any], flags: dict[str, Any]) ->
     plan = resolve(config, resolve_layout(config, ()), task.facts())
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(derive_seed(config.run.seed, "model"))
-    strategy = STRATEGIES[plan.layout.strategy](world, plan, task, config)
+    strategy = strategy_class(plan.layout)(world, plan, task, config)
     return Parts(
         world=world,
         config=config,

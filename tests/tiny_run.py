@@ -19,7 +19,7 @@ from stormo.plan import Plan, resolve
 from stormo.progress import Progress
 from stormo.state import RunState
 from stormo.strategies.strategy import Strategy
-from stormo.strategies.table import STRATEGIES
+from stormo.strategies.table import strategy_class
 from stormo.tasks.task import Task
 from stormo.world.world import World
 from tests.tiny_task import Tiny, TinyOptions
@@ -46,10 +46,11 @@ def build(
     config = options.make_config(flags, None)
     task = task_class(TinyOptions(**(task_options or {})))
     plan = resolve(config, resolve_layout(config, ()), task.facts())
+    world.arrange(plan.layout.mesh, plan.layout.data_axes)
     torch.set_default_dtype(torch.float64 if plan.precision == "fp64" else torch.float32)
     torch.manual_seed(derive_seed(config.run.seed, "model"))
-    strategy = STRATEGIES[plan.layout.strategy](world, plan, task, config)
-    torch.manual_seed(derive_seed(config.run.seed, "worker", world.rank))
+    strategy = strategy_class(plan.layout)(world, plan, task, config)
+    torch.manual_seed(derive_seed(config.run.seed, "worker", world.draws))
     loss_sum = torch.zeros((), dtype=torch.float64)
     return Parts(
         world=world,
@@ -66,8 +67,8 @@ def _loader(config: TrainConfig, plan: Plan, task: Task, world: World) -> Loader
     share = Share(
         global_batch_size=plan.global_batch_size,
         accumulate=plan.accumulate,
-        worker=world.rank,
-        num_workers=world.size,
+        worker=world.data.rank,
+        num_workers=world.data.size,
     )
     data = task.train_data()
     if isinstance(data, TensorData):

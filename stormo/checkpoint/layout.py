@@ -1,7 +1,9 @@
 """What a checkpoint is on disk: its files, its sealed manifest, its names, and the errors about it.
 
-`step-00000123/` holds three safetensors files, `state.json` and `manifest.json`. A second save of one step is
-first published as `step-00000123.1`: the higher number wins wherever both exist.
+`step-00000123/` holds `ranks.safetensors`, `state.json` and `manifest.json`. In version 1, which one process writes,
+`model.safetensors` and `optimizer.safetensors` hold whole tensors; in version 2 every worker has written a file
+`shard-00000.safetensors` of boxes, and `index.json` says which box of what is where. A second save of one step is first
+published as `step-00000123.1`: the higher number wins wherever both exist.
 """
 
 from __future__ import annotations
@@ -19,13 +21,20 @@ from torch import Tensor
 from stormo.errors import EXIT_USAGE, StormoError
 
 FORMAT_NAME = "stormo-checkpoint"
-FORMAT_VERSION = 1
+WHOLE, SHARDED = 1, 2  # the versions of the format
 MANIFEST = "manifest.json"
 STATE = "state.json"
-TENSOR_FILES = ("model.safetensors", "optimizer.safetensors", "ranks.safetensors")
+RANKS = "ranks.safetensors"
+INDEX = "index.json"
+SECTIONS = ("model", "optimizer")
+TENSOR_FILES = (*(f"{section}.safetensors" for section in SECTIONS), RANKS)
 FILES = (*TENSOR_FILES, STATE)
 STEP_NAME = re.compile(r"step-(\d{8,20})(?:\.(\d{1,9}))?")
+SHARD_NAME = re.compile(r"shard-(\d{5,9})\.safetensors")
+# What `weights_sha256` is of: the whole values, or the digests of the boxes, which another cut changes.
+VALUES, BOXES = "values", "boxes"
 
+_REQUIRED = {WHOLE: FILES, SHARDED: (INDEX, RANKS, STATE)}
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SEAL = "manifest_sha256"
 
@@ -72,10 +81,14 @@ class Manifest:
     metric: float | None
     weights_sha256: str
     files: dict[str, FileEntry]
+    version: int = WHOLE
+    digest_of: str = VALUES
 
     def to_bytes(self) -> bytes:
         """The manifest as sealed JSON: its last line of defence is a sum over itself."""
-        body = {"format": FORMAT_NAME, "version": FORMAT_VERSION, **asdict(self)}
+        body = {"format": FORMAT_NAME, **asdict(self)}
+        if self.version == WHOLE:
+            del body["digest_of"]
         return _canonical({**body, _SEAL: _seal(body)})
 
 
@@ -103,6 +116,11 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def shard_name(rank: int) -> str:
+    """The file of a worker."""
+    return f"shard-{rank:05d}.safetensors"
+
+
 def parse_manifest(data: bytes) -> Manifest:
     """The manifest in `data`; `ValueError` says in words what is wrong with it."""
     try:
@@ -110,9 +128,11 @@ def parse_manifest(data: bytes) -> Manifest:
         if not isinstance(body, dict) or body.get("format") != FORMAT_NAME:
             raise ValueError("it is not the manifest of a stormo checkpoint")
         # The version comes before the seal: a later one may be sealed in another way.
-        if body.get("version") != FORMAT_VERSION:
+        # `is int`: JSON's true is 1 to a comparison.
+        if type(body.get("version")) is not int or body["version"] not in _REQUIRED:
             raise ValueError(
-                f"it gives format version {str(body.get('version'))[:20]}, this stormo reads version {FORMAT_VERSION}"
+                f"it gives format version {str(body.get('version'))[:20]}, this stormo reads versions "
+                f"{WHOLE} and {SHARDED}"
             )
         seal = body.pop(_SEAL, None)
         # Equal bytes, not only equal content: no spacing, order or repeated key hides behind the sum.
@@ -129,35 +149,46 @@ def parse_manifest(data: bytes) -> Manifest:
 
 def _typed(body: dict[str, Any]) -> Manifest:
     step, identity, metric, weights = (body.get(key) for key in ("step", "identity", "metric", "weights_sha256"))
-    listed = body.get("files")
-    # `type(...) is int`: JSON's true is an int to isinstance.
+    listed, version = body.get("files"), body["version"]
+    digest_of = body.get("digest_of") if version == SHARDED else VALUES
     if type(step) is not int or step < 0:
         raise ValueError("its step is not a count")
     if not isinstance(identity, str):
         raise ValueError("its identity is not a string")
     if metric is not None and (type(metric) not in (int, float) or not math.isfinite(metric)):
         raise ValueError("its metric is not a finite number")
-    if not _is_sha256(weights):
+    if not is_sha256(weights):
         raise ValueError("its weights_sha256 is not a SHA-256")
+    if digest_of not in (VALUES, BOXES):
+        raise ValueError("it does not say what its weights_sha256 is of")
     if not isinstance(listed, dict):
         raise ValueError("it lists no files")
     files = {}
     for name, entry in listed.items():
-        if name not in FILES:
+        if name not in _REQUIRED[version] and not (version == SHARDED and SHARD_NAME.fullmatch(name)):
             outside = "/" in name or "\\" in name or name in ("..", ".")
             what = "which is outside of the checkpoint" if outside else "which is no part of a checkpoint"
             raise ValueError(f"it lists the file {name[:100]!r}, {what}")
         size, sha256 = (entry.get("size_bytes"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
-        if type(size) is not int or size < 0 or not _is_sha256(sha256):
+        if type(size) is not int or size < 0 or not is_sha256(sha256):
             raise ValueError(f"its entry for {name} has no valid size and SHA-256")
         files[name] = FileEntry(size_bytes=size, sha256=str(sha256))
-    for name in FILES:
+    for name in _REQUIRED[version]:
         if name not in files:
             raise ValueError(f"it does not list {name}")
-    return Manifest(step=step, identity=identity, metric=metric, weights_sha256=str(weights), files=files)
+    return Manifest(
+        step=step,
+        identity=identity,
+        metric=metric,
+        weights_sha256=str(weights),
+        files=files,
+        version=version,
+        digest_of=digest_of,
+    )
 
 
-def _is_sha256(value: object) -> bool:
+def is_sha256(value: object) -> bool:
+    """Whether it is a digest in hexadecimal digits."""
     return isinstance(value, str) and _SHA256.fullmatch(value) is not None
 
 

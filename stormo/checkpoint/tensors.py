@@ -1,7 +1,8 @@
 """Tensors as bytes: the digest of a set of weights, and the safetensors format.
 
 The writer streams from the tensors' own memory and hashes what it writes, so that a large model is not held
-twice; the reader is the safetensors package. Only data is stored: no code, no Python objects, no strides.
+twice; whole files are read by the safetensors package, single tensors out of their bytes. Only data is stored: no code,
+no Python objects, no strides.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from stormo.errors import StormoError
 MAX_HEADER_BYTES = 100_000_000
 
 _PIECE_BYTES = 64 * 1024 * 1024
+_ABOUT = "__metadata__"  # the format's own name for what is no tensor
 
-_DTYPE_NAMES: dict[torch.dtype, str] = {
+DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -41,6 +43,7 @@ _DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def weights_digest(tensors: Mapping[str, Tensor]) -> str:
@@ -58,27 +61,35 @@ def weights_digest(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
+def values_digest(name: str, tensor: Tensor) -> str:
+    """SHA-256 over the little-endian values alone."""
+    digest = hashlib.sha256()
+    for piece in _pieces(name, tensor):
+        digest.update(piece)
+    return digest.hexdigest()
+
+
 class Encoded:
     """Tensors laid out as one safetensors file; iterating gives its bytes, piece by piece."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> None:
         # Widest elements first keeps every tensor aligned in the file; the name makes the order unique.
         self._tensors = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-        header: dict[str, Any] = {}
+        header: dict[str, Any] = {} if about is None else {_ABOUT: dict(about)}
         offset = 0
         for name, tensor in self._tensors:
             _require_plain(name, tensor)
-            if name == "__metadata__":
+            if name == _ABOUT:
                 raise StormoError("A tensor is named __metadata__, which the safetensors format keeps for itself.")
-            if tensor.dtype not in _DTYPE_NAMES:
-                known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPE_NAMES)
+            if tensor.dtype not in DTYPE_NAMES:
+                known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPE_NAMES)
                 raise StormoError(
                     f"The tensor {name} has dtype {tensor.dtype}, which the safetensors format has no name for; "
                     f"a checkpoint can hold: {known}."
                 )
             end = offset + tensor.numel() * tensor.element_size()
             header[name] = {
-                "dtype": _DTYPE_NAMES[tensor.dtype],
+                "dtype": DTYPE_NAMES[tensor.dtype],
                 "shape": list(tensor.shape),
                 "data_offsets": [offset, end],
             }
@@ -92,6 +103,13 @@ class Encoded:
             )
         self._head = len(text).to_bytes(8, "little") + text
         self.size_bytes = len(self._head) + offset
+        start = len(self._head)
+        # Where the values of each tensor lie in the file: first byte, and the one after the last.
+        self.spans = {
+            name: (start + entry["data_offsets"][0], start + entry["data_offsets"][1])
+            for name, entry in header.items()
+            if name != _ABOUT
+        }
 
     def __iter__(self) -> Iterator[bytes | memoryview]:
         yield self._head
@@ -101,19 +119,35 @@ class Encoded:
 
 def decode(data: bytes) -> dict[str, Tensor]:
     """The tensors of a safetensors file held in memory; `ValueError` says in words what is wrong with it."""
-    if len(data) < 8:
-        raise ValueError(f"it is {len(data)} bytes long, too short for the 8 bytes that give the header's length")
-    header_bytes = int.from_bytes(data[:8], "little")
-    if header_bytes > min(MAX_HEADER_BYTES, len(data) - 8):
-        raise ValueError(
-            f"it claims a header of {header_bytes:,} bytes, but {len(data) - 8:,} bytes follow "
-            f"and a header holds {MAX_HEADER_BYTES:,} at most"
-        )
+    header_length(data[:8], len(data))
     try:
         return safetensors.torch.load(data)
     # KeyError and AssertionError: a dtype unknown to the package, a shape that contradicts an empty tensor.
     except (safetensors.SafetensorError, KeyError, AssertionError, ValueError, RuntimeError, OverflowError) as error:
         raise ValueError(f"it is not a valid safetensors file ({type(error).__name__}: {error})") from error
+
+
+def header_length(first: bytes, size_bytes: int) -> int:
+    """What the first 8 bytes of a safetensors file say, refused where it cannot be."""
+    if size_bytes < 8:
+        raise ValueError(f"it is {size_bytes} bytes long, too short for the 8 bytes that give the header's length")
+    length = int.from_bytes(first, "little")
+    if length > min(MAX_HEADER_BYTES, size_bytes - 8):
+        raise ValueError(
+            f"it claims a header of {length:,} bytes, but {size_bytes - 8:,} bytes follow "
+            f"and a header holds {MAX_HEADER_BYTES:,} at most"
+        )
+    return length
+
+
+def from_bytes(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """The tensor of these little-endian values, which keeps the memory of `data`."""
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    raw = torch.frombuffer(data, dtype=torch.uint8)
+    if sys.byteorder == "big":
+        raw = _swapped(raw, dtype)
+    return raw.view(dtype).reshape(shape)
 
 
 def _require_plain(name: str, tensor: Tensor) -> None:
@@ -136,8 +170,12 @@ def _pieces(name: str, tensor: Tensor) -> Iterator[memoryview]:
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     raw = plain.reshape(-1).view(torch.uint8)
     if sys.byteorder == "big":
-        num_parts = 2 if plain.is_complex() else 1
-        raw = raw.reshape(-1, plain.element_size() // num_parts).flip(1).reshape(-1)
+        raw = _swapped(raw, plain.dtype)
     view = raw.numpy().data
     for start in range(0, len(view), _PIECE_BYTES):
         yield view[start : start + _PIECE_BYTES]
+
+
+def _swapped(raw: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes of the other order."""
+    return raw.reshape(-1, dtype.itemsize // (2 if dtype.is_complex else 1)).flip(1).reshape(-1)

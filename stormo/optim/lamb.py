@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from stormo.errors import SettingError
-from stormo.optim.layerwise import Layers, LayerwiseOptimizer, host_numbers, multiply, norms
+from stormo.optim.layerwise import Layers, LayerwiseOptimizer, host_numbers, multiply
 
 
 class LAMB(LayerwiseOptimizer):
@@ -24,6 +24,8 @@ class LAMB(LayerwiseOptimizer):
         norm_bounds: between which |w| is held in the ratio, the paper's φ; None leaves it as it is.
         adapt: see `LayerwiseOptimizer`.
     """
+
+    num_norms = 2
 
     def __init__(
         self,
@@ -50,8 +52,8 @@ class LAMB(LayerwiseOptimizer):
         }
         super().__init__(params, defaults)
 
-    def _update(self, layers: Layers, group: dict[str, Any]) -> None:
-        beta1, beta2 = group["betas"]
+    def _begin(self, layers: Layers) -> tuple[list[Tensor], ...]:
+        beta1, beta2 = layers.group["betas"]
         means, squares = layers.kept("exp_avg"), layers.kept("exp_avg_sq")
         torch._foreach_lerp_(means, layers.gradients, 1 - beta1)
         torch._foreach_mul_(squares, beta2)
@@ -59,16 +61,19 @@ class LAMB(LayerwiseOptimizer):
         steps = _counted(layers)
         below = torch._foreach_sqrt(squares)
         torch._foreach_div_(below, host_numbers((1 - beta2**steps).sqrt()))
-        torch._foreach_add_(below, group["eps"])
+        torch._foreach_add_(below, layers.group["eps"])
         updates = list(torch._foreach_div(means, below))
         torch._foreach_div_(updates, host_numbers(1 - beta1**steps))
         torch._foreach_add_(updates, layers.weights, alpha=layers.decay)
-        rates = layers.rate
+        return layers.weights, updates
+
+    def _end(self, layers: Layers, begun: tuple[list[Tensor], ...], norms: Sequence[Tensor]) -> None:
+        (_, updates), bounds, rates = begun, layers.group["norm_bounds"], layers.rate
         if layers.is_adapted:
-            weights, lengths = norms(layers.weights), norms(updates)
+            weights, lengths = norms
             is_defined = (weights > 0) & (lengths > 0)
-            if group["norm_bounds"] is not None:
-                weights = weights.clamp(*group["norm_bounds"])
+            if bounds is not None:
+                weights = weights.clamp(*bounds)
             rates = rates * torch.where(is_defined, weights / lengths, 1.0)
         multiply(updates, rates)
         torch._foreach_sub_(layers.weights, updates)

@@ -5,17 +5,19 @@ As in the paper the rate is inside the momentum: a step of another rate does not
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from stormo.optim.layerwise import Layers, LayerwiseOptimizer, multiply, norms
+from stormo.optim.layerwise import Layers, LayerwiseOptimizer, multiply
 
 
 class LARS(LayerwiseOptimizer):
     """Momentum with a rate for every layer: lr × trust_coefficient × |w| / (|g| + weight_decay × |w|)."""
+
+    num_norms = 2
 
     def __init__(
         self,
@@ -38,10 +40,13 @@ class LARS(LayerwiseOptimizer):
         }
         super().__init__(params, defaults)
 
-    def _update(self, layers: Layers, group: dict[str, Any]) -> None:
-        rates = layers.rate
+    def _begin(self, layers: Layers) -> tuple[list[Tensor], ...]:
+        return layers.weights, layers.gradients
+
+    def _end(self, layers: Layers, begun: tuple[list[Tensor], ...], norms: Sequence[Tensor]) -> None:
+        group, rates = layers.group, layers.rate
         if layers.is_adapted:
-            weights, gradients = norms(layers.weights), norms(layers.gradients)
+            weights, gradients = norms
             below = gradients + layers.decay * weights
             local = group["trust_coefficient"] * weights / below
             rates = self._rates(local, (weights > 0) & (below > 0), layers.rate)

@@ -1,22 +1,24 @@
 """What the layer-wise optimizers share: which layers are adapted, and lists of tensors that one kernel takes at once.
 
 A layer is one parameter. A step never waits for the device and never writes to a gradient. 16-bit parameters are
-stepped through float32 copies, and their state is float32.
+stepped through float32 copies, and their state is float32. Where workers hold parts of layers, a step has two halves:
+what a worker does alone, and what it does once it knows the norms of whole layers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from stormo.errors import SettingError
+from stormo.optim.whole import squares_of
 
 _HALVES = (torch.float16, torch.bfloat16)
 # Lowest value, and the one it stays below; of `betas` each is held against them.
@@ -34,12 +36,15 @@ _LIMITS: dict[str, tuple[float, float]] = {
 class Layers:
     """Layers of one group that are stepped alike: of one device, one dtype, all adapted or none."""
 
+    parameters: list[Tensor]  # none is empty
+    group: dict[str, Any]  # theirs
     weights: list[Tensor]  # the parameters, or float32 copies of 16-bit ones
     gradients: list[Tensor]  # in the dtype of the weights; only read
     states: list[dict[str, Any]]  # the optimizer's own
     rate: float | Tensor  # on the device
     decay: float
     is_adapted: bool
+    has_gradient: bool
 
     def kept(self, key: str) -> list[Tensor]:
         """A state of every layer that is as large as the layer, zeros at first."""
@@ -48,6 +53,11 @@ class Layers:
                 state[key] = torch.zeros_like(weight)
         return [state[key] for state in self.states]
 
+    def write_back(self) -> None:
+        """Round what was stepped in float32 to its 16 bits."""
+        if self.weights is not self.parameters:
+            torch._foreach_copy_(self.parameters, self.weights)
+
 
 class LayerwiseOptimizer(Optimizer):
     """The frame of a step; a subclass computes it for layers that are alike.
@@ -55,10 +65,25 @@ class LayerwiseOptimizer(Optimizer):
     Group key `adapt`: True adapts every parameter of the group, False none, and `weight_decay` holds for all of it.
     None, the default, goes by the shape: parameters of at most one dimension, which are biases and norms, are neither
     adapted nor decayed.
+
+    Where the parameters are parts of layers, `whole_squares` is set. It is then called once in each step, on every
+    worker, with the parameters that are stepped here and sums over their elements, [rows, parameters] in float64, and
+    returns the same sums over the whole layers. The last row counts the parts that have a gradient: a layer is stepped
+    if any of its parts has one, and where a part has none, it is zeros. Empty parts are left out of all this.
     """
 
-    def _update(self, layers: Layers, group: dict[str, Any]) -> None:
-        """Step these layers in place."""
+    num_norms: ClassVar[int]  # of a layer, that its step goes by
+    whole_squares: Callable[[list[Tensor], Tensor], Tensor] | None = None
+
+    def _begin(self, layers: Layers) -> tuple[list[Tensor], ...]:
+        """Do all that needs no norm, with the weights untouched; return the `num_norms` lists that are to be measured.
+
+        Each list has one tensor a layer. What is returned for layers that are not adapted is not measured.
+        """
+        raise NotImplementedError
+
+    def _end(self, layers: Layers, begun: tuple[list[Tensor], ...], norms: Sequence[Tensor]) -> None:
+        """Step the weights in place by what `_begin` has returned, with a vector of norms for each list of it."""
         raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -84,35 +109,56 @@ class LayerwiseOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for parameters, layers in self._alike(group):
-                self._update(layers, group)
-                if layers.weights is not parameters:
-                    torch._foreach_copy_(parameters, layers.weights)
+        if self.whole_squares is None:
+            for layers in self._alike():
+                begun = self._begin(layers)
+                self._end(layers, begun, [norms(tensors) for tensors in begun] if layers.is_adapted else ())
+                layers.write_back()
+        else:
+            self._step_parts(self.whole_squares)
         return loss
 
-    def _alike(self, group: dict[str, Any]) -> Iterator[tuple[list[Tensor], Layers]]:
-        adapt = group["adapt"]
-        found: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                is_adapted = parameter.ndim > 1 if adapt is None else adapt
-                found.setdefault((parameter.device, parameter.dtype, is_adapted), []).append(parameter)
-        for (device, dtype, is_adapted), parameters in found.items():
-            wide, rate = torch.float32 if dtype in _HALVES else dtype, group["lr"]
-            if isinstance(rate, Tensor):
-                rate = rate.to(device, wide, non_blocking=True)
-            yield (
-                parameters,
-                Layers(
-                    weights=parameters if wide == dtype else [parameter.to(wide) for parameter in parameters],
-                    gradients=[self._dense(parameter).to(wide) for parameter in parameters],
-                    states=[self.state[parameter] for parameter in parameters],
-                    rate=rate,
-                    decay=group["weight_decay"] if is_adapted or adapt is not None else 0.0,
-                    is_adapted=is_adapted,
-                ),
-            )
+    def _step_parts(self, whole_squares: Callable[[list[Tensor], Tensor], Tensor]) -> None:
+        sets = [*self._alike(), *self._without_gradient()]
+        begun = [self._begin(layers) for layers in sets]
+        widths = [len(layers.parameters) for layers in sets]
+        device = sets[0].weights[0].device if sets else None
+        own = torch.zeros(self.num_norms + 1, sum(widths), dtype=torch.float64, device=device)
+        for layers, tensors, columns in zip(sets, begun, own.split(widths, dim=1), strict=True):
+            if layers.is_adapted:
+                for row, measured in zip(columns[:-1], tensors, strict=True):
+                    row.copy_(squares_of(measured))
+            columns[-1].fill_(float(layers.has_gradient))
+        whole = whole_squares([parameter for layers in sets for parameter in layers.parameters], own)
+        for layers, tensors, columns in zip(sets, begun, whole.split(widths, dim=1), strict=True):
+            if not layers.has_gradient:
+                if not columns[-1].item():  # nor has any other part
+                    continue
+                self.state[layers.parameters[0]] = layers.states[0]
+            lengths = columns[:-1].sqrt().to(layers.weights[0])
+            self._end(layers, tensors, list(lengths) if layers.is_adapted else ())
+            layers.write_back()
+
+    def _alike(self) -> Iterator[Layers]:
+        """All parameters that have a gradient; an empty one has nothing to step."""
+        for group in self.param_groups:
+            found: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter.numel():
+                    kind = parameter.device, parameter.dtype, _is_adapted(parameter, group)
+                    found.setdefault(kind, []).append(parameter)
+            for parameters in found.values():
+                gradients = [self._dense(parameter) for parameter in parameters]
+                yield _layers(group, parameters, gradients, [self.state[parameter] for parameter in parameters])
+
+    def _without_gradient(self) -> Iterator[Layers]:
+        """All others, each by itself, with zeros for a gradient and a copy of its state."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None and parameter.numel():
+                    state = {key: value.clone() for key, value in self.state.get(parameter, {}).items()}
+                    gradients = [torch.zeros_like(parameter)]
+                    yield _layers(group, [parameter], gradients, [state], has_gradient=False)
 
     def _dense(self, parameter: Tensor) -> Tensor:
         gradient = parameter.grad
@@ -142,6 +188,33 @@ class LayerwiseOptimizer(Optimizer):
                 own = self.state[parameter][key]
                 if isinstance(value, Tensor) and (own.dtype, own.device) != (value.dtype, place):
                     self.state[parameter][key] = value.to(place, copy=True)
+
+
+def _layers(
+    group: dict[str, Any],
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    states: list[dict[str, Any]],
+    *,
+    has_gradient: bool = True,
+) -> Layers:
+    device, dtype, is_adapted = parameters[0].device, parameters[0].dtype, _is_adapted(parameters[0], group)
+    wide, rate = torch.float32 if dtype in _HALVES else dtype, group["lr"]
+    return Layers(
+        parameters=parameters,
+        group=group,
+        weights=parameters if wide == dtype else [parameter.to(wide) for parameter in parameters],
+        gradients=[gradient.to(wide) for gradient in gradients],
+        states=states,
+        rate=rate.to(device, wide, non_blocking=True) if isinstance(rate, Tensor) else rate,
+        decay=group["weight_decay"] if is_adapted or group["adapt"] is not None else 0.0,
+        is_adapted=is_adapted,
+        has_gradient=has_gradient,
+    )
+
+
+def _is_adapted(parameter: Tensor, group: dict[str, Any]) -> bool:
+    return bool(parameter.ndim > 1 if group["adapt"] is None else group["adapt"])
 
 
 def norms(tensors: list[Tensor]) -> Tensor:

@@ -7,6 +7,7 @@ al., arXiv 1511.06807) is drawn from N(0, eta / (1 + step)^gamma). Seeds come fr
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -48,14 +49,45 @@ def annealed_sigma(eta: float, gamma: float, step: int) -> float:
     return math.sqrt(eta / (1.0 + step) ** gamma)
 
 
+# A gradient that is a box of a whole parameter's, the number of the parameter among all of the model in their order,
+# the shape of the whole, and where the box begins in each dimension.
+Box = tuple[Tensor, int, tuple[int, ...], tuple[int, ...]]
+
+
+def add_noise(gradients: Iterable[Tensor | None], sigma: float, seed: int) -> None:
+    """Add N(0, sigma²) to every element, in place: the same numbers wherever seed and kind of device are.
+
+    Args:
+        gradients: of all parameters of the model in their order, None where there is none.
+        sigma: the spread of the noise.
+        seed: of the step; every parameter has one of its own from it and its number.
+    """
+    boxes = (
+        (gradient, number, tuple(gradient.shape), (0,) * gradient.ndim)
+        for number, gradient in enumerate(gradients)
+        if gradient is not None
+    )
+    add_noise_to_boxes(boxes, sigma, seed)
+
+
 @torch.no_grad()
-def add_noise(gradients: Iterable[Tensor], sigma: float, seed: int) -> None:
-    """Add N(0, sigma²) to every element, in place: the same numbers wherever seed, order and kind of device are."""
+def add_noise_to_boxes(boxes: Iterable[Box], sigma: float, seed: int) -> None:
+    """Add to every element what `add_noise` adds to it where parameters are whole."""
     generators: dict[torch.device, torch.Generator] = {}
-    for gradient in gradients:
+    for gradient, number, whole_shape, offset in boxes:
         device = gradient.device
+        if not gradient.numel():
+            continue
         if device not in generators:
-            generators[device] = torch.Generator(device).manual_seed(seed)
+            generators[device] = torch.Generator(device)
+        generator = generators[device].manual_seed(_seed_of(seed, number))
         # By its shape alone: how a gradient lies in memory may differ from worker to worker, its noise must not.
-        drawn = torch.randn(gradient.shape, generator=generators[device], dtype=gradient.dtype, device=device)
+        drawn = torch.randn(whole_shape, generator=generator, dtype=gradient.dtype, device=device)
+        for dim, (start, size) in enumerate(zip(offset, gradient.shape, strict=True)):
+            drawn = drawn.narrow(dim, start, size)
         gradient.add_(drawn, alpha=sigma)
+
+
+def _seed_of(seed: int, number: int) -> int:
+    digest = hashlib.sha256(f"{seed}/{number}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

@@ -5,7 +5,7 @@ Its second moment is one number a layer, so that its state is half of Adam's.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ class NovoGrad(LayerwiseOptimizer):
         grad_averaging: takes a mean, with (1 - beta1), where the momentum is a sum.
         adapt: see `LayerwiseOptimizer`; a layer that is not adapted moves by the momentum of its gradient.
     """
+
+    num_norms = 1
 
     def __init__(
         self,
@@ -48,11 +50,15 @@ class NovoGrad(LayerwiseOptimizer):
         }
         super().__init__(params, defaults)
 
-    def _update(self, layers: Layers, group: dict[str, Any]) -> None:
+    def _begin(self, layers: Layers) -> tuple[list[Tensor], ...]:
+        return (layers.gradients,)
+
+    def _end(self, layers: Layers, begun: tuple[list[Tensor], ...], norms: Sequence[Tensor]) -> None:
+        group = layers.group
         beta1, beta2 = group["betas"]
         updates: list[Tensor]
         if layers.is_adapted:
-            length = _root_mean_square(layers, beta2)
+            length = _root_mean_square(layers, norms[0], beta2)
             # A layer that has had no gradient but zeros stays at zero, whatever eps is.
             factors = torch.where(length > 0, 1 / (length + group["eps"]), 1.0)
             updates = list(torch._foreach_mul(layers.gradients, list(factors.unbind())))
@@ -68,10 +74,9 @@ class NovoGrad(LayerwiseOptimizer):
             torch._foreach_sub_(layers.weights, means, alpha=layers.rate)
 
 
-def _root_mean_square(layers: Layers, beta2: float) -> Tensor:
+def _root_mean_square(layers: Layers, lengths: Tensor, beta2: float) -> Tensor:
     """√v of each layer as a vector; v starts as the first |g|², which its running mean with itself leaves alone."""
-    lengths = torch._foreach_norm(layers.gradients)
-    squares = torch._foreach_mul(lengths, lengths)
+    squares = list((lengths * lengths).unbind())
     for state, square in zip(layers.states, squares, strict=True):
         if "exp_avg_sq" not in state:
             state["exp_avg_sq"] = square.clone()

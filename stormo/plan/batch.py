@@ -22,21 +22,22 @@ def per_worker(config: TrainConfig) -> int:
 
 def choose_batch(config: TrainConfig, layout: Layout, facts: Facts) -> tuple[int, str]:
     """The global batch, with its arithmetic."""
-    workers, accumulate = layout.world_size * layout.devices_per_worker, config.batch.accumulate
-    product = f"{workers} worker{'s' * (workers > 1)} × {accumulate} accumulation"
+    workers, accumulate = layout.data_size * layout.devices_per_worker, config.batch.accumulate
+    sharer = layout.sharer
+    product = f"{counted(workers, sharer)} × {accumulate} accumulation"
     each, is_auto = per_worker(config), config.batch.batch_size == "auto"
     total = config.resumed.global_batch_size if config.resumed else config.batch.global_batch_size
     if total is None:
         total = each * workers * accumulate
-        text = f"{total} = {each} per worker × {product}"
+        text = f"{total} = {each} per {sharer} × {product}"
         if is_auto:
-            text = f"{total} ({each} for each of {counted(workers, 'worker')})" + SEARCHED
+            text = f"{total} ({each} for each of {counted(workers, sharer)})" + SEARCHED
     else:
         is_set = "batch_size" in config.given and not config.resumed and not is_auto
         if is_set and each * workers * accumulate != total:
             raise SettingError(
                 f"--global-batch-size {total} and --batch-size {each} were both set",
-                f"{each} per worker × {product} makes {each * workers * accumulate}",
+                f"{each} per {sharer} × {product} makes {each * workers * accumulate}",
                 "set only one of them",
             )
         if total < workers * accumulate:
@@ -47,7 +48,7 @@ def choose_batch(config: TrainConfig, layout: Layout, facts: Facts) -> tuple[int
             )
         low, uneven = divmod(total, workers * accumulate)
         origin = "before" if config.resumed else "set"
-        text = f"{total} as {origin} = {low}{f' to {low + 1}' if uneven else ''} per worker × {product}"
+        text = f"{total} as {origin} = {low}{f' to {low + 1}' if uneven else ''} per {sharer} × {product}"
         if is_auto:
             text = f"{total} as {origin}" + SEARCHED
     if facts.num_validation == 0:
@@ -92,7 +93,7 @@ def no_validation_samples() -> SettingError:
 
 def choose_stages(config: TrainConfig, layout: Layout, facts: Facts, global_batch_size: int) -> tuple[Stage, ...]:
     """The batch of every epoch; one stage where it does not grow."""
-    batch, workers = config.batch, layout.world_size
+    batch, workers = config.batch, layout.data_size
     first = Stage(1, global_batch_size, batch.accumulate, facts.num_train)
     growth = read_growth(batch.grow_batch)
     if growth and batch.max_batch_size is not None and batch.batch_size == "auto":
@@ -120,7 +121,7 @@ def choose_stages(config: TrainConfig, layout: Layout, facts: Facts, global_batc
 
 def growth_line(config: TrainConfig, layout: Layout, stages: Sequence[Stage]) -> dict[str, str]:
     """A line of the explanation, where there is growth to explain."""
-    return {"batch growth": describe(stages, layout.world_size, config.stop.epochs)} if len(stages) > 1 else {}
+    return {"batch growth": describe(stages, layout.data_size, config.stop.epochs)} if len(stages) > 1 else {}
 
 
 def num_ghosts(num_samples: int, ghost_batch_size: int) -> int:
@@ -133,10 +134,10 @@ def norm_text(config: TrainConfig, layout: Layout, step_samples: int, accumulate
     """Over which samples batch norm takes its statistics, in words."""
     size = config.batch.ghost_batch_size
     if size is None:
-        is_synchronised = config.speed.sync_batch_norm and layout.world_size > 1
-        whose = f"all {layout.world_size} workers" if is_synchronised else "each worker's own samples"
+        is_synchronised = config.speed.sync_batch_norm and layout.data_size > 1
+        whose = f"all {counted(layout.data_size, layout.sharer)}" if is_synchronised else "each worker's own samples"
         return f"statistics over {whose}"
-    num_samples = math.ceil(math.ceil(step_samples / layout.world_size) / accumulate / layout.devices_per_worker)
+    num_samples = math.ceil(math.ceil(step_samples / layout.data_size) / accumulate / layout.devices_per_worker)
     count = num_ghosts(num_samples, size)
     low, uneven = divmod(num_samples, count)
     text = f"statistics over ghosts of at most {size} of each worker's own samples"

@@ -45,6 +45,8 @@ def choose_channels_last(config: TrainConfig, layout: Layout, precision: str) ->
     """The memory layout of images, and why."""
     if config.speed.channels_last is not None:
         return config.speed.channels_last, "as set"
+    if layout.is_spread:
+        return False, f"strategy {layout.strategy} cuts weights in their plain layout"
     if layout.device_type == "cuda" and precision != "fp64":
         return True, "the layout of the GPU's matrix units"
     if layout.device_type == "cpu" and platform.machine() in ("aarch64", "arm64"):
@@ -99,6 +101,8 @@ def choose_graph(
     obstacle: tuple[str, str] | None = None  # and what to set instead
     if layout.device_type == "cpu":
         obstacle = "a CUDA graph runs on a GPU and the workers run on CPUs", "leave it out"
+    elif layout.is_spread:
+        obstacle = "workers that share a model speak with each other during a step", "leave it out"
     elif layout.strategy != "single":
         obstacle = f"only strategy single is captured and it is {layout.strategy}", "set --strategy single"
         if layout.world_size > 1:

@@ -65,6 +65,11 @@ def choose_noise_scale(
     asked, most_passes = config.optimizer.noise_scale, max(stage.accumulate for stage in reached)
     if asked is False:
         return False, "as set"
+    if layout.is_spread:
+        reason = "a model that is spread has no gradient of one worker's samples to compare"
+        if asked:
+            raise SettingError("--noise-scale was set", reason, "set --strategy ddp, or leave it out")
+        return False, reason
     if layout.world_size > 1:
         return True, f"the gradients of {layout.world_size} workers are compared with their mean"
     if most_passes > 1:

@@ -29,6 +29,7 @@ from stormo.plan.facts import Facts
 from stormo.plan.noise import check_noise, choose_noise_scale, noise_lines
 from stormo.plan.profile import check_profile
 from stormo.plan.rate import choose_rate, schedule_text, warmup_fraction
+from stormo.plan.sharding import check_sharding, choose_micro_batches, sharding_lines
 from stormo.plan.stages import Stage, num_steps, recut, stage_of
 
 
@@ -54,6 +55,7 @@ class Plan:
     loader: str
     checkpoint_steps: int | None
     checkpoint_epochs: float | None  # where it was set so
+    micro_batches: int = 1  # of a full pass in a pipeline
     noise_scale: bool = False  # whether it is measured
     noise_scale_reason: str = ""
     explanation: tuple[tuple[str, str], ...]
@@ -101,7 +103,7 @@ class Plan:
     @property
     def share(self) -> int:
         """The most samples of one worker in one step."""
-        return math.ceil(min(self.global_batch_size, self.facts.num_train) / self.layout.world_size)
+        return math.ceil(min(self.global_batch_size, self.facts.num_train) / self.layout.data_size)
 
     @property
     def batch_per_pass(self) -> int:
@@ -118,6 +120,7 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
     """Batch, learning rate, precision and the rest, from the settings, the layout and the task's facts."""
     check_numbers(config)
     check_data(config, facts)
+    check_sharding(config, layout)
     facts = replace(facts, num_train=num_train(config, facts))
     global_batch_size, batch_text = choose_batch(config, layout, facts)
     steps_per_epoch = math.ceil(facts.num_train / global_batch_size)
@@ -140,6 +143,9 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
     checkpoint_steps, checkpoint_epochs, checkpoint_text = choose_checkpoints(config, steps_per_epoch)
     loader, loader_reason = choose_loader(config, layout, facts)
     noise_scale, noise_scale_reason = choose_noise_scale(config, layout, stages)
+    share = math.ceil(min(global_batch_size, facts.num_train) / layout.data_size)
+    pass_samples = math.ceil(share / config.batch.accumulate)
+    micro_batches = choose_micro_batches(config, layout, pass_samples)
     last = facts.num_train - (steps_per_epoch - 1) * global_batch_size
     on_off = {True: "on", False: "off"}
     return Plan(
@@ -161,10 +167,12 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
         loader=loader,
         checkpoint_steps=checkpoint_steps,
         checkpoint_epochs=checkpoint_epochs,
+        micro_batches=micro_batches,
         noise_scale=noise_scale,
         noise_scale_reason=noise_scale_reason,
         explanation=(
             *layout.explanation,
+            *sharding_lines(config, layout, pass_samples, micro_batches),
             ("global batch", batch_text),
             *growth_line(config, layout, stages).items(),
             ("learning rate", rate_text + schedule_text(config, start, learning_rate, warmup_steps)),
@@ -204,7 +212,7 @@ def with_passes(config: TrainConfig, plan: Plan, accumulate: int, reason: str, g
     graph, graph_reason = choose_graph(config, plan.layout, plan.compile, is_short, accumulate)
     if graph and config.speed.graph is None and graph_obstacle is not None:
         graph, graph_reason = False, graph_obstacle
-    workers = plan.layout.world_size
+    workers = plan.layout.data_size
     stages = recut(plan.stages, accumulate, workers)
     noise_scale, noise_scale_reason = choose_noise_scale(config, plan.layout, stages, is_found=True)
     found = replace(plan, accumulate=accumulate, graph=graph, stages=stages)
@@ -213,7 +221,7 @@ def with_passes(config: TrainConfig, plan: Plan, accumulate: int, reason: str, g
     low, high = step_samples // (workers * accumulate), found.batch_per_pass
     passes = f"{accumulate} pass{'es' * (accumulate > 1)} of {low}{f' to {high}' if high > low else ''}"
     said = dict(plan.explanation)
-    text = f" = {passes} (auto: {reason}) × {workers} worker{'s' * (workers > 1)}"
+    text = f" = {passes} (auto: {reason}) × {counted(workers, plan.layout.sharer)}"
     said["global batch"] = said["global batch"].replace(SEARCHED, text)
     said |= growth_line(config, plan.layout, stages)
     said["graph"] = f"{'on' if graph else 'off'}: {graph_reason}"

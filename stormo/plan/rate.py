@@ -50,7 +50,7 @@ def warmup_fraction(config: TrainConfig, layout: Layout, learning_rate: float) -
         return min(1.0, config.optimizer.base_lr / learning_rate)  # from the rate of the declared batch
     if config.batch.global_batch_size is not None:
         return 1.0  # the workers did not make the batch, and must not make a difference
-    return 1 / (layout.world_size * layout.devices_per_worker)
+    return 1 / (layout.data_size * layout.devices_per_worker)
 
 
 def schedule_text(config: TrainConfig, start: float, learning_rate: float, warmup_steps: int) -> str:

@@ -1,5 +1,6 @@
 """A window of steps that torch's profiler records on every worker, and what it costs outside the window: nothing.
 
+What takes long (making the profiler ready, writing) is done by `tend`, between steps and outside of training time.
 Traces are Chrome traces, which Perfetto and TensorBoard's profiler plugin open.
 """
 
@@ -10,6 +11,7 @@ import gzip
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -75,33 +77,48 @@ class ProfileWindow:
 
     def step_begins(self, step: int) -> None:
         """This step begins, counted from 1 as the records count it."""
-        if self._is_over:
-            return
-        if self._steps is None:
-            assert self._spec is not None
-            self._steps = self._spec.window(step)
-        if step >= self._steps.stop:
-            self._is_over = not self._is_recording
-            return
-        if self._profiler is None and step >= self._steps.start - _WARM_UP_STEPS:
-            self._prepare()
-        if step in self._steps:
-            self._start()
+        if self._is_recording and self._steps is not None and step in self._steps:
             self._close_step()
             self._open_step = record_function(f"{STEP}{step}")
             self._open_step.__enter__()
 
     def step_done(self, step: int) -> bool:
-        """This step is done; True if it was the last of the window, and `write` is due (whose time is no training)."""
-        if self._open_step is None:
-            return False
-        self._close_step()
-        self._done.append(step)
-        assert self._steps is not None
-        return step == self._steps[-1]
+        """This step is done; True if `tend` is due before the next one."""
+        if self._open_step is not None:
+            self._close_step()
+            self._done.append(step)
+        return self._is_due(step + 1)
 
-    def write(self) -> list[str]:
-        """End the recording and write the traces; the main worker gets the lines to print. All workers call it."""
+    def tend(self, next_step: int) -> list[str]:
+        """Do what is due before this step: make the profiler ready, begin to record, or end and write.
+
+        All workers call it before the first step of a start, and when `step_done` says so, while no training time is
+        counted: on a GPU the profiler loads a library of the driver, for seconds. The main worker gets the lines to
+        print.
+        """
+        if self._is_over:
+            return []
+        if self._steps is None:
+            assert self._spec is not None
+            self._steps = self._spec.window(next_step)
+        if next_step >= self._steps.stop:
+            self._is_over = True
+            return self._write() if self._is_recording else []
+        if self._is_due(next_step):
+            if self._profiler is None:
+                self._prepare()
+            if next_step in self._steps:
+                self._start()
+        return []
+
+    def _is_due(self, next_step: int) -> bool:
+        if self._is_over or self._steps is None:
+            return False
+        if self._is_recording:
+            return next_step >= self._steps.stop
+        return next_step >= self._steps.start - (_WARM_UP_STEPS if self._profiler is None else 0)
+
+    def _write(self) -> list[str]:
         self._stop()
         own: dict[str, Any] = {"rank": self._world.rank, "steps": [], "operations": []}
         try:
@@ -129,7 +146,7 @@ class ProfileWindow:
         """The run ends: write what there is of a window that is still open. All workers call it."""
         self._close_step()
         if self._done and self._is_recording:
-            said = self.write()
+            said = self._write()
             record_ranges("off")
             return said
         self._stop()
@@ -147,12 +164,16 @@ class ProfileWindow:
         # It would tell of its own start on the screen of every worker.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self._profiler = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])])
-        self._profiler.prepare_trace()
+        with warnings.catch_warnings():
+            # Some versions of torch say so at every start, and here there is but one cycle.
+            warnings.filterwarnings("ignore", "(Warning: )?Profiler clears events at the end of", UserWarning)
+            self._profiler.prepare_trace()
         atexit.register(self._abandon)
+        if on_gpu:
+            torch.zeros(1, device=self._world.device)  # what is made ready at the first kernel is no step's, either
+            self._synchronize()
 
     def _start(self) -> None:
-        if self._is_recording:
-            return
         assert self._profiler is not None
         self._synchronize()  # so that the device has nothing of an earlier step to do
         self._profiler.start_trace()

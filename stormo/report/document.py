@@ -60,17 +60,14 @@ def make_document(histories: Sequence[History]) -> dict[str, Any]:
 
 
 def _happenings(run: int, history: History) -> Iterator[dict[str, Any]]:
-    """What happened when, on every axis; an event without a step lies where the run had got to."""
-    step = 0
-    for event, kind, words in happenings(history):
-        known = [event.get(key) for key in ("rolled_back_to_step", "resumed_at_step", "step")]
-        step = next((int(one) for one in known if one is not None), step)
+    """What happened when, on every axis."""
+    for step, event, kind, words in happenings(history):
         yield {
             "run": run,
             "kind": kind,
             "words": words,
             "step": step,
-            "epoch": history.epoch_at(step),
+            "epoch": round(history.epoch_at(step), 4),
             "time_s": round(history.clock.running_s(event["time_unix_s"]), 2),
         }
 

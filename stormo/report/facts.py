@@ -16,29 +16,26 @@ _NOT_COMPARED = ("run.run_name", "run.runs_folder")  # always different
 MOST_HAPPENINGS = 2000  # on the page; more of them are no use
 
 
-def happenings(history: History) -> Iterator[tuple[Line, str, str]]:
-    """Everything of note in all attempts: the event, its kind and its words."""
-    for event in history.events:
+def happenings(history: History) -> Iterator[tuple[int, Line, str, str]]:
+    """Everything of note in all attempts: the step it lies at, the event, its kind and its words."""
+    for at, event in history.reached:
         name = event.get("event")
         if name == "run_started":
             step = event.get("resumed_at_step")
             words = "started" if step is None else f"resumed at step {step}"
-            yield (
-                event,
-                "start" if step is None else "resume",
-                f"{words} with {counted(event.get('world_size', '?'), 'worker')}",
-            )
+            kind = "start" if step is None else "resume"
+            yield at, event, kind, f"{words} with {counted(event.get('world_size', '?'), 'worker')}"
         elif name == "checkpoint_saved":
             took = event.get("save_time_s")
-            yield event, "checkpoint", f"{event.get('path')}{f', {took:.2f} s' if took is not None else ''}"
+            yield at, event, "checkpoint", f"{event.get('path')}{f', {took:.2f} s' if took is not None else ''}"
         elif name == "notice":
-            yield event, str(event.get("kind") or "info"), str(event.get("text"))
+            yield at, event, str(event.get("kind") or "info"), str(event.get("text"))
         elif name == "divergence_noticed":
             back = event.get("rolled_back_to_step")
-            yield event, "divergence" if back is None else "rollback", str(event.get("text"))
+            yield at, event, "divergence" if back is None else "rollback", str(event.get("text"))
         elif name == "run_ended":
             stopped_by = str((event.get("summary") or {}).get("stopped_by"))
-            yield event, "end", ENDS.get(stopped_by, stopped_by)
+            yield at, event, "end", ENDS.get(stopped_by, stopped_by)
 
 
 def timeline_panel(histories: Sequence[History]) -> Panel:
@@ -46,7 +43,7 @@ def timeline_panel(histories: Sequence[History]) -> Panel:
     rows = [
         [history.label, format_duration(history.clock.running_s(event["time_unix_s"])), kind, words]
         for history in histories
-        for event, kind, words in happenings(history)
+        for _, event, kind, words in happenings(history)
     ]
     hidden = len(rows) - MOST_HAPPENINGS
     table = Table(

@@ -90,10 +90,27 @@ class History:
         return [step for step, _ in places], [epoch for _, epoch in places]
 
     def epoch_at(self, step: int) -> float:
-        """How many epochs are done at a step, as far as the records tell."""
+        """How many epochs are done at a step: between two records in proportion, after the last as it tells."""
         steps, epochs = self._epochs_by_step
-        found = bisect_right(steps, step) - 1
-        return epochs[found] if found >= 0 else 0.0
+        after = bisect_right(steps, step)
+        (begin, low) = (steps[after - 1], epochs[after - 1]) if after else (0, 0.0)
+        if after == len(steps):
+            return low
+        return low + (epochs[after] - low) * (step - begin) / (steps[after] - begin)
+
+    @cached_property
+    def reached(self) -> Sequence[tuple[int, Line]]:
+        """All that was ever written, each with the step that the run had got to."""
+        found: list[tuple[int, Line]] = []
+        step = 0
+        for event in self.events:
+            if event.get("event") == "run_started":
+                step = int(event.get("resumed_at_step") or 0)  # one that is started anew begins at 0 again
+            else:
+                told = (event.get(key) for key in ("rolled_back_to_step", "after_step", "step"))
+                step = next((int(one) for one in told if one is not None), step)
+            found.append((step, event))
+        return found
 
 
 def epoch_place(event: Line, started: Line) -> float:

@@ -18,7 +18,15 @@ from stormo.config import TrainConfig
 from stormo.data.loaders import Batch, with_ghost
 from stormo.data.order import derive_seed
 from stormo.errors import SettingError, counted
-from stormo.optim.noise import ScaleRows, add_noise, annealed_sigma, factor_sigma, sample_factors
+from stormo.optim.noise import (
+    Box,
+    ScaleRows,
+    add_noise,
+    add_noise_to_boxes,
+    annealed_sigma,
+    factor_sigma,
+    sample_factors,
+)
 
 
 class GradientNoise:
@@ -66,12 +74,20 @@ class GradientNoise:
             self._drawn = (seed, num_samples), factors.pin_memory() if self._is_pinned else factors
         return self._drawn[1]
 
-    def add(self, gradients: Iterable[Tensor], step: int) -> None:
-        """Add the term of this step to the gradient of the whole batch, alike on all workers."""
-        eta = self._settings.gradient_noise
-        if eta is not None:
-            sigma = annealed_sigma(eta, self._settings.gradient_noise_decay, step)
-            add_noise(gradients, sigma, derive_seed(self._seed, "added noise", step))
+    def add(self, gradients: Iterable[Tensor | None], step: int) -> None:
+        """Add the term of this step to the gradient of the whole batch, one a parameter, alike on all workers."""
+        if self._settings.gradient_noise is not None:
+            add_noise(gradients, *self._term(self._settings.gradient_noise, step))
+
+    def add_to_boxes(self, boxes: Iterable[Box], step: int) -> None:
+        """The same where a worker holds boxes of the gradients."""
+        if self._settings.gradient_noise is not None:
+            add_noise_to_boxes(boxes, *self._term(self._settings.gradient_noise, step))
+
+    def _term(self, eta: float, step: int) -> tuple[float, int]:
+        """Its spread and its seed."""
+        sigma = annealed_sigma(eta, self._settings.gradient_noise_decay, step)
+        return sigma, derive_seed(self._seed, "added noise", step)
 
 
 class _Outputs:

@@ -14,7 +14,7 @@ from stormo.strategies.strategy import Strategy
 
 # Buffers are averaged before validation instead of overwritten in every pass. torch 2.13 renamed the switch.
 _NEW_NAME, _OLD_NAME = "forward_sync_buffers", "broadcast_buffers"
-_KEEP_BUFFERS: dict[str, Any] = {
+KEEP_BUFFERS: dict[str, Any] = {
     _NEW_NAME if _NEW_NAME in inspect.signature(DistributedDataParallel.__init__).parameters else _OLD_NAME: False
 }
 
@@ -33,7 +33,7 @@ class Replicate(Strategy):
             device_ids=[self.world.device] if self.world.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
             find_unused_parameters=self.task.find_unused,
-            **_KEEP_BUFFERS,
+            **KEEP_BUFFERS,
         )
         if self.noise_scale is not None:
             # No method itself: torch reads annotations, and does not know them as text.

@@ -26,8 +26,9 @@ from stormo.strategies.exposed import ExposedWait
 from stormo.strategies.graph import CaptureRefusedError, PassGraph, capture
 from stormo.strategies.noise import GradientNoise
 from stormo.strategies.noise_scale import NoiseScaleMeter, total_norm
+from stormo.strategies.parts import Part
 from stormo.strategies.sparse import NOT_MEASURED, REASON, check_sparse, has_sparse
-from stormo.tasks.returned import check_loss, check_model
+from stormo.tasks.returned import check_loss, check_model, without_gradient
 from stormo.tasks.task import Task
 from stormo.world.world import World
 
@@ -49,6 +50,7 @@ class Strategy:
     """One device. Subclasses spread the same work over several."""
 
     name = "single"
+    is_spread = False  # whether this worker may hold less than the whole model
     exposed_reason: str | None = None  # why it is not known how long a worker stands still for others
 
     def __init__(self, world: World, plan: Plan, task: Task, settings: config.TrainConfig) -> None:
@@ -57,7 +59,8 @@ class Strategy:
         self._plan = plan
         self._settings = settings
         self._autocast_dtype = _AUTOCAST.get(plan.precision)
-        self.module = self._place(check_model(task, task.model()))  # the user's model itself
+        self.notices: list[str] = []  # what the user should know once the run has begun
+        self.module = self._make_model()  # the user's model itself
         own = own_optimizer(task.optimizer, self.module)
         self.has_own_optimizer = own is not None  # the task's
         frozen = [] if own is None else left_out(own, self.module)
@@ -65,17 +68,29 @@ class Strategy:
         # Every group keeps its ratio to the first, whose rate is given to `step`.
         self._rate_ratios = [rate / group_rates(self.optimizer)[0] for rate in group_rates(self.optimizer)]
         self.rate_factor = group_rates(self.optimizer)[0] / settings.optimizer.base_lr  # of the first to the plan's
-        self.scaler = torch.amp.GradScaler(world.device.type, enabled=plan.precision == "fp16")
+        self.scaler = self._make_scaler()
         self.clock: Clock = _Start()  # the run's progress, once there is one
         self._noise = GradientNoise(settings, world.device)
         self._is_sparse = False  # whether any worker has sparse gradients, once a pass has shown it
         self.noise_scale = self._meter()
         self._exposed = ExposedWait(world.device)
         self._eager = self._wrap(self.module)
-        self._model: nn.Module = torch.compile(self._eager, dynamic=False) if plan.compile else self._eager  # type: ignore[assignment]
+        self._model = self._compiled(self._eager) if plan.compile else self._eager
         self._graph: PassGraph | None = None
-        # What the user should know once the run has begun.
-        self.notices: list[str] = [] if own is None else [notice(own, frozen, settings, plan.learning_rate)]
+        if own is not None:
+            self.notices.append(notice(own, frozen, settings, plan.learning_rate))
+
+    def _make_model(self) -> nn.Module:
+        """The task's model on this worker's device."""
+        return self._place(check_model(self.task, self.task.model()))
+
+    def _make_scaler(self) -> torch.amp.GradScaler:
+        """Scales losses in fp16, and does nothing in other formats."""
+        return torch.amp.GradScaler(self.world.device.type, enabled=self._plan.precision == "fp16")
+
+    def _compiled(self, model: nn.Module) -> nn.Module:
+        """The model as full batches go through it, where torch.compile is on."""
+        return torch.compile(model, dynamic=False)  # type: ignore[return-value]
 
     def _place(self, model: nn.Module) -> nn.Module:
         model = model.to(self.world.device)
@@ -83,8 +98,12 @@ class Strategy:
             model = model.double()
         if self._plan.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        if self._settings.speed.sync_batch_norm and self.world.size > 1:
-            model = convert_sync_batch_norm(model, self.world.sum)
+        return self._convert(model)
+
+    def _convert(self, model: nn.Module) -> nn.Module:
+        """Batch norm over the samples that the settings ask for."""
+        if self._settings.speed.sync_batch_norm and self.world.data.size > 1:
+            model = convert_sync_batch_norm(model, self.world.data.sum)
         if self._settings.batch.ghost_batch_size is not None:
             model = convert_ghost_batch_norm(model, self._settings.batch.ghost_batch_size)
         return model
@@ -126,7 +145,7 @@ class Strategy:
                 return loss
         except ValueError as error:
             if batch.span.num_samples == 1 and "more than 1 value per channel" in str(error):
-                workers = counted(self.world.size, "worker")
+                workers = counted(self.world.data.size, self._plan.layout.sharer)
                 raise SettingError(
                     f"a global batch of {self._plan.global_batch_size} was set for {workers}",
                     f"a batch of {batch.span.step_samples} leaves one of them a single sample, of which batch norm can "
@@ -137,12 +156,17 @@ class Strategy:
             raise
 
     def _pass(self, model: nn.Module, data: Any, weight: float) -> Tensor:
-        # A worker's gradients are averaged over the workers, hence the factor world size: together they make
-        # the gradient of (sum of all samples' losses) / (number of all samples), however unequal the shares are.
+        # Gradients are averaged over those who take parts of a batch, hence the factor of their number: together they
+        # make the gradient of (sum of all samples' losses) / (number of all samples), however unequal the shares are.
         with self.autocast():
             loss = check_loss(self.task, self.task.loss(model, data))
-        self._backward(self.scaler.scale(loss * (weight * self.world.size)))
-        return loss.detach() * weight
+        self._backward(self.scaler.scale(loss * (weight * self.world.data.size)))
+        return loss.detach() * (weight * self._loss_share)
+
+    @property
+    def _loss_share(self) -> float:
+        """This worker's part of the loss of its samples, which others may compute as well."""
+        return self.world.data.size / self.world.size
 
     def _backward(self, loss: Tensor) -> None:
         loss.backward()
@@ -150,7 +174,7 @@ class Strategy:
     def _is_full(self, batch: Batch) -> bool:
         # A model is compiled or captured for one shape; the short last batch is not worth a second time.
         plan = self._plan
-        share = part(0, plan.global_batch_size, self.world.rank, self.world.size)
+        share = part(0, plan.global_batch_size, self.world.data.rank, self.world.data.size)
         start, stop = part(*share, 0, plan.accumulate)
         return batch.span.step_samples == plan.global_batch_size and batch.span.num_samples == stop - start
 
@@ -160,9 +184,21 @@ class Strategy:
             group["lr"] = learning_rate * ratio
         if self.scaler.is_enabled() and not self.optimizer.state:
             _start_momentum(self.optimizer)
+        self._collect_gradients()
         self._finish_gradients()
         self.scaler.step(self.optimizer)
         self.scaler.update()
+        self._spread_weights()
+        self.clear_gradients()
+
+    def _collect_gradients(self) -> None:
+        """Hand the gradients of the passes to what the optimizer steps."""
+
+    def _spread_weights(self) -> None:
+        """Tell other workers what the optimizer has made of this one's weights."""
+
+    def clear_gradients(self) -> None:
+        """Forget all gradients."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def _finish_gradients(self) -> None:
@@ -177,16 +213,61 @@ class Strategy:
         if is_unscaled:
             self.scaler.unscale_(self.optimizer)
         if meter is not None or clip_norm is not None:
-            norm = total_norm(self._gradients())
+            norm = self._gradient_norm()
             if clip_norm is not None:
-                nn.utils.clip_grads_with_norm_(self.module.parameters(), clip_norm, norm, foreach=True)
+                nn.utils.clip_grads_with_norm_(self.stepped(), clip_norm, norm, foreach=True)
             if meter is not None:
                 meter.end(norm if is_unscaled or scale is None else norm / scale, scale)
         if adds_noise:
-            self._noise.add(self._gradients(), self.clock.step)
+            self._add_noise()
+
+    def stepped(self) -> list[nn.Parameter]:
+        """The tensors that the optimizer steps on this worker, as far as it holds all."""
+        return list(self.module.parameters())
+
+    def weights(self) -> list[Tensor]:
+        """What is trained, as far as this worker holds it."""
+        return [parameter for parameter in self.stepped() if parameter.requires_grad]
+
+    def _gradient_norm(self) -> Tensor:
+        """The norm of the whole gradient."""
+        return total_norm(self._gradients())
+
+    def _add_noise(self) -> None:
+        self._noise.add([parameter.grad for parameter in self.stepped()], self.clock.step)
 
     def _gradients(self) -> list[Tensor]:
-        return [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+        return [parameter.grad for parameter in self.stepped() if parameter.grad is not None]
+
+    def without_gradient(self) -> list[str]:
+        """The trained parameters that the pass just done has not reached, as far as it can be seen."""
+        return without_gradient(self.module)
+
+    @property
+    def validated(self) -> nn.Module:
+        """The model as a validation calls it."""
+        return self.module
+
+    def parts(self) -> list[Part]:
+        """What this worker holds of the model, in the order of its parameters."""
+        return [
+            Part(
+                name=name,
+                whole_shape=tuple(parameter.shape),
+                offset=(0,) * parameter.ndim,
+                local=parameter,
+                is_counted=True,
+                is_saved=self.world.is_main,
+            )
+            for name, parameter in self.module.named_parameters()
+        ]
+
+    def parts_changed(self) -> None:
+        """The tensors of `parts` have been given other values."""
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """The buffers that this worker holds, by the names that one process gives them."""
+        return self.module.named_buffers()
 
     def warm_up(
         self, loader: Loader, batches: Iterable[Batch] | None = None, look: Callable[[Tensor], None] | None = None
@@ -213,7 +294,7 @@ class Strategy:
                 if look is not None:
                     look(loss)
                 self._look_for_sparse()
-                self.optimizer.zero_grad(set_to_none=True)
+                self.clear_gradients()
                 if self._plan.graph and self._graph is None and self._is_full(batch):
                     self._capture(batch)
         self.noise_scale = None if self._is_sparse else meter
@@ -298,12 +379,13 @@ class Strategy:
 
     def average_buffers(self) -> None:
         """Make the buffers (running statistics) of all workers equal: the mean of theirs."""
-        if self.world.size == 1:
+        line = self.world.data
+        if line.size == 1:
             return
-        floats = [buffer for buffer in self.module.buffers() if buffer.is_floating_point()]
+        floats = [buffer for _, buffer in self.named_buffers() if buffer.is_floating_point()]
         if floats:
             flat = torch.cat([buffer.flatten().double() for buffer in floats])
-            self.world.sum(flat).div_(self.world.size)
+            line.sum(flat).div_(line.size)
             for buffer, mean in zip(floats, flat.split([b.numel() for b in floats]), strict=True):
                 buffer.copy_(mean.view_as(buffer))
 

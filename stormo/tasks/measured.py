@@ -174,10 +174,10 @@ def _gather(part: Any, world: World, *_: Any, **__: Any) -> None:
     for index, name in enumerate(names):
         value: Any
         if isinstance(part._defaults[name], list):
-            value = [tensor for rank in range(world.size) for tensor in _entries(shared, f"{rank}/{index}")]
+            value = [tensor for rank in world.samplers for tensor in _entries(shared, f"{rank}/{index}")]
         else:
             # A state may take its shape with the first batch; one that has had none is spread over it.
-            states = [shared[f"{rank}/{index}"] for rank in range(world.size)]
+            states = [shared[f"{rank}/{index}"] for rank in world.samplers]
             value = torch.stack(torch.broadcast_tensors(*states))
         reduction = part._reductions[name]
         setattr(part, name, value if reduction is None else reduction(value))

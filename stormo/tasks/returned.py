@@ -16,7 +16,7 @@ from stormo.data.reading import is_stream
 from stormo.errors import SettingError, counted
 
 
-def check_model(owner: object, model: Any) -> nn.Module:
+def check_model(owner: object, model: Any, *, may_be_meta: bool = False) -> nn.Module:
     """The model, or a sentence that says why it cannot be trained."""
     said = f"{type(owner).__name__}.model() returned"
     if isinstance(model, type):
@@ -35,7 +35,7 @@ def check_model(owner: object, model: Any) -> nn.Module:
             "give that layer its number of inputs",
         )
     parameters = list(model.parameters())
-    if any(parameter.is_meta for parameter in parameters):
+    if not may_be_meta and any(parameter.is_meta for parameter in parameters):
         raise SettingError(
             f"{said} a model on the device meta", "its weights have no values", "build it without that device"
         )

@@ -107,6 +107,7 @@ class Notice:
 
     kind: str
     text: str
+    after_step: int | None = None  # where the records before it may be of an earlier step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

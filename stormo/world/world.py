@@ -6,10 +6,9 @@ With one worker every collective returns at once and no process group exists.
 from __future__ import annotations
 
 import ctypes
-import functools
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -17,11 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from stormo.errors import SettingError
 from stormo.launch.address import interface_towards
 from stormo.launch.place import Place
+from stormo.mesh import Mesh
+from stormo.world.grid import DATA, Grid
 from stormo.world.store import PeerFailedError, Store
 
 _FETCH_TIMEOUT = timedelta(hours=24)  # a download may be slow; a dead fetcher ends the job by other means
@@ -38,18 +38,30 @@ class World:
         store: Store | None = None,
         backend: str = "gloo",
         timeout_s: float = 600.0,
+        mesh: Mesh | None = None,
+        data_axes: Sequence[str] = DATA,
+        needs_group: bool = False,
     ) -> None:
         self.place = place
         self.rank = place.rank
         self.size = place.world_size
         self.device = device
         self.is_main = place.rank == 0
-        self._store = store.shared("world") if store else None
         self._num_fetches = 0
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        if self.size > 1:
+        self._store = store.shared("world") if store else None
+        self._has_group = self.size > 1 or needs_group  # torch's sharding asks for one even of a single worker
+        if self._has_group:
             self._join(backend, timedelta(seconds=timeout_s))
+        self.arrange(Mesh(replicate=self.size) if mesh is None else mesh, data_axes)
+
+    def arrange(self, mesh: Mesh, data_axes: Sequence[str] = DATA) -> None:
+        """Take a place in a mesh, along some of whose axes workers take different samples. All workers call it."""
+        self.mesh = mesh
+        self._data_axes = tuple(data_axes)
+        self.grid = Grid(mesh, self.rank, self.device)
+        self.data = self.grid.line(*self._data_axes)
 
     def _join(self, backend: str, timeout: timedelta) -> None:
         # Tensors on the CPU always travel by Gloo, so that counters and votes never wait for a GPU.
@@ -62,7 +74,7 @@ class World:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         dist.init_process_group(
             backends,
-            store=self._store,
+            store=self._store if self.size > 1 else dist.HashStore(),
             rank=self.rank,
             world_size=self.size,
             timeout=timeout,
@@ -70,12 +82,15 @@ class World:
         )
         os.register_at_fork(after_in_child=_keep_groups)
 
-    @functools.cached_property
-    def mesh(self) -> DeviceMesh | None:
-        """The workers as a mesh of one axis, `replicate`; None with one worker."""
-        if self.size == 1:
-            return None
-        return init_device_mesh(self.device.type, (self.size,), mesh_dim_names=("replicate",))
+    @property
+    def samplers(self) -> tuple[int, ...]:
+        """One worker for each part of a batch."""
+        return self.grid.ranks(self._data_axes, self.mesh.coordinates(0))
+
+    @property
+    def draws(self) -> int:
+        """The number of this worker's stream of random numbers: those that compute the same share one."""
+        return self.rank if "tensor" in self._data_axes else self.rank // self.mesh.tensor
 
     @contextmanager
     def once_per_node(self) -> Iterator[bool]:
@@ -186,7 +201,7 @@ class World:
 
     def close(self) -> None:
         """Leave the process group."""
-        if self.size > 1 and dist.is_initialized():
+        if self._has_group and dist.is_initialized():
             dist.destroy_process_group()
 
 

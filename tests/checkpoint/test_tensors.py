@@ -19,7 +19,7 @@ from stormo.checkpoint import weights_digest
 from stormo.checkpoint.tensors import Encoded, decode
 from stormo.errors import StormoError
 
-DTYPES = list(module._DTYPE_NAMES)
+DTYPES = list(module.DTYPE_NAMES)
 
 
 @st.composite

@@ -17,6 +17,7 @@ from stormo.energy.probe import Missing
 from stormo.errors import EXIT_USAGE, StormoError
 from stormo.monitor import command, main
 from stormo.monitor.table import COLUMNS
+from stormo.monitor.view import PlainView
 from stormo.nvml import NvmlUnavailableError
 from stormo.telemetry import text
 from tests.monitor.fakes import FakeDevice, FakeNvml, FakeProbe
@@ -49,8 +50,8 @@ def test_it_ends_after_the_count_with_a_summary(nvml: FakeNvml, capsys: pytest.C
     assert "gpu1 throttled: n/a: it does not tell" in lines
     assert sum("gpu0 H200: 50 %" in line for line in lines) == 2
     at = lines.index("")
-    assert lines[at + 1].startswith("watched for 0.")
-    assert lines[at + 1].endswith(" s, 2 samples")
+    assert lines[at + 1].startswith("watched for ")
+    assert lines[at + 1].endswith(", 2 samples")
     assert lines[at + 2].startswith("CPU: use ")
     assert "gpu0 H200: use mean 50 %, highest 50 %; power mean 350 W, highest 350 W" in lines
     (energy,) = [line for line in lines if line.startswith("energy: ")]
@@ -69,15 +70,19 @@ def test_one_sample_has_rates_and_no_summary(nvml: FakeNvml, capsys: pytest.Capt
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_well_and_signals_mean_what_they_did_before(
-    nvml: FakeNvml, capsys: pytest.CaptureFixture[str], sent: signal.Signals
+    nvml: FakeNvml, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, sent: signal.Signals
 ) -> None:
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    # To the thread itself: any other thread of the test's process would take it from the process.
-    timer = threading.Timer(0.4, signal.pthread_kill, (threading.get_ident(), sent))
-    timer.start()
+    show = PlainView.show
+
+    def interrupted(view: PlainView, sample: dict[str, Any]) -> bool:
+        # To the thread itself: any other thread of the test's process would take it from the process.
+        signal.pthread_kill(threading.get_ident(), sent)
+        return show(view, sample)
+
+    monkeypatch.setattr(PlainView, "show", interrupted)
     assert main(["--every", "60"]) == 0
-    timer.join()
-    assert "watched for" in capsys.readouterr().out
+    assert ", 1 sample\n" in capsys.readouterr().out
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == mask
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stormo.profiling.intervals import Interval, Moments, both, lengths, union, without
@@ -24,6 +24,7 @@ def _is_tidy(moments: Moments) -> bool:
     )
 
 
+@settings(deadline=None)
 @given(first=INTERVALS, second=INTERVALS, spans=INTERVALS)
 def test_sets_of_moments_are_those_of_their_numbers(
     first: list[Interval], second: list[Interval], spans: list[Interval]

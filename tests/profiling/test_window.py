@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import gzip
 import json
+import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
+from torch.profiler import profile
 
+from stormo.energy import read_bill
+from stormo.launch import alone
+from stormo.loop import train
 from stormo.plan.profile import ProfileSpec, parse_profile
 from stormo.profiling import ranges
 from stormo.profiling.ranges import range_of
 from stormo.profiling.window import ProfileWindow
+from stormo.telemetry.record import Notice
 from stormo.world.world import World
+from tests.test_keeper import Desk
+from tests.test_loop import prepare
 from tests.tiny_run import Parts, assert_same_bits, build, whole_state
 
 Ranks = Callable[..., list[Any]]
@@ -23,7 +33,7 @@ Ranks = Callable[..., list[Any]]
 
 def _train(parts: Parts, window: ProfileWindow, num_steps: int) -> list[str]:
     """Steps as the loop does them, over the ends of epochs; what is to be printed."""
-    progress, said = parts.state.progress, list[str]()
+    progress, said = parts.state.progress, window.tend(parts.state.progress.step + 1)
     while True:
         for batch in window.batches(parts.loader.epoch(progress.epoch, progress.position), progress):
             with range_of("forward+backward"):
@@ -34,7 +44,7 @@ def _train(parts: Parts, window: ProfileWindow, num_steps: int) -> list[str]:
                 parts.strategy.step(0.1)
             progress.advance(parts.loader.samples(batch.span))
             if window.step_done(progress.step):
-                said += window.write()
+                said += window.tend(progress.step + 1)
             if progress.step == num_steps:
                 return said
         progress.epoch, progress.position = progress.epoch + 1, 0
@@ -71,13 +81,94 @@ def test_two_workers_record_the_steps_that_were_named(run_ranks: Ranks, tmp_path
             assert step["exposed_s"] > 0
             assert step["input_s"] > 0
             assert min(parts) >= 0
-    assert any(row["name"] == "aten::addmm" for row in summary["operations"])
-    with gzip.open(tmp_path / "profile" / "rank-1.pt.trace.json.gz", "rt", encoding="utf-8") as file:
+        # Which of its operations took most depends on what else the machine does; how often each was called does not.
+        events = _events(tmp_path, rank["rank"])
+        names = {event.get("name") for event in events}
+        assert {"ProfilerStep#3", "ProfilerStep#6", "input", "forward+backward", "exchange", "optimizer"} <= names
+        assert not {"ProfilerStep#2", "ProfilerStep#7"} & names
+        calls = _calls(events)
+        assert calls["aten::addmm"] == 4 * 2 * 2  # steps, passes, layers
+        told = {row["name"]: row["calls"] for row in rank["operations"]}
+        assert told == {name: calls[name] for name in told}
+        assert len(told) == min(40, len(calls))
+    times_s = [row["time_s"] for row in summary["operations"]]
+    assert len(times_s) == 10
+    assert times_s == sorted(times_s, reverse=True)
+
+
+def _events(folder: Path, rank: int) -> list[dict[str, Any]]:
+    """Those of a worker's trace."""
+    with gzip.open(folder / "profile" / f"rank-{rank}.pt.trace.json.gz", "rt", encoding="utf-8") as file:
         trace = json.load(file)
-    assert trace["distributedInfo"]["rank"] == 1
-    names = {event.get("name") for event in trace["traceEvents"]}
-    assert {"ProfilerStep#3", "ProfilerStep#6", "input", "forward+backward", "exchange", "optimizer"} <= names
-    assert not {"ProfilerStep#2", "ProfilerStep#7"} & names
+    assert trace["distributedInfo"]["rank"] == rank
+    return cast(list[dict[str, Any]], trace["traceEvents"])
+
+
+def _calls(events: list[dict[str, Any]]) -> Counter[str]:
+    """How often each operation was called within the steps, by their thread."""
+    steps = {event["name"]: event for event in events if str(event.get("name")).startswith("ProfilerStep#")}
+    return Counter(
+        event["name"]
+        for event in events
+        if event.get("cat") == "cpu_op"
+        and any(
+            event["tid"] == step["tid"] and step["ts"] <= event["ts"] < step["ts"] + step["dur"]
+            for step in steps.values()
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "starting_j", "idle_j"),
+    [
+        ("5:6", 0.0, 3000.0),  # made ready after step 2, begun after step 4, written after step 5
+        ("1:3", 2000.0, 1000.0),  # made ready and begun before the first step
+    ],
+)
+def test_what_the_profiler_takes_for_itself_is_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, starting_j: float, idle_j: float
+) -> None:
+    desk = Desk()
+    for name in ("prepare_trace", "start_trace", "stop_trace"):
+        real = getattr(profile, name)
+
+        def slow(profiler: profile, real: Callable[[profile], None] = real) -> None:
+            desk.after(100.0, 1000.0)
+            real(profiler)
+
+        monkeypatch.setattr(profile, name, slow)
+    monkeypatch.setattr("stormo.stopwatch.time.perf_counter", desk.clock)
+    run = prepare(on_step=lambda run, step: desk.after(1.0, 300.0))  # six steps, and four rounds of validation
+    desk.keeper.attach(tmp_path / "nodes" / "3.jsonl", None, 0)
+    run.training.keeper = desk.keeper
+    run.training.profile = ProfileWindow(parse_profile(text), run.training.world, tmp_path)
+    assert train(run.training).stopped_by == "epochs"
+    desk.keeper.close()
+    assert run.training.profile.close() == []
+    assert run.parts.state.progress.train_time_s == 6.0
+    parts_j = read_bill(tmp_path).parts_j
+    assert parts_j["training"] + parts_j["waiting"] == 6 * 300.0
+    assert (parts_j["starting"], parts_j["validation"], parts_j["idle"]) == (starting_j, 4 * 300.0, idle_j)
+    last = parse_profile(text).window(1)[-1]
+    assert {notice.after_step for notice in run.of(Notice)} == {last}
+
+
+def test_a_word_about_cycles_is_kept_from_the_user_and_no_other_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = profile.prepare_trace
+
+    def warn(profiler: profile) -> None:
+        warnings.warn("Warning: Profiler clears events at the end of each cycle.Only events from", stacklevel=2)
+        warnings.warn("CUDA is not available, disabling CUDA profiling", stacklevel=2)
+        real(profiler)
+
+    monkeypatch.setattr(profile, "prepare_trace", warn)
+    window = ProfileWindow(parse_profile("1:3"), World(alone(), torch.device("cpu")), tmp_path)
+    with pytest.warns(UserWarning, match="CUDA") as caught:
+        window.tend(1)
+    window.close()
+    assert [str(warning.message) for warning in caught] == ["CUDA is not available, disabling CUDA profiling"]
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,8 @@ def test_the_figures_are_those_of_the_run(tmp_path: Path) -> None:
     assert min(found["stragglers"]["series"][1]["y"]) > 0
     kinds = [one["kind"] for one in content["happenings"]]
     assert kinds == ["start", "checkpoint", "checkpoint", "resume", "checkpoint", "checkpoint", "warning", "end"]
-    assert content["happenings"][3]["step"] == 40
+    assert [(one["step"], one["epoch"]) for one in content["happenings"][2:5]] == [(40, 2.0), (40, 2.0), (60, 3.0)]
+    assert [(one["step"], one["epoch"]) for one in content["happenings"][-2:]] == [(80, 4.0), (80, 4.0)]
     figures = content["runs"][0]["figures"]
     assert figures["Accuracy"] == ("91.34 %", "best 91.50 %, loss 0.2500")
     assert figures["Cost"] == ("0.0123 EUR", "12.5 g CO2e")

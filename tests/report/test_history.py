@@ -8,6 +8,7 @@ import pytest
 
 from stormo.errors import StormoError
 from stormo.report.clock import make_clock
+from stormo.report.facts import happenings
 from stormo.report.history import Reader
 from stormo.report.lines import JsonLines
 from stormo.telemetry.files import RunFolder
@@ -97,6 +98,52 @@ def test_a_history_holds_what_the_files_say(tmp_path: Path) -> None:
     num_training = seconds.count("training")
     assert num_training == 40
     assert history.bill.total_j == pytest.approx(680.0 * num_training + 380.0 * (len(seconds) - num_training))
+
+
+def _step(step: int, epoch: int, step_in_epoch: int) -> dict[str, Any]:
+    place = {"step": step, "epoch": epoch, "step_in_epoch": step_in_epoch, "steps_in_epoch": 20}
+    return {"event": "step_done", "time_unix_s": 1.0, **place}
+
+
+def test_what_happened_lies_at_the_step_that_the_run_had_reached(tmp_path: Path) -> None:
+    started = {"event": "run_started", "time_unix_s": 1.0, "steps_per_epoch": 20, "resumed_at_step": None}
+    notice = {"event": "notice", "time_unix_s": 1.0, "kind": "info"}
+    rolled_back = {"event": "divergence_noticed", "time_unix_s": 1.0, "step": 40, "rolled_back_to_step": 20}
+    append(
+        tmp_path / "events.jsonl",
+        [
+            started,
+            {**notice, "text": "before"},
+            _step(30, 2, 10),
+            {**notice, "text": "as an older version wrote it"},
+            {**notice, "text": "profile", "after_step": 37},
+            {**rolled_back, "text": "lost"},
+            {**notice, "text": "goes on"},
+            _step(25, 2, 5),
+            {**started, "resumed_at_step": 22},
+            {**notice, "text": "resumed", "after_step": None},
+            _step(24, 2, 4),
+            {**notice, "text": "profile again", "after_step": 25},
+            _step(28, 2, 8),
+            started,
+            {**notice, "text": "anew"},
+        ],
+    )
+    history = Reader(RunFolder(tmp_path)).read()
+    found = [(step, words) for step, event, _, words in happenings(history) if event["event"] != "run_started"]
+    assert found == [
+        *((0, "before"), (30, "as an older version wrote it"), (37, "profile"), (20, "lost"), (20, "goes on")),
+        *((22, "resumed"), (25, "profile again"), (0, "anew")),
+    ]
+    assert [step for step, event, _, _ in happenings(history) if event["event"] == "run_started"] == [0, 22, 0]
+
+
+def test_the_epoch_of_a_step_between_two_records_is_in_proportion(tmp_path: Path) -> None:
+    done = {"event": "epoch_done", "time_unix_s": 1.0, "epoch": 1, "step": 20}
+    append(tmp_path / "events.jsonl", [_step(10, 1, 10), done, _step(30, 2, 10)])
+    history = Reader(RunFolder(tmp_path)).read()
+    epochs = [history.epoch_at(step) for step in (0, 5, 10, 13, 20, 26, 30, 99)]
+    assert epochs == pytest.approx([0.0, 0.25, 0.5, 0.65, 1.0, 1.3, 1.5, 1.5])
 
 
 @pytest.mark.parametrize("part", ["nothing", "config"])

@@ -31,7 +31,7 @@ from stormo.progress import Progress
 from stormo.state import RunState
 from stormo.strategies import graph as graph_module
 from stormo.strategies.graph import CaptureRefusedError, PassGraph, capture, host_state
-from stormo.strategies.table import STRATEGIES
+from stormo.strategies.table import strategy_class
 from stormo.tasks.task import Task
 from stormo.tasks.wide_resnet import WideResNet
 from stormo.world.world import World
@@ -316,7 +316,7 @@ def build_on_gpu(task_class: type[Task] = Images, task_options: dict[str, Any] |
     plan = resolve(config, resolve_layout(config, visible_gpus()[:1]), task.facts())
     world = World(alone(), torch.device("cuda", 0))
     torch.manual_seed(1)
-    strategy = STRATEGIES[plan.layout.strategy](world, plan, task, config)
+    strategy = strategy_class(plan.layout)(world, plan, task, config)
     torch.manual_seed(2)
     share = Share(global_batch_size=plan.global_batch_size, accumulate=plan.accumulate, worker=0, num_workers=1)
     data = task.train_data()

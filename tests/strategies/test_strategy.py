@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from stormo.config import Workers
+from stormo.mesh import PRESETS
 from stormo.options import options_of
 from stormo.strategies.data_parallel import DataParallel
 from stormo.strategies.table import STRATEGIES
@@ -209,7 +210,7 @@ def test_a_warmed_up_run_is_the_run_that_was_not(run_ranks: Ranks) -> None:
 
 def test_every_strategy_that_can_be_set_has_its_row() -> None:
     (declared,) = (option for option in options_of("workers", Workers) if option.name == "strategy")
-    assert set(declared.choices) == {"auto", *STRATEGIES}
+    assert set(declared.choices) == {"auto", *STRATEGIES, *PRESETS}
 
 
 def test_dp_wraps_the_model_for_the_gpus_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -248,10 +248,10 @@ def test_what_differs_between_workers_is_named_on_all_of_them(run_ranks: Ranks) 
     )
 
 
-def _mesh(world: World) -> tuple[int, int] | None:
-    return None if world.mesh is None else (world.mesh["replicate"].get_local_rank(), world.mesh.size())
+def _mesh(world: World) -> tuple[int, int, int]:
+    return world.data.rank, world.data.size, world.mesh.replicate
 
 
 def test_the_workers_are_a_mesh_of_one_axis(run_ranks: Ranks) -> None:
-    assert run_ranks(_mesh, 2) == [(0, 2), (1, 2)]
-    assert run_ranks(_mesh, 1) == [None]
+    assert run_ranks(_mesh, 2) == [(0, 2, 2), (1, 2, 2)]
+    assert run_ranks(_mesh, 1) == [(0, 1, 1)]

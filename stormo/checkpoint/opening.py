@@ -1,0 +1,110 @@
+"""Opening the files of a checkpoint: without following links, with the size and SHA-256 that the manifest says."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from stormo.checkpoint.layout import (
+    MANIFEST,
+    CorruptCheckpointError,
+    FileEntry,
+    Manifest,
+    parse_manifest,
+)
+
+PIECE_BYTES = 4 * 1024 * 1024
+_MAX_MANIFEST_BYTES = 16 * 1024 * 1024  # some hundred bytes for each worker
+
+
+def manifest_in(path: Path, folder_fd: int) -> Manifest:
+    """The manifest of an open folder."""
+    with opened_file(path, folder_fd, MANIFEST, None) as file:
+        data = file.read(_MAX_MANIFEST_BYTES + 1)
+    if len(data) > _MAX_MANIFEST_BYTES:
+        raise CorruptCheckpointError(path / MANIFEST, f"it is longer than {_MAX_MANIFEST_BYTES:,} bytes")
+    try:
+        return parse_manifest(data)
+    except ValueError as error:
+        raise CorruptCheckpointError(path / MANIFEST, str(error)) from error
+
+
+def read_file(path: Path, folder_fd: int, name: str, entry: FileEntry) -> bytes:
+    """All bytes of a file, which are those that were written."""
+    require_memory(path / name, entry.size_bytes)
+    with opened_file(path, folder_fd, name, entry) as file:
+        data = file.read(entry.size_bytes)
+    compare(path / name, hashlib.sha256(data).hexdigest(), entry)
+    return data
+
+
+def require_memory(file: Path, size_bytes: int) -> None:
+    """Refuse what cannot fit, before memory is asked for: a sparse file of any length costs nothing to make."""
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if size_bytes > memory_bytes:
+        raise CorruptCheckpointError(
+            file, f"it is {size_bytes:,} bytes long, this machine has {memory_bytes:,} bytes of memory"
+        )
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """A descriptor of the folder: every file is then read from one and the same folder, even if it is renamed."""
+    try:
+        folder_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise CorruptCheckpointError(path, "there is no such folder") from error
+    except OSError as error:
+        raise CorruptCheckpointError(path, f"it cannot be opened as a folder ({error.strerror})") from error
+    try:
+        yield folder_fd
+    finally:
+        os.close(folder_fd)
+
+
+@contextmanager
+def opened_file(path: Path, folder_fd: int, name: str, entry: FileEntry | None) -> Iterator[BinaryIO]:
+    """A regular file of the folder, its size compared with the manifest's; read errors name the file."""
+    file_path = path / name
+    try:
+        # O_NONBLOCK: opening a pipe put in the place of a file would otherwise wait for ever.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with open(os.open(name, flags, dir_fd=folder_fd), "rb") as file:  # noqa: PTH123 - a descriptor, not a path
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise CorruptCheckpointError(file_path, "it is not a regular file")
+            if entry is not None and status.st_size != entry.size_bytes:
+                what = "it was cut short" if status.st_size < entry.size_bytes else "something was added to it"
+                raise CorruptCheckpointError(
+                    file_path,
+                    f"it is {status.st_size:,} bytes long, the manifest says {entry.size_bytes:,}: {what}",
+                )
+            yield file
+    except FileNotFoundError as error:
+        raise CorruptCheckpointError(file_path, "it is missing") from error
+    except MemoryError as error:
+        raise CorruptCheckpointError(file_path, "it does not fit into the memory that is free") from error
+    except OSError as error:
+        problem = "it is a symbolic link" if error.errno == errno.ELOOP else f"it cannot be read ({error.strerror})"
+        raise CorruptCheckpointError(file_path, problem) from error
+
+
+def compare(file: Path, sha256: str, entry: FileEntry) -> None:
+    """Refuse a file whose sum is not the manifest's."""
+    if sha256 != entry.sha256:
+        raise CorruptCheckpointError(
+            file,
+            f"its SHA-256 is {short(sha256)}, the manifest says {short(entry.sha256)}: "
+            "at least one byte changed since it was written",
+        )
+
+
+def short(sha256: str) -> str:
+    """A digest as it is shown in sentences."""
+    return f"{sha256[:12]}…"

@@ -1,0 +1,63 @@
+"""The order in which a model is transformed, whatever the mesh: each step sees what the one before has left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from stormo.config import TrainConfig
+from stormo.plan import Plan
+from stormo.strategies.blocks import blocks_of
+from stormo.strategies.hybrid import split_classifier
+from stormo.strategies.recompute import recompute
+from stormo.strategies.shard import shard
+from stormo.strategies.split_layers import Cut
+from stormo.strategies.tensor import derive_plan, split_tensor
+from stormo.tasks.task import Task
+from stormo.world.grid import Grid
+
+_GATHERED = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(kw_only=True)
+class Composition:
+    """What has become of a model."""
+
+    cuts: dict[str, Cut] = field(default_factory=dict)  # parameters that the axis tensor has cut
+    units: list[str] = field(default_factory=list)  # paths of the blocks
+
+
+def compose(
+    model: nn.Module, roots: Sequence[nn.Module], plan: Plan, settings: TrainConfig, task: Task, grid: Grid
+) -> Composition:
+    """Tensor, recomputing, compiling, sharding, in this order and in place; a pipeline has cut the model before.
+
+    Args:
+        model: the whole tree, on meta.
+        roots: the parts of it that this worker computes: the model itself, or its stages of a pipeline.
+        plan: of the run.
+        settings: of the run.
+        task: whose model it is.
+        grid: of the workers.
+    """
+    layout, sharding = plan.layout, settings.sharding
+    made = Composition()
+    if layout.strategy == "hybrid":
+        made.cuts = split_classifier(task, model, grid.line("tensor"))
+    elif grid.mesh.tensor > 1:
+        made.cuts = split_tensor(model, derive_plan(task, model), grid.line("tensor"))
+    for root in roots:
+        units = blocks_of(root, sharding.shard_modules)
+        if sharding.checkpoint_activations:
+            recompute(root, units or [""])
+        if plan.compile:
+            for path in units or [""]:
+                root.get_submodule(path).compile(dynamic=False)
+        if layout.zero == 3:
+            dtype, on_gpu = _GATHERED.get(plan.precision), layout.device_type == "cuda"
+            shard(root, units, grid, dtype=dtype, offload=sharding.offload, on_gpu=on_gpu)
+        made.units += units
+    return made

@@ -1,0 +1,255 @@
+"""Models that are spread: any product of the axes replicate, shard and tensor, under one and the same loop.
+
+The model is built without values (`blank`), transformed (`compose`), and filled with what one process would begin with:
+every worker computes one tensor at a time and keeps its own box. The optimizer steps plain local tensors (`parts`), and
+norms are those of whole layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from stormo import config
+from stormo.optim.layerwise import LayerwiseOptimizer
+from stormo.optim.local import check_elementwise, localise
+from stormo.optim.scaler import AgreedGradScaler
+from stormo.optim.whole import WholeSquares
+from stormo.plan import Plan
+from stormo.strategies.blank import Value, blank_model
+from stormo.strategies.compose import Composition, compose
+from stormo.strategies.parts import Held, Part, as_part, held, plain, values_on_host
+from stormo.strategies.replicate import KEEP_BUFFERS
+from stormo.strategies.strategy import Strategy
+from stormo.strategies.zero import Reducer, make_buckets, own_rows, own_span
+from stormo.tasks.returned import without_gradient
+from stormo.tasks.task import Task
+from stormo.world.grid import MODEL
+from stormo.world.world import World
+
+
+class Composed(Strategy):
+    """One worker of a mesh without the axis pipeline."""
+
+    name = "mesh"
+    is_spread = True
+    exposed_reason = "it is watched under ddp alone"
+
+    def __init__(self, world: World, plan: Plan, task: Task, settings: config.TrainConfig) -> None:
+        self._zero = plan.layout.zero
+        self._shard = world.grid.line("shard")
+        self._copy = world.grid.line(*MODEL)  # the workers that hold one copy of the model
+        self._replica: DistributedDataParallel | None = None
+        self._reducer: Reducer | None = None
+        self._has_exchanged = True  # whether the pass just done ended with an exchange of gradients
+        super().__init__(world, plan, task, settings)
+        self._own_parts()
+
+    # Building
+
+    def _make_model(self) -> nn.Module:
+        model, value = blank_model(self.task, self.notices)
+        if self._plan.precision == "fp64":
+            model = model.double()
+        model = self._convert(model)
+        self._whole_shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        self._made = self._transform(model)
+        self._fill(model, value)
+        return model
+
+    def _transform(self, model: nn.Module) -> Composition:
+        return compose(model, [model], self._plan, self._settings, self.task, self.world.grid)
+
+    def _named_parameters(self, model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
+        """The parameters of which this worker has something, by the names that one process gives them."""
+        return model.named_parameters()
+
+    def _make_room(self, model: nn.Module) -> None:
+        """Give the model memory for its values."""
+        on_host = self._settings.sharding.offload and self._zero == 3
+        model.to_empty(device="cpu" if on_host else self.world.device)
+
+    @torch.no_grad()
+    def _fill(self, model: nn.Module, value: Value) -> None:
+        self._make_room(model)
+        for one in held(self._named_parameters(model), self._whole_shapes, self._made.cuts, self.world.grid):
+            one.tensor.copy_(one.of(value(one.name)))
+        for name, buffer in self._named_buffers(model):
+            buffer.data = value(name).to(self.world.device, buffer.dtype, copy=True)
+
+    def _named_buffers(self, model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+        return model.named_buffers()
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """The buffers that this worker holds, by the names that one process gives them."""
+        return iter(self._named_buffers(self.module))
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        line = self.world.data
+        if self._zero > 1 or line.size == 1:
+            return model
+        if self._plan.layout.strategy == "hybrid":  # these are cut, not copied
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(self._made.cuts))
+        self._replica = DistributedDataParallel(
+            model,
+            device_ids=[self.world.device] if self.world.device.type == "cuda" else None,
+            process_group=line.group,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=self.task.find_unused,
+            **KEEP_BUFFERS,
+        )
+        return self._replica
+
+    def _compiled(self, model: nn.Module) -> nn.Module:
+        return model  # its blocks are compiled
+
+    def _make_scaler(self) -> torch.amp.GradScaler:
+        return AgreedGradScaler(self.world.device, self._copy.max, enabled=self._plan.precision == "fp16")
+
+    # What the optimizer steps
+
+    def _own_parts(self) -> None:
+        """Let the optimizer step this worker's parts, by norms of whole layers."""
+        check_elementwise(self.optimizer)
+        grid = self.world.grid
+        self._held = held(self._named_parameters(self.module), self._whole_shapes, self._made.cuts, grid)
+        made = [(one, self._part(one)) for one in self._held]
+        self._pairs = [(one, part) for one, part in made if part is not None]
+        own = {one.parameter: part.local for one, part in self._pairs}
+        localise(self.optimizer, {parameter: own.get(parameter) for parameter in self.module.parameters()})
+        numbers = {name: number for number, name in enumerate(self._whole_shapes)}
+        self._squares = WholeSquares(
+            parameters=[part.local for _, part in self._pairs],
+            numbers=[numbers[part.name] for _, part in self._pairs],
+            is_counted=[part.is_counted for _, part in self._pairs],
+            num_layers=len(numbers),
+            reduce=self._copy.sum,
+            device=self.world.device,
+        )
+        if isinstance(self.optimizer, LayerwiseOptimizer) and self._copy.size > 1:
+            self.optimizer.whole_squares = self._squares
+        trained = [one.parameter for one in self._held if one.parameter.requires_grad]
+        if self._zero == 2:
+            replicate = grid.line("replicate")
+            self._reducer = Reducer(trained, self._shard, replicate, may_be_unused=self.task.find_unused)
+        self._buckets = make_buckets(trained, self._shard) if self._zero in (1, 2) and self._shard.size > 1 else []
+
+    def _part(self, one: Held) -> Part | None:
+        """What this worker steps of a parameter; None where that is nothing."""
+        tensor, offset, whole = one.tensor, one.offset, one.whole_shape
+        if self._zero in (1, 2):
+            start, length = own_span(tensor, self._shard)
+            if not tensor.ndim and not length:
+                return None
+            tensor, offset = own_rows(tensor, self._shard), (*(o + start for o in offset[:1]), *offset[1:])
+        local = one.parameter
+        if self._zero:
+            local = as_part(self._kept(tensor), requires_grad=one.parameter.requires_grad)
+        return Part(
+            name=one.name,
+            whole_shape=whole,
+            offset=offset,
+            local=local,
+            is_counted=one.is_first,
+            is_saved=one.is_first and self.world.grid.at["replicate"] == 0,
+        )
+
+    def _kept(self, tensor: Tensor) -> Tensor:
+        return values_on_host(tensor) if self._settings.sharding.offload and self._zero in (1, 2) else tensor
+
+    def parts(self) -> list[Part]:
+        """What this worker holds of the model."""
+        return [part for _, part in self._pairs]
+
+    def parts_changed(self) -> None:
+        """The tensors of `parts` have been given other values."""
+        self._spread_weights()
+
+    def stepped(self) -> list[nn.Parameter]:
+        """The parts."""
+        return [part.local for _, part in self._pairs]
+
+    # A step
+
+    @contextmanager
+    def _exchange(self, is_last: bool) -> Iterator[None]:
+        for layer in self._sharded():
+            layer.set_requires_gradient_sync(is_last)
+            layer.set_is_last_backward(is_last)
+        yield
+
+    def _sharded(self) -> list[FSDPModule]:
+        """The roots that torch shards."""
+        return [self.module] if isinstance(self.module, FSDPModule) else []
+
+    def _gradient_sync(self, is_last: bool) -> AbstractContextManager[Any]:
+        self._has_exchanged = is_last or self._zero < 3
+        if self._replica is not None:
+            return nullcontext() if is_last else self._replica.no_sync()
+        return self._exchange(is_last)
+
+    def _backward(self, loss: Tensor) -> None:
+        super()._backward(loss)
+        if self._reducer is not None:
+            self._reducer.finish()
+
+    def _collect_gradients(self) -> None:
+        rows = self._reducer.collected() if self._reducer is not None else {}
+        for one, part in self._pairs:
+            gradient = one.parameter.grad
+            if self._zero == 1 and gradient is not None:
+                gradient = own_rows(gradient, self._shard)
+            elif self._zero == 2:
+                gradient = rows.get(one.parameter)
+            elif self._zero == 3 and gradient is not None:
+                gradient = plain(gradient)
+            elif self._plan.layout.strategy == "hybrid" and gradient is not None and one.name in self._made.cuts:
+                gradient.div_(self.world.data.size)  # the sum over all samples is there already
+            if self._zero:
+                local = part.local
+                if self._zero == 3 and local.data_ptr() != one.tensor.data_ptr():
+                    local.data = one.tensor  # torch has laid it anew in its first pass
+                local.grad = None if gradient is None else gradient.to(local.device)
+
+    def _gradient_norm(self) -> Tensor:
+        return self._squares.total([part.local.grad for _, part in self._pairs])
+
+    def _add_noise(self) -> None:
+        boxes = [(part.local.grad, part) for _, part in self._pairs if part.local.grad is not None]
+        numbers = {name: number for number, name in enumerate(self._whole_shapes)}
+        self._noise.add_to_boxes(
+            [(gradient, numbers[part.name], part.whole_shape, part.offset) for gradient, part in boxes], self.clock.step
+        )
+
+    @torch.no_grad()
+    def _spread_weights(self) -> None:
+        if self._zero not in (1, 2):
+            return
+        local = {one.parameter: part.local for one, part in self._pairs}
+        if self._settings.sharding.offload:
+            for parameter, part in local.items():
+                own_rows(parameter, self._shard).copy_(part, non_blocking=True)
+        for bucket in self._buckets:
+            bucket.gather([own_rows(parameter, self._shard) for parameter in bucket.parameters])
+
+    def clear_gradients(self) -> None:
+        """Forget all gradients."""
+        super().clear_gradients()
+        for one in self._held:
+            one.parameter.grad = None
+        if self._reducer is not None:
+            self._reducer.clear()
+
+    def without_gradient(self) -> list[str]:
+        """The trained parameters that the pass just done has not reached, as far as it can be seen."""
+        if self._reducer is not None:
+            return [
+                one.name for one in self._held if one.parameter.requires_grad and not self._reducer.has(one.parameter)
+            ]
+        return without_gradient(self.module) if self._has_exchanged else []

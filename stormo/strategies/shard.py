@@ -1,0 +1,46 @@
+"""ZeRO-3: torch's fully_shard over the axis `shard`, copies over `replicate`; a unit is gathered when it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from stormo.errors import SettingError
+from stormo.world.grid import Grid
+
+
+def shard(
+    model: nn.Module, units: Sequence[str], grid: Grid, *, dtype: torch.dtype | None, offload: bool, on_gpu: bool
+) -> FSDPModule:
+    """Shard a model in place: its units, then what is left of it.
+
+    Args:
+        model: on any device, also on meta.
+        units: paths of the modules that are gathered one at a time.
+        grid: of the workers.
+        dtype: in which weights are gathered and used; gradients are summed in float32 then. None: as they are.
+        offload: keep what belongs to this worker in host memory.
+        on_gpu: whether the workers compute on GPUs.
+    """
+    for name, parameter in model.named_parameters():
+        if not parameter.ndim:
+            raise SettingError(
+                f"the parameter {name} is a single number",
+                "the axis shard cuts parameters by their rows",
+                "give it the shape [1], or set --strategy zero1 or zero2",
+            )
+    both = grid.mesh.replicate > 1
+    mesh = grid.devices["replicate", "shard"] if both else grid.devices["shard"]
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else MixedPrecisionPolicy()
+    host = CPUOffloadPolicy(pin_memory=on_gpu) if offload else OffloadPolicy()
+    # A lone worker has nothing to free between forward and backward.
+    frees = grid.mesh.shard > 1
+    for path in units:
+        fully_shard(
+            model.get_submodule(path), mesh=mesh, mp_policy=policy, offload_policy=host, reshard_after_forward=frees
+        )
+    # The root is needed again at once, in backward: its own weights stay gathered in between.
+    return fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=host, reshard_after_forward=False)
