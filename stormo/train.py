@@ -15,6 +15,7 @@ from stormo.errors import EXIT_FAILURE, SettingError, StormoError, full_disk
 from stormo.hardware import visible_gpus
 from stormo.launch import Place, alone, open_lifeline, run_node
 from stormo.layout import Layout, resolve_layout
+from stormo.mesh import PRESETS
 from stormo.nodes import find_place, launched_by, node_of
 from stormo.plan import resolve
 from stormo.process import STARTED, process_start_unix_s
@@ -62,11 +63,7 @@ def read_settings(arguments: list[str]) -> tuple[TrainConfig, type[Task]]:
     in_file = document.get("run")
     resumed = _resumed_run((in_file if isinstance(in_file, dict) else {}) | peeked)
     inherited = options.read_toml(resumed.config) if resumed else {}
-    workers = inherited.pop(
-        "workers", {}
-    )  # it goes on with whatever is there now; CPU processes are what was asked for
-    if "num_gpus" in workers and not visible_gpus():
-        inherited["workers"] = {"num_gpus": workers["num_gpus"]}
+    inherited["workers"] = _still_workers(inherited.get("workers", {}), document.get("workers"), peeked)
     names = (peeked.get("task"), document.get("task"), inherited.get("task"), TrainConfig.task)
     task_class = find_task(next(name for name in names if isinstance(name, str)))
     check_options(task_class)
@@ -93,6 +90,17 @@ def read_settings(arguments: list[str]) -> tuple[TrainConfig, type[Task]]:
     changed = {key for key in _BATCH_AND_RATE if settings.get(key, before.get(key)) not in (before.get(key), "auto")}
     effective = _still_effective(_effective(inherited, resumed), changed, before, settings)
     return replace(config, given=frozenset(settings), resumed=effective), task_class
+
+
+def _still_workers(before: dict[str, Any], in_file: Any, flags: dict[str, Any]) -> dict[str, Any]:
+    """A run goes on with whatever devices are there now, but spread as before unless that is changed now."""
+    kept = {}
+    if "num_gpus" in before and not visible_gpus():  # CPU processes are what was asked for
+        kept["num_gpus"] = before["num_gpus"]
+    set_now = {*flags, *(in_file if isinstance(in_file, dict) else {})}
+    if not set_now & {"strategy", "mesh"} and (before.get("strategy") in PRESETS or "mesh" in before):
+        kept |= {key: before[key] for key in ("strategy", "mesh", "zero") if key in before and key not in set_now}
+    return kept
 
 
 def _still_effective(

@@ -120,7 +120,9 @@ def _box(shown: str, value: Any, dtype: torch.dtype, files: Mapping[str, FileEnt
         raise ValueError(f"a box of {shown} is not an object")
     file, key, sha256 = value.get("file"), value.get("key"), value.get("sha256")
     if not isinstance(file, str) or SHARD_NAME.fullmatch(file) is None or file not in files:
-        raise ValueError(f"a box of {shown} lies in {str(file)[:100]!r}, which is no file of tensors of this checkpoint")
+        raise ValueError(
+            f"a box of {shown} lies in {str(file)[:100]!r}, which is no file of tensors of this checkpoint"
+        )
     offset, shape, span = _sizes(value.get("offset")), _sizes(value.get("shape")), _sizes(value.get("bytes"))
     if not isinstance(key, str) or offset is None or shape is None or span is None or len(span) != 2:
         raise ValueError(f"a box of {shown} has no valid key, offset, shape and bytes")

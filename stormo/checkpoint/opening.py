@@ -8,8 +8,8 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 from stormo.checkpoint.layout import (
     MANIFEST,
@@ -69,7 +69,7 @@ def opened(path: Path) -> Iterator[int]:
 
 
 @contextmanager
-def opened_file(path: Path, folder_fd: int, name: str, entry: FileEntry | None) -> Iterator[BinaryIO]:
+def opened_file(path: Path, folder_fd: int, name: str, entry: FileEntry | None) -> Iterator[BufferedReader]:
     """A regular file of the folder, its size compared with the manifest's; read errors name the file."""
     file_path = path / name
     try:

@@ -11,9 +11,10 @@ import json
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from stormo.checkpoint.index import (
     overlapping,
     parse_index,
 )
-from stormo.checkpoint.layout import INDEX, RANKS, SHARDED, STATE, CorruptCheckpointError
+from stormo.checkpoint.layout import INDEX, SHARDED, STATE, CorruptCheckpointError
 from stormo.checkpoint.opening import PIECE_BYTES, compare, manifest_in, opened, opened_file, read_file, require_memory
 from stormo.checkpoint.tensors import DTYPES, decode, from_bytes, header_length
 
@@ -80,23 +81,26 @@ class Reader:
         """The plain values."""
         return parse_state(self.path / STATE, self._read(STATE))
 
-    def ranks(self) -> dict[str, Tensor]:
-        """What each worker had of its own."""
+    def tensors(self, file: str) -> dict[str, Tensor]:
+        """All tensors of one file by the names that they have in it."""
         try:
-            return decode(self._read(RANKS))
+            return decode(self._read(file))
         except ValueError as error:
-            raise CorruptCheckpointError(self.path / RANKS, str(error)) from error
+            raise CorruptCheckpointError(self.path / file, str(error)) from error
 
     def whole(self, section: str, name: str) -> Tensor:
         """A whole tensor."""
         entry = self.entries(section)[name]
         return self.box(section, name, (0,) * len(entry.shape), entry.shape)
 
-    def wholes(self, section: str) -> dict[str, Tensor]:
-        """All tensors of a section, whole; every file is read once."""
-        wanted = [self._place(section, name, entry) for name, entry in self.entries(section).items()]
-        self.fill(wanted)
-        return {one.name: one.into for one in wanted}
+    def wholes(self, *sections: str) -> list[dict[str, Tensor]]:
+        """All tensors of each section, whole; every file is read once."""
+        wanted = {
+            section: [self._place(section, name, entry) for name, entry in self.entries(section).items()]
+            for section in sections
+        }
+        self.fill(one for each in wanted.values() for one in each)
+        return [{one.name: one.into for one in each} for each in wanted.values()]
 
     def box(self, section: str, name: str, offset: Shape, shape: Shape) -> Tensor:
         """A box of a tensor; for several, `fill` reads no file twice."""
@@ -118,9 +122,7 @@ class Reader:
         for file, spans in sorted(by_file.items()):
             self._read_boxes(file, spans)
 
-    def _read_boxes(
-        self, name: str, spans: Mapping[tuple[int, int], list[tuple[Entry, StoredBox, Wanted]]]
-    ) -> None:
+    def _read_boxes(self, name: str, spans: Mapping[tuple[int, int], list[tuple[Entry, StoredBox, Wanted]]]) -> None:
         entry, digest, at = self.manifest.files[name], hashlib.sha256(), 0
         with opened_file(self.path, self._folder_fd, name, entry) as file:
             for start, stop in sorted(spans):
@@ -200,14 +202,18 @@ def _entries_of(name: str, header: Any, begin: int, size_bytes: int) -> dict[str
         shape, dtype = tuple(map(int, said["shape"])), DTYPES[said["dtype"]]
         start, stop = (begin + int(place) for place in said["data_offsets"])
         num_elements = torch.Size(shape).numel()
-        if min((*shape, start - begin), default=0) < 0 or stop > size_bytes or stop - start != num_elements * dtype.itemsize:
+        if (
+            min((*shape, start - begin), default=0) < 0
+            or stop > size_bytes
+            or stop - start != num_elements * dtype.itemsize
+        ):
             raise ValueError(key)
         box = StoredBox(file=name, key=key, offset=(0,) * len(shape), shape=shape, start=start, stop=stop)
         entries[key] = Entry(dtype=dtype, shape=shape, boxes=(box,) if num_elements else ())
     return entries
 
 
-def _pass_over(file: BinaryIO, num_bytes: int, digest: Any) -> None:
+def _pass_over(file: BufferedReader, num_bytes: int, digest: Any) -> None:
     """Read on and hash; a file that ends before is told by its sum."""
     while num_bytes > 0 and (piece := file.read(min(num_bytes, PIECE_BYTES))):
         digest.update(piece)

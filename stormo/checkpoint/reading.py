@@ -7,16 +7,19 @@ nothing in it is ever run. There is no pointer file: the newest published folder
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from pathlib import Path
 from typing import Any
 
+from stormo.checkpoint.index import boxes_digest
 from stormo.checkpoint.layout import (
-    FILES,
+    INDEX,
+    RANKS,
+    SECTIONS,
     STATE,
     STEP_NAME,
     TENSOR_FILES,
+    VALUES,
     WHOLE,
     CorruptCheckpointError,
     Found,
@@ -24,7 +27,8 @@ from stormo.checkpoint.layout import (
     Snapshot,
 )
 from stormo.checkpoint.opening import PIECE_BYTES, compare, manifest_in, opened, opened_file, read_file, short
-from stormo.checkpoint.tensors import decode, weights_digest
+from stormo.checkpoint.reader import Reader, parse_state
+from stormo.checkpoint.tensors import weights_digest
 
 
 def find(folder: Path | str) -> list[Found]:
@@ -94,54 +98,54 @@ def read_state(path: Path | str) -> dict[str, Any]:
     path = Path(path)
     with opened(path) as folder_fd:
         entry = manifest_in(path, folder_fd).files[STATE]
-        state: dict[str, Any] = _parsed(path / STATE, read_file(path, folder_fd, STATE, entry))
-    return state
+        return parse_state(path / STATE, read_file(path, folder_fd, STATE, entry))
 
 
 def load(path: Path | str) -> Snapshot:
-    """Verify and read a checkpoint; the error for a bad one names the newest good one next to it."""
+    """Verify and read a checkpoint of either version, its tensors whole.
+
+    The error for a bad one names the newest good one next to it.
+    """
     path = Path(path)
     try:
         return _load(path)
     except CorruptCheckpointError as error:
-        raise CorruptCheckpointError(error.path, error.problem, _offer(path)) from error
+        raise with_offer(error, path) from error
 
 
-def _offer(path: Path) -> str:
+def with_offer(error: CorruptCheckpointError, path: Path) -> CorruptCheckpointError:
+    """The same error, which goes on to name the newest good checkpoint beside a bad one."""
     folder = path.parent
     good, _ = newest_good(folder)
     if good is None:
-        return f"there is no good checkpoint in {folder}"
-    return f"the newest good checkpoint is that of step {good.step}: --resume {good.path}"
+        return CorruptCheckpointError(error.path, error.problem, f"there is no good checkpoint in {folder}")
+    offer = f"the newest good checkpoint is that of step {good.step}: --resume {good.path}"
+    return CorruptCheckpointError(error.path, error.problem, offer)
 
 
 def _load(path: Path) -> Snapshot:
-    with opened(path) as folder_fd:
-        manifest = manifest_in(path, folder_fd)
-        parsed: dict[str, Any] = {}
-        for name in FILES:
-            parsed[name] = _parsed(path / name, read_file(path, folder_fd, name, manifest.files[name]))
-    model, optimizer, ranks = (parsed[name] for name in TENSOR_FILES)
-    digest = weights_digest(model)
+    with Reader(path) as reader:
+        manifest = reader.manifest
+        if manifest.version == WHOLE:
+            model, optimizer, ranks = (reader.tensors(name) for name in TENSOR_FILES)
+            state = reader.state()
+        else:
+            state, ranks = reader.state(), reader.tensors(RANKS)
+            model, optimizer = reader.wholes(*SECTIONS)
+        if manifest.digest_of == VALUES:
+            require_digest(
+                path / (TENSOR_FILES[0] if manifest.version == WHOLE else INDEX), weights_digest(model), manifest
+            )
+        else:
+            require_digest(path / INDEX, boxes_digest(reader.entries("model")), manifest)
+    return Snapshot(model=model, optimizer=optimizer, ranks=ranks, state=state)
+
+
+def require_digest(file: Path, digest: str, manifest: Manifest) -> None:
+    """Refuse weights that are not those the manifest was written for."""
     if digest != manifest.weights_sha256:
         raise CorruptCheckpointError(
-            path / TENSOR_FILES[0],
+            file,
             f"the digest of its weights is {short(digest)}, the manifest says {short(manifest.weights_sha256)}: "
             "the two were not written together",
         )
-    return Snapshot(model=model, optimizer=optimizer, ranks=ranks, state=parsed[STATE])
-
-
-def _parsed(file: Path, data: bytes) -> Any:
-    try:
-        if file.name != STATE:
-            return decode(data)
-        state = json.loads(data)
-    except RecursionError as error:
-        raise CorruptCheckpointError(file, "it is nested too deeply") from error
-    except ValueError as error:
-        problem = f"it is not valid JSON ({error})" if file.name == STATE else str(error)
-        raise CorruptCheckpointError(file, problem) from error
-    if not isinstance(state, dict):
-        raise CorruptCheckpointError(file, "it does not hold a JSON object")
-    return state

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
@@ -48,19 +48,86 @@ class Deferred:
 def deferred_model(make: Callable[[], nn.Module]) -> Deferred:
     """Call `make` and get its model without memory; torch's generator is left as plain construction leaves it.
 
-    Raises CannotDeferError where that cannot be, after putting all generators back to where they were.
+    Raises CannotDeferError where that cannot be, after putting the generators back to where they were.
     """
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
-        return _deferred(make)
-    except CannotDeferError:
-        raise
+        tape = Tape()
+        module = _recorded(make, tape)
+        origins = {name: _origin(name, tensor, tape) for name, tensor in _named_tensors(module)}
+        _take_memory(module)
+        _give_memory_to_others(module, tape)
+        return Deferred(module, tape, origins)
     except Exception as error:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
+        if isinstance(error, CannotDeferError):
+            raise
         # It may be the model's own, which building it in memory will show.
-        raise CannotDeferError(f"building it without memory ended in {type(error).__name__}: {error}") from error
-    finally:
-        _put_back(states)
+        raise CannotDeferError(f"without memory it ended in {type(error).__name__} ({error})") from error
 
 
-def _deferred(make):
-    ...
+def _recorded(make: Callable[[], nn.Module], tape: Tape) -> nn.Module:
+    recorder = Recorder(tape)
+    with Disguise(recorder), recorder:
+        module = make()
+    if recorder.failure is not None:
+        raise recorder.failure
+    if not isinstance(module, nn.Module):
+        raise CannotDeferError(f"it is a {type(module).__name__}, not a torch.nn.Module")
+    for part in module.modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise CannotDeferError("a part of it is a torch.jit.ScriptModule")
+    return module
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _origin(name: str, tensor: Tensor, tape: Tape) -> Place | Tensor:
+    if is_lazy(tensor):
+        raise CannotDeferError(f"{name} gets its shape only when the model is first used")
+    return tape.place(tensor) if tensor.is_meta else tensor
+
+
+def _take_memory(module: nn.Module) -> None:
+    """Put tensors that came from outside onto the meta device as well; tied ones stay tied."""
+    stand_ins: dict[Tensor, Tensor] = {}
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None or tensor.is_meta:
+                    continue
+                if tensor not in stand_ins:
+                    stand_ins[tensor] = _as(tensor, torch.empty_like(tensor, device="meta"))
+                tensors[name] = stand_ins[tensor]  # type: ignore[assignment]
+
+
+def _give_memory_to_others(module: nn.Module, tape: Tape) -> None:
+    """Tensors that are neither parameters nor buffers (attributes, caches) are real in a plain model: so here.
+
+    Whoever refers to them must see it, wherever they are kept; so all tensors of this process are looked through.
+    """
+    named = {id(tensor): name for name, tensor in _named_tensors(module)}
+    slots = {tape.place(tensor).slot: name for name, tensor in _named_tensors(module) if tape.knows(tensor)}
+    gc.collect()  # those that nobody refers to any more
+    tensors = [one for one in gc.get_objects() if issubclass(type(one), Tensor) and id(one) not in named]
+    others = [tensor for tensor in tensors if tensor.is_meta and tape.knows(tensor)]
+    others.sort(key=lambda tensor: not tensor._is_view())  # a view holds its base, which must be free to be swapped
+    places = [tape.place(tensor) for tensor in others]
+    for place in places:
+        if place.slot in slots:
+            raise CannotDeferError(f"it keeps a tensor beside {slots[place.slot]} that shares its memory")
+    values = tape.values(places)
+    for tensor in others:
+        torch.utils.swap_tensors(tensor, _as(tensor, values.pop(0)))
+
+
+def _as(tensor: Tensor, value: Tensor) -> Tensor:
+    """The value with the class, the attributes and the need for a gradient of a tensor."""
+    twin = value if type(tensor) is Tensor else value.as_subclass(type(tensor))
+    twin.__dict__.update(tensor.__dict__)
+    return twin.requires_grad_(tensor.requires_grad and tensor.is_leaf)

@@ -39,7 +39,7 @@ class OwnDraws:
         self._shared_seed = 0
         self._shared_state: Tensor | None = None
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
     def enter(self, device: torch.device) -> None:
         """From here on this worker's own numbers."""
         generator = _generator(device)
@@ -56,7 +56,7 @@ class OwnDraws:
         self._own = derive_seed(drawn, "cut", self._rank)
         generator.manual_seed(self._own)
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
     def leave(self, device: torch.device) -> None:
         """Back to the numbers of all."""
         generator = _generator(device)

@@ -140,7 +140,7 @@ class Recorder(TorchDispatchMode):
         except Exception:
             # No shapes without values (a mask's, say), or an operation unknown there.
             return self._with_values(func, args, kwargs)
-        is_new = not any(leaves((args, kwargs), Tensor))
+        is_new = next(leaves((args, kwargs), Tensor), None) is None
         if is_new and not any(output.numel() for output in leaves(returned, Tensor)):
             return func(*args, **{**kwargs, **({"device": _CPU} if "device" in meta_kwargs else {})})  # no memory
         return returned

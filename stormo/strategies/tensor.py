@@ -50,7 +50,14 @@ KINDS: dict[str, _Kind] = {
 }
 
 
-def split_tensor(model: nn.Module, plan: Mapping[str, str], line: Line, *, asked: str | None = None) -> dict[str, Cut]:
+def split_tensor(
+    model: nn.Module,
+    plan: Mapping[str, str],
+    line: Line,
+    *,
+    asked: str | None = None,
+    remedy: str = "set tensor={}",
+) -> dict[str, Cut]:
     """Cut the layers of a plan for this worker's place on the line; the cuts by the parameters' names.
 
     Weights that are there already are cut and the rest of them is freed; on the device meta only shapes change. All
@@ -61,12 +68,20 @@ def split_tensor(model: nn.Module, plan: Mapping[str, str], line: Line, *, asked
         plan: patterns of paths -> how those layers are cut; `Task.tensor_plan` describes it.
         line: the workers along the axis tensor.
         asked: what the user has set, as the beginning of an error; default the axis of the mesh.
+        remedy: the end of that error, with a place for the numbers of workers that would do.
     """
     if line.size == 1:
         return {}
     wishes = matched(model, plan)
     for path, wish in wishes.items():
-        _check(model, path, wish, line.size, asked or f"--mesh tensor={line.size} was set")
+        _check_layer(model, path, wish)
+        count, noun = _units(model, path, wish)
+        if count % line.size:
+            raise SettingError(
+                asked or f"--mesh tensor={line.size} was set",
+                f"{path} has {count} {noun}, which {line.size} do not divide",
+                remedy.format(_near_divisors(count, line.size)),
+            )
     cuts = _cuts(model, wishes, line)
     draws = OwnDraws(line.rank) if draws_random(model) else None
     with torch.no_grad():
@@ -82,13 +97,15 @@ def split_tensor(model: nn.Module, plan: Mapping[str, str], line: Line, *, asked
 
 def _change(layer: Any, kind: _Kind, line: Line, draws: OwnDraws | None) -> None:
     assert line.group is not None
-    layer.__class__ = _class_of(kind.becomes, type(layer))
+    becomes: Any = kind.becomes
+    plain: Any = type(layer)
+    layer.__class__ = _class_of(becomes, plain)
     layer.group, layer.place, layer.num_parts, layer.draws = line.group.group_name, line.rank, line.size, draws
     local = getattr(layer, kind.size) // line.size
     setattr(layer, kind.size, local)
     if isinstance(layer, CutEmbedding) and layer.padding_idx is not None:
         padding = layer.padding_idx - line.rank * local
-        layer.padding_idx = padding if 0 <= padding < local else None  # type: ignore[assignment]
+        layer.padding_idx = padding if 0 <= padding < local else None
 
 
 @functools.cache
@@ -122,28 +139,30 @@ def _own_parameters(layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((name, parameter) for name, parameter in layer._parameters.items() if parameter is not None)
 
 
-def _check(model: nn.Module, path: str, wish: Wish, size: int, asked: str) -> None:
-    layer, kind = model.get_submodule(path), KINDS[wish.kind]
-    why = _obstacle(layer, kind)
+def _check_layer(model: nn.Module, path: str, wish: Wish) -> None:
+    kind = KINDS[wish.kind]
+    why = _obstacle(model.get_submodule(path), kind)
     if why is not None:
         named = f"nn.{kind.layer.__name__}"
         raise SettingError(f"tensor_plan names {path} as {wish.kind}", why, f"name a plain {named}, or leave it out")
-    whole, noun = getattr(layer, kind.size), kind.noun
-    count = whole
+
+
+def _units(model: nn.Module, path: str, wish: Wish) -> tuple[int, str]:
+    """How many equal pieces of a layer must stay whole, and what they are."""
+    kind = KINDS[wish.kind]
+    whole: int = getattr(model.get_submodule(path), kind.size)
     if wish.num_groups is not None:
-        count, noun = wish.num_groups, "groups of " + kind.noun
-    elif wish.kind in (COLUMN, ROW):
-        heads = getattr(model.get_submodule(path.rpartition(".")[0]), "num_heads", None)
-        if isinstance(heads, int) and heads > 0 and whole % heads == 0:
-            count, noun = heads, "heads"
-    if whole % count:
-        raise SettingError(
-            f"tensor_plan names {path} as {wish.kind}:{count}",
-            f"its {whole} {kind.noun} are not {count} equal groups",
-            f"set a number that divides {whole}",
-        )
-    if count % size:
-        raise SettingError(asked, f"{path} has {count} {noun}, which {size} do not divide", _instead(count, size))
+        if whole % wish.num_groups:
+            raise SettingError(
+                f"tensor_plan names {path} as {wish.kind}:{wish.num_groups}",
+                f"its {whole} {kind.noun} are not {wish.num_groups} equal groups",
+                f"set a number that divides {whole}",
+            )
+        return wish.num_groups, f"groups of {kind.noun}"
+    heads = getattr(model.get_submodule(path.rpartition(".")[0]), "num_heads", None)
+    if wish.kind in (COLUMN, ROW) and isinstance(heads, int) and heads > 0 and whole % heads == 0:
+        return heads, "heads"
+    return whole, kind.noun
 
 
 def _obstacle(layer: nn.Module, kind: _Kind) -> str | None:
@@ -161,8 +180,22 @@ def _obstacle(layer: nn.Module, kind: _Kind) -> str | None:
     return None
 
 
-def _instead(count: int, size: int) -> str:
+def _near_divisors(count: int, size: int) -> str:
     divisors = [number for number in range(1, count + 1) if count % number == 0]
-    near = [max(number for number in divisors if number < size)]
-    near += [number for number in divisors if number > size][:1]
-    return f"set tensor={' or '.join(str(number) for number in near)}"
+    below, above = [n for n in divisors if n < size][-1:], [n for n in divisors if n > size][:1]
+    return " or ".join(str(number) for number in below + above)
+
+
+def unequal_gradients(model: nn.Module, cuts: Mapping[str, Cut], line: Line) -> list[str]:
+    """The parameters that are whole but whose gradients differ between the workers of a line, after a pass of all.
+
+    A right plan leaves none: such a parameter belongs to a layer that computes with cut activations. Rounding that
+    differs from worker to worker, as some kernels of a GPU have it, is let pass.
+    """
+    named = [(name, p.grad) for name, p in model.named_parameters() if name not in cuts and p.grad is not None]
+    if line.size == 1 or not named:
+        return []
+    norms = torch.stack([grad.norm().double().cpu() for _, grad in named])
+    largest = line.max(torch.cat((norms, -norms)))
+    high, low = largest[: len(named)], -largest[len(named) :]
+    return [name for (name, _), differs in zip(named, high - low > 1e-3 * high, strict=True) if differs]

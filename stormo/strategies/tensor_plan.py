@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules import activation
-from torch.nn.modules.dropout import _DropoutNd
 
 from stormo.errors import SettingError, unknown_name
 from stormo.tasks.gpt import Gpt
@@ -48,6 +47,11 @@ class Wish:
     kind: str
     num_groups: int | None = None  # equal groups that stay whole, as heads do
 
+    @property
+    def text(self) -> str:
+        """As a plan has it."""
+        return self.kind if self.num_groups is None else f"{self.kind}:{self.num_groups}"
+
 
 def derive_plan(task: Task, model: nn.Module, size: int) -> dict[str, str]:
     """The task's own plan, or one for the built-in GPT or a chain of layers; for so many workers along tensor."""
@@ -63,7 +67,7 @@ def derive_plan(task: Task, model: nn.Module, size: int) -> dict[str, str]:
         raise SettingError(
             f"tensor={size} was set",
             f"it is not known how the layers of {type(model).__name__} can be cut",
-            f"give {type(task).__name__} a method that says so, such as\n{example(model, size)}\n",
+            f"say so in {type(task).__name__}, as in {example(model, size)}",
         )
     return plan
 
@@ -130,30 +134,33 @@ def _no_such_layer(model: nn.Module, pattern: str, origin: str) -> SettingError:
 
 def is_chain(module: nn.Module) -> bool:
     """Whether a module runs its children one after the other."""
-    is_plain = type(module).forward is nn.Sequential.forward and "forward" not in vars(module)
-    return isinstance(module, nn.Sequential) and is_plain
+    return type(module).forward is nn.Sequential.forward and "forward" not in vars(module)
 
 
-def chain_of(module: nn.Module, path: str = "") -> list[tuple[str, nn.Module]]:
-    """The layers of a chain by path, those of chains inside it too."""
+def chain_of(module: nn.Module, path: str = "", *, is_deep: bool = True) -> list[tuple[str, nn.Module]]:
+    """The layers of a chain by path, with those of chains inside it unless it is only its own that are asked for."""
     if not is_chain(module):
         return [(path, module)]
-    named = ((f"{path}.{name}" if path else name, child) for name, child in module.named_children())
-    return [item for name, child in named for item in chain_of(child, name)]
+    # Not `named_children`, which leaves out a layer that comes again.
+    own = [(f"{path}.{name}" if path else name, child) for name, child in module._modules.items() if child is not None]
+    return [layer for name, child in own for layer in chain_of(child, name)] if is_deep else own
 
 
 def is_elementwise(layer: nn.Module) -> bool:
     """Whether a layer may stand between a column and a row."""
-    return isinstance(layer, _ELEMENTWISE)
+    return type(layer) in _ELEMENTWISE
 
 
 def chain_plan(chain: Chain, size: int) -> dict[str, str]:
     """Pairs of column and row; a layer without a partner is cut by itself where its sizes allow it."""
     plan: dict[str, str] = {}
-    linears = [number for number, (_, layer) in enumerate(chain) if type(layer) is nn.Linear]
+    layers = [layer for _, layer in chain]
+    # One that comes again stays whole: its place in a pair would not be the same each time.
+    linears = [n for n, layer in enumerate(layers) if type(layer) is nn.Linear and layers.count(layer) == 1]
     while linears:
         first = linears.pop(0)
-        path, layer = chain[first]
+        path: str = chain[first][0]
+        layer: Any = chain[first][1]
         between = chain[first + 1 : linears[0]] if linears else []
         if linears and all(is_elementwise(other) for _, other in between):
             plan[path], plan[chain[linears.pop(0)][0]] = COLUMN, ROW
@@ -168,10 +175,10 @@ def example(model: nn.Module, size: int) -> str:
     """A plan as a user would write it, with names of the model."""
     plan: dict[str, str] = {}
     for path, module in model.named_modules():
-        if is_chain(module) and not any(path.startswith(f"{name}.") for name in plan):
-            plan.update(chain_plan(chain_of(module, path), size))
+        if is_chain(module) and not plan:
+            plan = chain_plan(chain_of(module, path), size)
     linears = [path for path, layer in model.named_modules() if isinstance(layer, nn.Linear)]
     if not plan and len(linears) > 1:
         plan = {linears[0]: COLUMN, linears[1]: ROW}
     named = ", ".join(f'"{path}": "{kind}"' for path, kind in (plan or {"up": COLUMN, "down": ROW}).items())
-    return f"    def tensor_plan(self, model):\n        return {{{named}}}"
+    return f"def tensor_plan(self, model): return {{{named}}}"

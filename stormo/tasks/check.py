@@ -29,6 +29,8 @@ _CALLED_WITH: dict[str, tuple[str, ...]] = {
     "augment": ("batch", "draws"),
     "collate": ("samples",),
     "optimizer": ("model",),
+    "tensor_plan": ("model",),
+    "classifier": ("model",),
     "fetch": (),
     "facts": (),
 }

@@ -129,6 +129,31 @@ class Task:
         """
         return batch
 
+    def tensor_plan(self, model: nn.Module) -> Mapping[str, str] | None:
+        """How the layers of the model are cut over the workers along the axis tensor; None where stormo knows it.
+
+        It maps layers to what becomes of them: {"blocks.*.up": "column", "blocks.*.down": "row"}. A star stands for any
+        number of any characters. What is not named stays whole on every worker.
+
+        - "column" (nn.Linear): each worker has some of the outputs, which stay cut until a "row" takes them. What lies
+          between the two must treat every output, or every head, by itself and have no weights of its own.
+        - "row" (nn.Linear): each worker has some of the inputs; the outputs are whole.
+        - "column-gathered", "row-from-whole" (nn.Linear): the same cuts with whole inputs and outputs.
+        - "vocabulary" (nn.Embedding): each worker has some rows of the table.
+
+        Every worker gets one stretch of the outputs. Where the module around a layer has `num_heads`, or where the plan
+        says "column:12", it is made of whole heads; the outputs must be ordered by head then (not all queries first,
+        then all keys), and the code between must take the number of heads from the shape, as `view(n, t, -1, width)`.
+        """
+        return None
+
+    def classifier(self, model: nn.Module) -> nn.Module | str | None:
+        """The module, or its path, that --strategy hybrid cuts over the workers; None for the Linear layers at the end.
+
+        It takes one tensor and gives one, whose rows are samples. All before it is copied to every worker.
+        """
+        return None
+
 
 def batch_length(batch: Any) -> int:
     """How many samples a batch of nested tuples, lists and dicts of tensors holds."""

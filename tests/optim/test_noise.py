@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stormo.optim.noise import ScaleRows, add_noise, annealed_sigma, factor_sigma, sample_factors
+from stormo.optim.noise import (
+    ScaleRows,
+    add_noise,
+    add_noise_to_boxes,
+    annealed_sigma,
+    factor_sigma,
+    sample_factors,
+)
 
 
 @pytest.mark.parametrize(("num_samples", "small", "sigma"), [(4096, 512, 7**0.5), (512, 512, 0.0), (100, 512, 0.0)])
@@ -84,3 +91,19 @@ def test_added_noise_has_its_spread_and_depends_on_the_seed_not_on_the_layout_in
     assert (
         float(torch.corrcoef(torch.stack([plain[2].flatten(), turned[2].flatten() - plain[2].flatten()]))[0, 1]) < 0.1
     )
+
+
+def test_boxes_get_the_noise_of_their_place_in_whole_gradients() -> None:
+    shapes = [(6, 5), (3,), (4, 4, 2), (), (6, 5)]
+    whole = [torch.ones(shape, dtype=torch.float64) for shape in shapes]
+    add_noise([gradient if number != 1 else None for number, gradient in enumerate(whole)], 0.3, seed=4)
+    assert torch.equal(whole[1], torch.ones(3, dtype=torch.float64))
+    assert not torch.equal(whole[0], whole[4])  # alike, but of different numbers
+    # In any order, some of them missing: what other workers hold is not drawn for.
+    places = [(4, (2, 1), (3, 4)), (2, (1, 0, 1), (2, 4, 1)), (0, (6, 0), (0, 5)), (3, (), ())]
+    boxes = [torch.ones(size, dtype=torch.float64) for _, _, size in places]
+    given = zip(boxes, places, strict=True)
+    add_noise_to_boxes(((box, number, shapes[number], offset) for box, (number, offset, _) in given), 0.3, seed=4)
+    for box, (number, offset, size) in zip(boxes, places, strict=True):
+        spans = tuple(slice(start, start + length) for start, length in zip(offset, size, strict=True))
+        assert torch.equal(box, whole[number][spans])

@@ -25,7 +25,7 @@ from stormo.profiling.window import ProfileWindow
 from stormo.telemetry.record import Notice
 from stormo.world.world import World
 from tests.test_keeper import Desk
-from tests.test_loop import prepare
+from tests.test_loop import Run, prepare
 from tests.tiny_run import Parts, assert_same_bits, build, whole_state
 
 Ranks = Callable[..., list[Any]]
@@ -138,7 +138,11 @@ def test_what_the_profiler_takes_for_itself_is_no_training(
 
         monkeypatch.setattr(profile, name, slow)
     monkeypatch.setattr("stormo.stopwatch.time.perf_counter", desk.clock)
-    run = prepare(on_step=lambda run, step: desk.after(1.0, 300.0))  # six steps, and four rounds of validation
+
+    def take_time(run: Run, step: int) -> None:  # six steps, and four rounds of validation
+        desk.after(1.0, 300.0)
+
+    run = prepare(on_step=take_time)
     desk.keeper.attach(tmp_path / "nodes" / "3.jsonl", None, 0)
     run.training.keeper = desk.keeper
     run.training.profile = ProfileWindow(parse_profile(text), run.training.world, tmp_path)
