@@ -7,7 +7,8 @@ import hashlib
 import os
 import shutil
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from stormo.checkpoint.layout import CheckpointWriteError, FileEntry
@@ -55,6 +56,20 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(folder_fd)
+
+
+@contextmanager
+def gone_after_failure(temporary: Path, folder: Path, step: int, num_bytes: int) -> Iterator[None]:
+    """Remove a folder that has not become a checkpoint; what the system refused is said in one sentence."""
+    try:
+        yield
+    except BaseException as error:
+        # Before the temporary folder goes: afterwards there is room again for what has failed for want of it.
+        told = write_error("The checkpoint", folder, step, num_bytes, error) if isinstance(error, OSError) else None
+        shutil.rmtree(temporary, ignore_errors=True)
+        if told is not None:
+            raise told from error
+        raise
 
 
 def write_error(who: str, folder: Path, step: int, num_bytes: int, error: OSError) -> CheckpointWriteError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,9 +51,9 @@ class Entry:
 Index = dict[str, dict[str, Entry]]  # by section and name
 
 
-def index_bytes(index: Index) -> bytes:
-    """The index as JSON."""
-    body = {
+def to_json(index: Index) -> dict[str, Any]:
+    """The index as JSON-ready values."""
+    return {
         section: {
             name: {
                 "dtype": DTYPE_NAMES[entry.dtype],
@@ -74,7 +74,6 @@ def index_bytes(index: Index) -> bytes:
         }
         for section, entries in index.items()
     }
-    return (json.dumps(body, separators=(",", ":")) + "\n").encode()
 
 
 def parse_index(data: bytes, files: Mapping[str, FileEntry]) -> Index:
@@ -90,6 +89,13 @@ def parse_index(data: bytes, files: Mapping[str, FileEntry]) -> Index:
         raise ValueError("it is nested too deeply") from error
     except ValueError as error:
         raise ValueError(f"it is not valid JSON ({error})") from error
+    index = from_json(body, files)
+    require_whole(index)
+    return index
+
+
+def from_json(body: Any, files: Mapping[str, FileEntry]) -> Index:
+    """What `to_json` gave, whether the boxes fill their tensors or not."""
     if not isinstance(body, dict) or body.keys() != set(SECTIONS):
         raise ValueError(f"it does not hold the sections {' and '.join(SECTIONS)}")
     index: Index = {}
@@ -110,9 +116,7 @@ def _entry(name: str, value: Any, files: Mapping[str, FileEntry]) -> Entry:
         raise ValueError(f"its entry for {shown} has no valid shape")
     if not isinstance(listed, list):
         raise ValueError(f"its entry for {shown} has no list of boxes")
-    entry = Entry(dtype=dtype, shape=shape, boxes=tuple(_box(shown, one, dtype, files) for one in listed))
-    require_full(name, entry.shape, [(box.offset, box.shape) for box in entry.boxes])
-    return entry
+    return Entry(dtype=dtype, shape=shape, boxes=tuple(_box(shown, one, dtype, files) for one in listed))
 
 
 def _box(shown: str, value: Any, dtype: torch.dtype, files: Mapping[str, FileEntry]) -> StoredBox:
@@ -143,13 +147,15 @@ def _sizes(value: Any) -> Shape | None:
     return tuple(value)
 
 
-def require_full(name: str, shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> None:
-    """Refuse boxes that do not fill a tensor, each place once."""
-    if any(len(offset) != len(shape) or len(size) != len(shape) for offset, size in boxes):
-        raise ValueError(f"a box of {name[:100]!r} has another number of dimensions than it")
-    is_full = not boxes if 0 in shape else _fills(list(boxes), shape, 0)
-    if not is_full:
-        raise ValueError(f"the boxes of {name[:100]!r} do not fill its shape {list(shape)}, each place once")
+def require_whole(index: Index) -> None:
+    """Refuse boxes that do not fill their tensor, each place once."""
+    for entries in index.values():
+        for name, entry in entries.items():
+            boxes, shown = [(box.offset, box.shape) for box in entry.boxes], repr(name[:100])
+            if any(len(offset) != len(entry.shape) or len(size) != len(entry.shape) for offset, size in boxes):
+                raise ValueError(f"a box of {shown} has another number of dimensions than it")
+            if boxes if 0 in entry.shape else not _fills(boxes, entry.shape, 0):
+                raise ValueError(f"the boxes of {shown} do not fill its shape {list(entry.shape)}, each place once")
 
 
 def _fills(boxes: list[tuple[Shape, Shape]], shape: Shape, dim: int) -> bool:

@@ -5,22 +5,19 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 import threading
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from stormo.checkpoint import leftovers
-from stormo.checkpoint.files import make_folder, write_error, write_file
+from stormo.checkpoint.files import gone_after_failure, make_folder, write_error, write_file
 from stormo.checkpoint.layout import STATE, TENSOR_FILES, Manifest, Saved, Snapshot
 from stormo.checkpoint.publishing import Saving, metric_to_store, publish, rotate
 from stormo.checkpoint.reading import read_manifest
 from stormo.checkpoint.tensors import Encoded, weights_digest
 
-_WHOLE = "The checkpoint"
 # What a file system answers that has no hard links, or no more of them for this file.
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EXDEV, errno.EMLINK, errno.ENOSYS, errno.EACCES)
 
@@ -69,7 +66,8 @@ class WholeSave:
         folder, saving = self._folder, self._saving
         num_bytes = sum(encoded.size_bytes for encoded in self._encoded.values()) + len(self._state)
         weights = weights_digest(self._model)
-        with new_folder(folder, saving.step, num_bytes) as new:
+        new = make_new_folder(folder, saving.step, num_bytes)
+        with gone_after_failure(new.path, folder, saving.step, num_bytes):
             files = {name: write_file(new.path / name, each, abandoned) for name, each in self._encoded.items()}
             files[STATE] = write_file(new.path / STATE, (self._state,))
             manifest = Manifest(
@@ -91,32 +89,25 @@ class NewFolder:
     """A hidden folder to write into, and what is to be told of its neighbours."""
 
     path: Path
-    notices: list[str] = field(default_factory=list)
+    notices: list[str]
 
 
-@contextmanager
-def new_folder(folder: Path, step: int, num_bytes: int) -> Iterator[NewFolder]:
-    """A folder beside the checkpoints that is gone after a failure; those of the system come as one sentence."""
+def make_new_folder(folder: Path, step: int, num_bytes: int) -> NewFolder:
+    """A hidden folder beside the checkpoints, from which what dead processes left there is cleaned away."""
     try:
         make_folder(folder)
         temporary = leftovers.new_temporary(folder, step)
-        try:
-            yield NewFolder(temporary, leftovers.clean(folder, temporary))
-        except BaseException as error:
-            # Before the temporary folder goes: afterwards there is room again for what has failed for want of it.
-            told = write_error(_WHOLE, folder, step, num_bytes, error) if isinstance(error, OSError) else None
-            shutil.rmtree(temporary, ignore_errors=True)
-            if told is not None:
-                raise told from error
-            raise
     except OSError as error:
-        raise write_error(_WHOLE, folder, step, num_bytes, error) from error
+        raise write_error("The checkpoint", folder, step, num_bytes, error) from error
+    with gone_after_failure(temporary, folder, step, num_bytes):
+        return NewFolder(temporary, leftovers.clean(folder, temporary))
 
 
 def replace_state(path: Path, state: dict[str, Any]) -> Path:
     """Publish a checkpoint anew with other plain values; its tensors stay the files that they are."""
     manifest, folder, content = read_manifest(path), path.parent, state_bytes(state)
-    with new_folder(folder, manifest.step, len(content)) as new:
+    new = make_new_folder(folder, manifest.step, len(content))
+    with gone_after_failure(new.path, folder, manifest.step, len(content)):
         for name in manifest.files:
             if name != STATE:
                 _take_over(path / name, new.path / name)

@@ -38,10 +38,12 @@ class Costs:
 
     def of(self, action: Action) -> float:
         """The time of one action."""
-        stage = action.stage
-        if action.kind == INPUTS:
-            return self.backward[stage] - self.weights[stage]
-        return {FORWARD: self.forward, BACKWARD: self.backward, WEIGHTS: self.weights}[action.kind][stage]
+        kind, stage, _ = action
+        if kind == FORWARD:
+            return self.forward[stage]
+        # Nobody wants the gradients of the first stage's inputs: its backward is not split.
+        weights = self.weights[stage] if stage else self.backward[stage]
+        return {BACKWARD: self.backward[stage], INPUTS: self.backward[stage] - weights, WEIGHTS: weights}[kind]
 
 
 def simulate(order: Sequence[Sequence[Action]], costs: Costs) -> list[Span]:
@@ -66,14 +68,15 @@ def simulate(order: Sequence[Sequence[Action]], costs: Costs) -> list[Span]:
 def _needed(action: Action, last_stage: int, done: dict[Action, float]) -> list[float] | None:
     """When what an action needs was done; None where it is not yet."""
     kind, stage, k = action
-    if kind == FORWARD:
-        needs = [(Action(FORWARD, stage - 1, k),)] if stage else []
+    needs: list[tuple[Action, ...]] = []  # of each one
+    if kind == FORWARD and stage > 0:
+        needs.append((Action(FORWARD, stage - 1, k),))
     elif kind == WEIGHTS:
-        needs = [(Action(INPUTS, stage, k),)]
-    else:
-        needs = [(Action(FORWARD, stage, k),)]
+        needs.append((Action(INPUTS, stage, k),))
+    elif kind != FORWARD:
+        needs.append((Action(FORWARD, stage, k),))
         if stage < last_stage:
-            needs.append((Action(BACKWARD, stage + 1, k), Action(INPUTS, stage + 1, k)))  # type: ignore[arg-type]
+            needs.append((Action(BACKWARD, stage + 1, k), Action(INPUTS, stage + 1, k)))
     times = [next((done[need] for need in either if need in done), None) for either in needs]
     return None if None in times else [time for time in times if time is not None]
 

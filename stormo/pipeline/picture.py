@@ -20,8 +20,9 @@ def as_text(spans: Sequence[Span], num_columns: int | None = None) -> str:
     """The picture in a monospace font; without a number of columns one column is the shortest action."""
     first, length = _extent(spans)
     num_workers, num_chunks = _sizes(spans)
-    slot = min(span.stop - span.start for span in spans) if num_columns is None else length / num_columns
-    columns = max(1, round(length / slot)) if slot > 0 else 1
+    shortest = min((span.stop - span.start for span in spans if span.stop > span.start), default=1.0)
+    slot = shortest if num_columns is None else length / num_columns
+    columns = max(1, round(length / slot))
     labels = {span: _label(span, num_workers, num_chunks) for span in spans}
     width = max(map(len, labels.values()))
     rows = []

@@ -105,8 +105,9 @@ def _is_connected(layer: nn.Module) -> bool:
 
 
 def _path_of(task: Task, model: nn.Module, said: nn.Module | str) -> str:
-    for path, module in model.named_modules():
-        if module is said or (isinstance(said, str) and path == said):
+    modules: dict[str, nn.Module] = dict(model.named_modules())
+    for path, module in modules.items():
+        if module is said or path == said:
             return path
     shown = repr(said) if isinstance(said, str) else f"a {type(said).__name__}"
     children = ", ".join(name for name, _ in model.named_children())

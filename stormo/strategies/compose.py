@@ -48,7 +48,7 @@ def compose(
     if layout.strategy == "hybrid":
         made.cuts = split_classifier(task, model, grid.line("tensor"))
     elif grid.mesh.tensor > 1:
-        made.cuts = split_tensor(model, derive_plan(task, model), grid.line("tensor"))
+        made.cuts = split_tensor(model, derive_plan(task, model, grid.mesh.tensor), grid.line("tensor"))
     for root in roots:
         units = blocks_of(root, sharding.shard_modules)
         if sharding.checkpoint_activations:

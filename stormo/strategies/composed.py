@@ -209,8 +209,6 @@ class Composed(Strategy):
                 gradient = rows.get(one.parameter)
             elif self._zero == 3 and gradient is not None:
                 gradient = plain(gradient)
-            elif self._plan.layout.strategy == "hybrid" and gradient is not None and one.name in self._made.cuts:
-                gradient.div_(self.world.data.size)  # the sum over all samples is there already
             if self._zero:
                 local = part.local
                 if self._zero == 3 and local.data_ptr() != one.tensor.data_ptr():

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from stormo.strategies.disguise import Disguise
-from stormo.strategies.recording import Recorder
+from stormo.strategies.recording import Recorder, without_memory
 from stormo.strategies.tape import CannotDeferError, Place, Tape
 
 
@@ -55,7 +55,7 @@ def deferred_model(make: Callable[[], nn.Module]) -> Deferred:
         tape = Tape()
         module = _recorded(make, tape)
         origins = {name: _origin(name, tensor, tape) for name, tensor in _named_tensors(module)}
-        _take_memory(module)
+        _stand_alone(module)
         _give_memory_to_others(module, tape)
         return Deferred(module, tape, origins)
     except Exception as error:
@@ -93,16 +93,17 @@ def _origin(name: str, tensor: Tensor, tape: Tape) -> Place | Tensor:
     return tape.place(tensor) if tensor.is_meta else tensor
 
 
-def _take_memory(module: nn.Module) -> None:
-    """Put tensors that came from outside onto the meta device as well; tied ones stay tied."""
+def _stand_alone(module: nn.Module) -> None:
+    """Take the memory of tensors that came from outside, and the bases of those that are views; ties stay."""
     stand_ins: dict[Tensor, Tensor] = {}
     for part in module.modules():
         for tensors in (part._parameters, part._buffers):
             for name, tensor in tensors.items():
-                if tensor is None or tensor.is_meta:
+                if tensor is None or (tensor.is_meta and not tensor._is_view()):
                     continue
                 if tensor not in stand_ins:
-                    stand_ins[tensor] = _as(tensor, torch.empty_like(tensor, device="meta"))
+                    like = tensor.data if tensor.is_meta else without_memory(tensor)
+                    stand_ins[tensor] = _as(tensor, like)
                 tensors[name] = stand_ins[tensor]  # type: ignore[assignment]
 
 
@@ -116,14 +117,21 @@ def _give_memory_to_others(module: nn.Module, tape: Tape) -> None:
     gc.collect()  # those that nobody refers to any more
     tensors = [one for one in gc.get_objects() if issubclass(type(one), Tensor) and id(one) not in named]
     others = [tensor for tensor in tensors if tensor.is_meta and tape.knows(tensor)]
-    others.sort(key=lambda tensor: not tensor._is_view())  # a view holds its base, which must be free to be swapped
     places = [tape.place(tensor) for tensor in others]
     for place in places:
         if place.slot in slots:
             raise CannotDeferError(f"it keeps a tensor beside {slots[place.slot]} that shares its memory")
-    values = tape.values(places)
-    for tensor in others:
-        torch.utils.swap_tensors(tensor, _as(tensor, values.pop(0)))
+    pending = list(zip(others, tape.values(places), strict=True))
+    while pending:
+        held = []
+        for tensor, value in pending:
+            try:
+                torch.utils.swap_tensors(tensor, _as(tensor, value))
+            except RuntimeError:
+                held.append((tensor, value))  # by a view of it or a graph, which may be among the others
+        if len(held) == len(pending):
+            raise CannotDeferError(f"it keeps a tensor of shape {tuple(held[0][0].shape)} that torch refers to as well")
+        pending = held
 
 
 def _as(tensor: Tensor, value: Tensor) -> Tensor:

@@ -57,10 +57,12 @@ class Recorder(TorchDispatchMode):
 
     def lift(self, tensor: Tensor) -> Tensor:
         """A tensor of the tape that begins with the values of a real one."""
-        like = _without_memory(tensor)
+        like = without_memory(tensor)
         place = self.tape.add(like)
         slots = frozenset({place.slot})
-        step = Step(operation=torch.clone, args=(tensor.detach().clone(),), writes=slots, renews=slots, results=(place,))
+        step = Step(
+            operation=torch.clone, args=(tensor.detach().clone(),), writes=slots, renews=slots, results=(place,)
+        )
         self.tape.record(step)
         return like
 
@@ -129,7 +131,7 @@ class Recorder(TorchDispatchMode):
 
         def on_meta(leaf: Any) -> Any:
             if isinstance(leaf, Tensor) and not leaf.is_meta:
-                return _without_memory(leaf)
+                return without_memory(leaf)
             return _META if isinstance(leaf, torch.device) else leaf
 
         meta_args, meta_kwargs = mapped((args, kwargs), on_meta)
@@ -152,7 +154,7 @@ class Recorder(TorchDispatchMode):
         real_args, real_kwargs = self.real((args, kwargs))
         result = func(*real_args, **real_kwargs)
         if not func._schema.is_mutable:
-            return mapped(result, lambda leaf: _without_memory(leaf) if isinstance(leaf, Tensor) else leaf)
+            return mapped(result, lambda leaf: without_memory(leaf) if isinstance(leaf, Tensor) else leaf)
         written = list(_written(func, args, kwargs))
         if len(written) != len(list(leaves(result, Tensor))):
             raise CannotDeferError(f"{func} is not known on the device meta")
@@ -166,7 +168,7 @@ def _check(func: OpOverload[..., Any], tensors: list[Tensor], args: Any, kwargs:
     for tensor in tensors:
         if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
             raise CannotDeferError(f"it uses a tensor of the class {type(tensor).__name__}")
-        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        if tensor.layout != torch.strided or tensor.is_quantized:
             raise CannotDeferError("it uses a tensor that is not a plain array in memory")
     devices = {tensor.device for tensor in tensors} | set(leaves((args, kwargs), torch.device))
     for device in devices - {_CPU, _META}:
@@ -202,5 +204,6 @@ def _generator(args: Any, kwargs: Any) -> torch.Generator:
     return torch.default_generator
 
 
-def _without_memory(tensor: Tensor) -> Tensor:
+def without_memory(tensor: Tensor) -> Tensor:
+    """A tensor of the same shape, layout and dtype on the meta device."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)

@@ -39,6 +39,8 @@ class Place:
     stride: tuple[int, ...]
     offset: int
     num_bytes: int  # of the storage
+    is_conj: bool = False
+    is_neg: bool = False
 
 
 class OwnGenerator:
@@ -93,7 +95,8 @@ class Tape:
         if slot is None:
             raise CannotDeferError("it uses a tensor on the device meta that was made elsewhere")
         size, stride = tuple(tensor.shape), tuple(tensor.stride())
-        return Place(slot, tensor.dtype, size, stride, int(tensor.storage_offset()), storage.nbytes())
+        view = (tensor.dtype, size, stride, int(tensor.storage_offset()))
+        return Place(slot, *view, storage.nbytes(), tensor.is_conj(), tensor.is_neg())
 
     def record(self, step: Step) -> None:
         """Write a step at the end."""
@@ -159,7 +162,9 @@ class _Memory:
             storage = self._storages[place.slot] = torch.UntypedStorage(place.num_bytes)
         elif storage.nbytes() < place.num_bytes:
             storage.resize_(place.num_bytes)
-        return torch.empty(0, dtype=place.dtype).set_(storage, place.offset, place.size, place.stride)
+        tensor = torch.empty(0, dtype=place.dtype).set_(storage, place.offset, place.size, place.stride)
+        tensor = tensor.conj() if place.is_conj else tensor
+        return torch._neg_view(tensor) if place.is_neg else tensor
 
     def forget(self, slot: int) -> None:
         """Free a slot."""

@@ -1,0 +1,23 @@
+"""A failure of one worker becomes that of all: nobody waits for one that has given up."""
+
+from __future__ import annotations
+
+from stormo.errors import EXIT_FAILURE, StormoError
+from stormo.world.world import World
+
+
+def raise_together(world: World, failure: Exception | None) -> None:
+    """Raise on every worker what one of them hands in, in that one's words; all workers call it."""
+    told = None
+    if failure is not None:
+        told = [str(failure) or type(failure).__name__, getattr(failure, "exit_code", EXIT_FAILURE)]
+    gathered = world.gather_json(told)
+    first = world.share_json(next(([rank, *one] for rank, one in enumerate(gathered or []) if one is not None), None))
+    if first is None:
+        return
+    rank, text, exit_code = first
+    if failure is not None and (rank == world.rank or not isinstance(failure, StormoError)):
+        raise failure  # where it happened, with its traceback
+    error = StormoError(text)
+    error.exit_code = exit_code
+    raise error

@@ -1,0 +1,111 @@
+"""One worker's part of a checkpoint: a file of boxes, and a note of what lies where in it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from stormo.checkpoint.files import sync_folder, write_error, write_file
+from stormo.checkpoint.index import Entry, Index, Shape, StoredBox, to_json
+from stormo.checkpoint.layout import SECTIONS, shard_name
+from stormo.checkpoint.tensors import Encoded, values_digest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Box:
+    """A box of a whole tensor, to be stored."""
+
+    section: str  # `model` or `optimizer`
+    name: str
+    whole_shape: Shape
+    offset: Shape
+    tensor: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """What one worker gives to a checkpoint."""
+
+    boxes: Sequence[Box]
+    aliases: Mapping[str, str] = field(default_factory=dict)  # further names of weights that are tied to another
+    ranks: Mapping[str, Tensor] = field(default_factory=dict)  # what all workers have of their own,
+    state: dict[str, Any] | None = None  # and the plain values: both where it is published from
+
+
+class ShardSave:
+    """One worker's part of a checkpoint; everything that can be refused is refused when it is made."""
+
+    def __init__(self, rank: int, shard: Shard) -> None:
+        self._rank = rank
+        self._aliases = dict(shard.aliases)
+        self._tensors: dict[str, Tensor] = {}
+        self._keys: list[tuple[str | None, Box]] = []
+        for box in shard.boxes:
+            self._keys.append((self._key(box) if box.tensor.numel() else None, box))
+        self._encoded = Encoded(self._tensors)
+
+    def _key(self, box: Box) -> str:
+        """Its name in the file, with a number where the worker has several boxes of one tensor."""
+        plain = key = f"{box.section}/{box.name}"
+        number = 1
+        while key in self._tensors:
+            number += 1
+            key = f"{plain}#{number}"
+        self._tensors[key] = box.tensor
+        return key
+
+    def write(self, temporary: Path, step: int, abandoned: threading.Event | None = None) -> None:
+        """Write this worker's file, if it has any tensor, then its note."""
+        file = temporary / shard_name(self._rank)
+        try:
+            entry = write_file(file, self._encoded, abandoned) if self._tensors else None
+            note = {
+                "file": None if entry is None else asdict(entry),
+                "index": to_json(self._index()),
+                "aliases": self._aliases,
+            }
+            # Under its name it is there as a whole.
+            unfinished = temporary / f"{note_name(self._rank)}.tmp"
+            write_file(unfinished, (json.dumps(note).encode(),))
+            unfinished.rename(temporary / note_name(self._rank))
+            sync_folder(temporary)
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                file.unlink(missing_ok=True)  # its space may be what is lacking
+            if isinstance(error, OSError):
+                who = f"Rank {self._rank}'s part of the checkpoint"
+                raise write_error(who, temporary.parent, step, self._encoded.size_bytes, error) from error
+            raise
+
+    def _index(self) -> Index:
+        index: Index = {section: {} for section in SECTIONS}
+        for key, box in self._keys:
+            entries, stored = index[box.section], list[StoredBox]()
+            if key is not None:
+                start, stop = self._encoded.spans[key]
+                stored.append(
+                    StoredBox(
+                        file=shard_name(self._rank),
+                        key=key,
+                        offset=box.offset,
+                        shape=tuple(box.tensor.shape),
+                        start=start,
+                        stop=stop,
+                        sha256=values_digest(key, box.tensor) if box.section == "model" else None,
+                    )
+                )
+            before = entries[box.name].boxes if box.name in entries else ()
+            entries[box.name] = Entry(dtype=box.tensor.dtype, shape=box.whole_shape, boxes=(*before, *stored))
+        return index
+
+
+def note_name(rank: int) -> str:
+    """The note that a worker leaves when its file is finished."""
+    return f"note-{rank:05d}.json"
