@@ -1,8 +1,10 @@
 """Several workers against one process, to the last digits: the same weights, the same validation.
 
     python -m benchmarks.exactness [--width 1] [--world-sizes 2,3,4]
+    python -m benchmarks.exactness --strategies all [--quick]
 
-The real command trains in float64 for 20 optimizer steps, with momentum, Nesterov, weight decay, clipping, warm-up,
+With --strategies it is every way to spread a model that is compared: see `benchmarks.strategy_exactness`. Without, the
+real command trains in float64 for 20 optimizer steps, with momentum, Nesterov, weight decay, clipping, warm-up,
 decay and augmentation on, dropout off; the checkpoints are then read back. Neither the 103 samples nor the batches
 of 25 divide by the worker counts, and the last batch of 3 leaves one of 4 workers without any sample.
 First the WideResNet with synchronised batch norm; then a network without batch norm, where two passes a step are
@@ -23,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks import strategy_exactness
 from benchmarks.command import (
     largest,
     numbers,
@@ -170,7 +173,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--global-batch-size", type=int, default=25)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--data-folder", help="with the data set's files; default: found or fetched")
+    parser.add_argument("--strategies", type=strategy_exactness.names, help="all, or some, such as fsdp,tensor,mesh")
+    parser.add_argument("--quick", action="store_true", help="with --strategies: on 2 and 4 ranks, one optimizer")
     options = parser.parse_args(arguments)
+    if options.strategies:
+        return strategy_exactness.main(options.strategies, quick=options.quick)
+    if options.quick:
+        parser.error("--quick is for --strategies")
     began_s = time.perf_counter()
     compared: list[Compared] = []
     references: dict[str, Path] = {}

@@ -22,6 +22,7 @@ Trains a PyTorch model on one device or on thousands: fast, exact, and with its 
   stormo show RUN                 one run: its settings, epochs and curves
   stormo report RUN...            one page on a run, or on several side by side
   stormo watch RUN                the same page, live while the run goes on
+  stormo export RUN [FILE]        the weights of a run as one safetensors file
   stormo scale [TASK] [options]   train on more and more workers: do they pay, for time and for energy?
   stormo monitor                  GPUs, processors, memory, disks and network of this node, live or as CSV
 
@@ -136,6 +137,12 @@ def _watch(arguments: list[str]) -> int:
     return watch.main(arguments)
 
 
+def _export(arguments: list[str]) -> int:
+    from stormo import export
+
+    return export.main(arguments)
+
+
 def _scale(arguments: list[str]) -> int:
     from stormo.scale import command
 
@@ -150,6 +157,7 @@ _VERBS: dict[str, Callable[[list[str]], int]] = {
     "show": _show,
     "report": _report,
     "watch": _watch,
+    "export": _export,
     "scale": _scale,
     "monitor": _monitor,
 }

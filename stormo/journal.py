@@ -1,4 +1,7 @@
-"""What a run leaves behind: its folder, its records, its checkpoints and its summary. Only the main worker writes."""
+"""What a run leaves behind: its folder, its records, its checkpoints and its summary.
+
+Only the main worker writes, but for checkpoints of a model that is spread, into which every worker writes its part.
+"""
 
 from __future__ import annotations
 
@@ -50,6 +53,8 @@ class Journal:
         self._wall_before_s = 0.0
         self._sinks: list[Sink] = []
         self._weights_sha256: str | None = None
+        self._saver = checkpoint.Saver(world, in_background=config.run.async_checkpoint)
+        self._saving: CheckpointSaved | None = None  # what is to be told of the save under way, on the main worker
         # Whatever goes wrong with the folder must end all workers alike, so the main one speaks for all.
         if world.is_main:
             self._metrics = self._open_metrics()  # first: a port that is taken must not leave a folder behind
@@ -98,16 +103,15 @@ class Journal:
         run = self._config.run
         if run.resume is None:
             return
-        found, snapshot = False, None
-        if self._world.is_main:
-            path = self._checkpoint_to_resume(run.resume)
-            if path is not None:
-                snapshot, found = checkpoint.load(path), True
-                self.set_aside_later_than(path)
-                self._weights_sha256 = checkpoint.read_manifest(path).weights_sha256
-        if self._world.share_json(found):
-            self._state.restore(self._world, snapshot, run.seed)
-            self._wall_before_s = self._state.progress.wall_time_s
+        path = self._checkpoint_to_resume(run.resume) if self._world.is_main else None
+        shared = self._world.share_json(None if path is None else str(path.resolve()))
+        if shared is None:
+            return
+        self._state.take_up(self._world, path or Path(shared), run.seed)
+        if path is not None:
+            self.set_aside_later_than(path)
+            self._weights_sha256 = checkpoint.read_manifest(path).weights_sha256
+        self._wall_before_s = self._state.progress.wall_time_s
 
     def _checkpoint_to_resume(self, named: str) -> Path | None:
         if named and (Path(named) / "manifest.json").is_file():
@@ -192,6 +196,8 @@ class Journal:
         """Tell the keepers of all nodes where their file is: in the run folder, as far as a node sees that."""
         shared = self._world.share_json(str(self.folder.path.resolve()) if self._world.is_main else "")
         self.run_folder = Path(shared)
+        if self._state.strategy.is_spread:
+            checkpoint.require_seen(self._world, self.run_folder)  # now, not when the first checkpoint is due
         progress = self._state.progress
         if self.run_folder.is_dir():
             path = RunFolder(self.run_folder).nodes / f"{self._world.place.node_id}.jsonl"
@@ -199,48 +205,68 @@ class Journal:
 
     def record(self, record: Record) -> None:
         """Hand a record to every sink; on other workers there is none."""
+        self._tell_saved()
+        self._write(record)
+
+    def _write(self, record: Record) -> None:
         for sink in self._sinks:
             sink.write(record)
 
     def save(self, metric: float | None) -> None:
-        """Publish a checkpoint. All workers call it."""
+        """Publish a checkpoint, or begin to, where that is done in the background. All workers call it."""
         progress = self._state.progress
-        progress.wall_time_s = self._wall_before_s + time.time() - self._began_unix_s
-        if not progress.trend.num_uneasy:
-            progress.calm_steps = [*[step for step in progress.calm_steps if step < progress.step][-1:], progress.step]
         began = time.perf_counter()
         self.keeper.enter("checkpoint", progress.step)
         with range_of("checkpoint"):
+            self.settle()
+            progress.wall_time_s = self._wall_before_s + time.time() - self._began_unix_s
+            if not progress.trend.num_uneasy:
+                calm = [step for step in progress.calm_steps if step < progress.step]
+                progress.calm_steps = [*calm[-1:], progress.step]
             self._save(metric, began)
         self.keeper.enter("idle", progress.step)
 
     def _save(self, metric: float | None, began: float) -> None:
-        progress = self._state.progress
-        snapshot = self._state.snapshot(self._world, self._config.run.seed)
-        if snapshot is None:
-            return
-        saved = checkpoint.save(
-            self.folder.checkpoints,
-            snapshot,
+        world, run, progress = self._world, self._config.run, self._state.progress
+        saving = checkpoint.Saving(
             step=progress.step,
-            identity=self.folder.name,
-            keep_last=self._config.run.keep_checkpoints,
+            identity=self.folder.name if world.is_main else "",
+            keep_last=run.keep_checkpoints,
             keep_best=1,
             metric=metric,
             keep_steps=self._steps_to_go_back_to(),
         )
-        self._weights_sha256 = saved.weights_sha256
-        self.record(
-            CheckpointSaved(
+        folder = self.folder.checkpoints if world.is_main else None
+        self._saver.begin(self._state.content(world, run.seed), folder, saving)
+        if not run.async_checkpoint:
+            self._saver.settle()
+        if world.is_main:
+            self._saving = CheckpointSaved(
                 epoch=progress.epoch,
                 step=progress.step,
-                path=str(saved.path.relative_to(self.folder.path)),
-                weights_sha256=saved.weights_sha256,
+                path="",
+                weights_sha256="",
                 save_time_s=time.perf_counter() - began,
             )
+        self._tell_saved()
+
+    def settle(self) -> None:
+        """Wait for a checkpoint that is being written; one that failed is raised by all workers, who all call it."""
+        self._saver.settle()
+        self._tell_saved()
+
+    def _tell_saved(self) -> None:
+        """Record a checkpoint once it is published."""
+        if self._saving is None or (done := self._saver.finished()) is None:
+            return
+        saving, self._saving = self._saving, None
+        self._weights_sha256 = done.saved.weights_sha256
+        path = str(done.saved.path.relative_to(self.folder.path))
+        self._write(
+            replace(saving, path=path, weights_sha256=done.saved.weights_sha256, write_time_s=done.write_time_s)
         )
-        for notice in saved.notices:
-            self.record(Notice(kind="warning", text=notice))
+        for notice in done.saved.notices:
+            self._write(Notice(kind="warning", text=notice))
 
     def _steps_to_go_back_to(self) -> list[int]:
         """Of the checkpoints that a divergence may need, however many newer ones there are."""
@@ -252,7 +278,17 @@ class Journal:
         return [*([0] if on_divergence == "rollback" else []), *progress.calm_steps]
 
     def end(self, stopped_by: str, **more: Any) -> None:
-        """Write the summary and close every sink."""
+        """Write the summary and close every sink. All workers call it, but after an error."""
+        if stopped_by == "error":  # others may be gone
+            self._saver.abandon()
+            self._tell_saved()
+        else:
+            try:
+                self.settle()
+            except BaseException:
+                with contextlib.suppress(OSError):  # a full disk must not hide what went wrong
+                    self.end("error")
+                raise
         if stopped_by == "signal" and self._world.is_main:
             reference = run_reference(self.folder.name, str(self.folder.path))
             step = self._state.progress.step

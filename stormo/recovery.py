@@ -1,6 +1,6 @@
 """What is done about a divergence: back to the last good checkpoint with a lower rate, or an end that says what to try.
 
-All workers take part; the main one reads the run folder and speaks.
+All workers take part; the main one looks into the run folder and speaks.
 """
 
 from __future__ import annotations
@@ -44,14 +44,16 @@ class Recovery:
         is_wanted = stop.on_divergence == "rollback" and not diverged.has_bad_inputs
         if not is_wanted or progress.num_rollbacks >= stop.max_rollbacks:
             return False
+        self._journal.settle()  # a checkpoint that is being written may be the one
         good = self._last_good(diverged) if world.is_main else None
-        if not world.share_json(good is not None):
+        shared = world.share_json(None if good is None else str(good.resolve()))
+        if shared is None:
             return False
         kept = {name: getattr(progress, name) for name in _KEPT}
         num_rollbacks, rate_factor = progress.num_rollbacks + 1, progress.rate_factor * stop.rollback_factor
         if good is not None:
             self._journal.set_aside_later_than(good)
-        self._state.restore(world, checkpoint.load(good) if good is not None else None, self._config.run.seed)
+        self._state.take_up(world, good or Path(shared), self._config.run.seed)
         for name, value in kept.items():
             setattr(progress, name, value)
         progress.num_rollbacks, progress.rate_factor = num_rollbacks, rate_factor
@@ -61,11 +63,13 @@ class Recovery:
             f"{rate_factor:g} (rollback {num_rollbacks} of {stop.max_rollbacks})."
         )
         self._record(diverged, progress.step, text)
-        self._journal.save(None)  # a run that is killed now must go on with the lower rate too
+        self._journal.save(None)
+        self._journal.settle()  # a run that is killed now must go on with the lower rate too
         return True
 
     def give_up(self, diverged: Diverged) -> None:
         """Tell what happened and what to try, with the command that goes on from the last good checkpoint."""
+        self._journal.settle()
         if not self._world.is_main:
             return
         num_rollbacks, has_own = self._state.progress.num_rollbacks, self._state.strategy.has_own_optimizer
@@ -84,28 +88,19 @@ class Recovery:
         command = f"stormo train --resume {run_reference(folder.name, str(folder.path))} {flag}".rstrip()
         step = checkpoint.read_manifest(good).step
         if self._state.progress.num_rollbacks:
-            self._keep_rollbacks(good, step)
+            self._keep_rollbacks(good)
         return f"The last good checkpoint is that of step {step}; go on from it with: {command}"
 
-    def _keep_rollbacks(self, good: Path, step: int) -> None:
+    def _keep_rollbacks(self, good: Path) -> None:
         """Write the rollbacks and their factor into a checkpoint from before them, as they stay with the run."""
-        progress, folder = self._state.progress, self._journal.folder
+        progress = self._state.progress
         told = {"num_rollbacks": progress.num_rollbacks, "rate_factor": progress.rate_factor}
-        if told.items() <= checkpoint.read_state(good)["progress"].items():
+        state = checkpoint.read_state(good)
+        if told.items() <= state["progress"].items():
             return
-        snapshot = checkpoint.load(good)
-        snapshot.state["progress"].update(told)
+        state["progress"].update(told)
         try:
-            checkpoint.save(
-                folder.checkpoints,
-                snapshot,
-                step=step,
-                identity=folder.name,
-                keep_last=1,
-                keep_best=0,
-                metric=None,  # the one it has stays with its weights
-                keep_steps=[one.step for one in checkpoint.find(folder.checkpoints)],  # nothing is superseded by it
-            )
+            checkpoint.replace_state(good, state)
         except checkpoint.CheckpointWriteError as error:  # which must not hide what went wrong before
             self._journal.record(Notice(kind="warning", text=str(error)))
 

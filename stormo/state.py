@@ -1,28 +1,39 @@
 """Everything a run needs to go on, collected from all workers into one checkpoint and handed out again.
 
-The main worker writes and reads; what each worker has of its own (random generators, running statistics, its part of
-the loss) travels to and from it. So any worker count can resume what any other has saved, and no worker but the main
-one needs to see the run folder.
+Where every worker has the whole model, the main one writes and reads; what each worker has of its own (random
+generators, running statistics, its part of the loss) travels to and from it. So any worker count can resume what any
+other has saved, and no worker but the main one needs to see the run folder. Where the model is spread, every worker
+writes and reads its own boxes of it, and any mesh can resume what any other has saved.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
 from torch import Tensor
 
+from stormo import checkpoint
 from stormo.checkpoint import (
+    Shard,
     Snapshot,
+    aliases,
+    boxes_of,
     collect_random_state,
     flatten_optimizer,
+    kept_buffers,
     restore_optimizer,
     restore_random_state,
+    take_checkpoint,
+    whole_box,
 )
 from stormo.data.order import derive_seed, seed_generators
+from stormo.mesh import Mesh
 from stormo.progress import Progress
 from stormo.strategies.strategy import Strategy
 from stormo.world.world import World
@@ -41,38 +52,69 @@ class RunState:
     def __post_init__(self) -> None:
         self.strategy.clock = self.progress
 
+    def content(self, world: World, seed: int) -> Snapshot | Shard | None:
+        """What this worker gives to a checkpoint; every worker must call it."""
+        return self.shard(world, seed) if self.strategy.is_spread else self.snapshot(world, seed)
+
     def snapshot(self, world: World, seed: int) -> Snapshot | None:
         """The state of all workers, on the main one; None on the others. Every worker must call it."""
+        strategy = self.strategy
+        ranks, state = self._gather(world, seed)
+        if state is None:
+            return None
+        model = {name: tensor.detach() for name, tensor in strategy.module.state_dict().items()}
+        model |= {name: mean for name, mean in _mean_buffers(ranks).items() if name in model}
+        return Snapshot(
+            model=model, optimizer=flatten_optimizer(strategy.optimizer, _names(strategy)), ranks=ranks, state=state
+        )
+
+    def shard(self, world: World, seed: int) -> Shard:
+        """This worker's boxes of a model that is spread; the main one has the plain values besides."""
+        strategy = self.strategy
+        ranks, state = self._gather(world, seed)
+        kept = world.gather_json(list(kept_buffers(strategy)))
+        boxes = boxes_of(strategy.parts(), strategy.optimizer)
+        if state is not None:
+            state["mesh"] = _mesh(world)
+            names = {name for each in kept or [] for name in each}
+            boxes += [whole_box("model", name, mean) for name, mean in _mean_buffers(ranks).items() if name in names]
+        return Shard(boxes=boxes, aliases=aliases(strategy), ranks=ranks, state=state)
+
+    def _gather(self, world: World, seed: int) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+        """What each worker has of its own, and the plain values, on the main one."""
         strategy = self.strategy
         noise_scale = strategy.noise_scale.state() if strategy.noise_scale is not None else None
         random_tensors, random_json = collect_random_state()
         own = {_RANDOM + name: tensor for name, tensor in random_tensors.items()}
-        own |= {_BUFFER + name: buffer.detach() for name, buffer in strategy.module.named_buffers()}
+        own |= {_BUFFER + name: buffer.detach() for name, buffer in strategy.named_buffers()}
         own[_LOSS] = self.loss_sum.detach().double()
         gathered = world.gather_bytes(safetensors.torch.save(_on_cpu(own)))
         random_states = world.gather_json(random_json)
         if gathered is None:
-            return None
+            return {}, None
         ranks = {
             f"{rank}/{name}": tensor
             for rank, payload in enumerate(gathered)
             for name, tensor in safetensors.torch.load(payload).items()
         }
-        model = {name: tensor.detach() for name, tensor in strategy.module.state_dict().items()}
-        model |= {name: mean for name, mean in _mean_buffers(ranks, world.size).items() if name in model}
-        return Snapshot(
-            model=model,
-            optimizer=flatten_optimizer(strategy.optimizer, _names(strategy)),
-            ranks=ranks,
-            state={
-                "progress": self.progress.to_json(),
-                "world_size": world.size,
-                "seed": seed,
-                "random": random_states,
-                "scaler": strategy.scaler_state(),
-                "noise_scale": noise_scale,
-            },
-        )
+        return ranks, {
+            "progress": self.progress.to_json(),
+            "world_size": world.size,
+            "seed": seed,
+            "random": random_states,
+            "scaler": strategy.scaler_state(),
+            "noise_scale": noise_scale,
+        }
+
+    def take_up(self, world: World, path: Path, seed: int) -> None:
+        """Go on from a checkpoint of either version, whatever mesh has saved it. Every worker calls it.
+
+        Only where the model is spread must a worker besides the main one see the path.
+        """
+        if self.strategy.is_spread:
+            self._restore_rest(world, *take_checkpoint(world, path, self.strategy), seed)
+        else:
+            self.restore(world, checkpoint.load(path) if world.is_main else None, seed)
 
     def restore(self, world: World, snapshot: Snapshot | None, seed: int) -> None:
         """Take over a saved state; the main worker gives it, and every worker must call it."""
@@ -83,22 +125,27 @@ class RunState:
         strategy = self.strategy
         strategy.module.load_state_dict(model)
         restore_optimizer(strategy.optimizer, _names(strategy), optimizer)
+        self._restore_rest(world, state, ranks, seed)
+
+    def _restore_rest(self, world: World, state: Mapping[str, Any], ranks: Mapping[str, Tensor], seed: int) -> None:
+        """All but the weights and the optimizer's state."""
+        strategy = self.strategy
         if state["scaler"]:
-            strategy.scaler.load_state_dict(state["scaler"])
+            strategy.scaler.load_state_dict(dict(state["scaler"]))
         if strategy.noise_scale is not None and state.get("noise_scale"):
             strategy.noise_scale.take(state["noise_scale"])
         self.progress.take(state["progress"])
         self.progress.num_resumes += 1
-        if state["world_size"] == world.size:
+        if _is_same_mesh(state, world):
             own = {name.partition("/")[2]: t for name, t in ranks.items() if name.startswith(f"{world.rank}/")}
-            for name, buffer in strategy.module.named_buffers():
+            for name, buffer in strategy.named_buffers():
                 buffer.copy_(own[_BUFFER + name])
             self.loss_sum.copy_(own[_LOSS])
             random_tensors = {n.removeprefix(_RANDOM): t for n, t in own.items() if n.startswith(_RANDOM)}
             restore_random_state(random_tensors, state["random"][world.rank])
         else:
-            # Another number of workers: their generators start anew, from the same seed and this very step.
-            seed_generators(derive_seed(seed, "resume", self.progress.step, world.rank))
+            # Other workers: their generators start anew, from the same seed and this very step.
+            seed_generators(derive_seed(seed, "resume", self.progress.step, world.draws))
             losses = [tensor for name, tensor in ranks.items() if name.endswith("/" + _LOSS)]
             self.loss_sum.copy_(torch.stack(losses).sum() / world.size)
 
@@ -111,12 +158,26 @@ def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
 
 
-def _mean_buffers(ranks: Mapping[str, Tensor], num_ranks: int) -> dict[str, Tensor]:
-    """The floating-point buffers, averaged over the workers: what a worker count that differs goes on with."""
-    names = [name.removeprefix("0/" + _BUFFER) for name in ranks if name.startswith("0/" + _BUFFER)]
-    means = {}
-    for name in names:
-        copies = [ranks[f"{rank}/{_BUFFER}{name}"] for rank in range(num_ranks)]
-        if copies[0].is_floating_point():
-            means[name] = torch.stack(copies).double().mean(dim=0).to(copies[0].dtype)
-    return means
+def _mean_buffers(ranks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The buffers, those of floating point averaged over the workers that have them: what another mesh goes on with."""
+    copies: dict[str, list[Tensor]] = {}
+    for full_name, tensor in ranks.items():
+        name = full_name.partition("/")[2]
+        if name.startswith(_BUFFER):
+            copies.setdefault(name.removeprefix(_BUFFER), []).append(tensor)
+    return {
+        name: torch.stack(each).double().mean(dim=0).to(each[0].dtype) if each[0].is_floating_point() else each[0]
+        for name, each in copies.items()
+    }
+
+
+def _mesh(world: World) -> dict[str, int]:
+    """How the workers are arranged, and among how many a batch is divided."""
+    return {**dataclasses.asdict(world.mesh), "data_size": world.data.size}
+
+
+def _is_same_mesh(state: Mapping[str, Any], world: World) -> bool:
+    """Whether every worker is where it was: those of a run without a mesh were copies."""
+    size = state["world_size"]
+    copies = {**dataclasses.asdict(Mesh(replicate=size)), "data_size": size}
+    return bool(state.get("mesh", copies) == _mesh(world))

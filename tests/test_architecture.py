@@ -37,6 +37,7 @@ FLOORS = {
     "world": 3,
     "measuring": 4,
     "tasks": 4,
+    "pipeline": 4,
     "profiling": 4,
     "strategies": 5,
     "metrics": 6,
@@ -59,6 +60,7 @@ FLOORS = {
     "templates": 9,
     "runs": 9,
     "show": 9,
+    "export": 9,
     "monitor": 9,
     "report": 9,
     "scale": 9,
@@ -74,7 +76,7 @@ SIDEWAYS = {
 WITHOUT_TORCH = {
     *("errors", "hardware", "nvml", "process", "mesh", "config", "layout", "plan", "options", "telemetry", "launch"),
     *("energy", "vitals", "keeper", "monitor", "report", "scale"),
-    *("dry_run", "runs", "show", "train", "new", "cli"),  # `train` is also what the agent of a node runs
+    *("dry_run", "runs", "show", "export", "train", "new", "cli"),  # `train` is also what the agent of a node runs
 }
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from stormo.errors import EXIT_FAILURE, StormoError
+from pathlib import Path
+
+from stormo.errors import EXIT_FAILURE, SettingError, StormoError
 from stormo.world.world import World
 
 
@@ -21,3 +23,15 @@ def raise_together(world: World, failure: Exception | None) -> None:
     error = StormoError(text)
     error.exit_code = exit_code
     raise error
+
+
+def require_seen(world: World, folder: Path) -> None:
+    """Raise on every worker where one of them does not see a folder; all workers call it."""
+    failure = None
+    if not folder.is_dir():
+        failure = SettingError(
+            f"{folder} was to be shared by all workers, each with its part of the model",
+            f"rank {world.rank} on host {world.place.host} does not see it",
+            "set --runs-folder to a folder that all nodes see",
+        )
+    raise_together(world, failure)

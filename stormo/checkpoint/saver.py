@@ -13,15 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from stormo.checkpoint.agreement import raise_together
-from stormo.checkpoint.files import AbandonedError
+from stormo.checkpoint.agreement import raise_together, require_seen
 from stormo.checkpoint.host_copies import HostCopies
 from stormo.checkpoint.layout import Saved, Snapshot
 from stormo.checkpoint.merging import Publisher
 from stormo.checkpoint.publishing import Saving
 from stormo.checkpoint.shard import Shard, ShardSave
 from stormo.checkpoint.writing import NewFolder, WholeSave, make_new_folder
-from stormo.errors import SettingError
 from stormo.world.world import World
 
 _SEEN_WITHIN_S = 5.0  # a new folder may take a moment to be seen on other nodes
@@ -101,7 +99,7 @@ class _Job:
         if self.thread is not None:
             self.thread.join(grace_s)
             self.abandoned.set()
-            self.thread.join(grace_s)
+            self.thread.join(_GRACE_S)  # it looks up between two pieces of a file
         if self.temporary is not None and self.done is None:
             shutil.rmtree(self.temporary, ignore_errors=True)
 
@@ -193,20 +191,14 @@ class Saver:
                 failure = error
         raise_together(self._world, failure)
         shared = Path(self._world.share_json(str(new.path.resolve()) if new is not None else None))
+        _look_for(shared)
         try:
-            raise_together(self._world, None if _is_seen(shared) else self._not_seen(shared))
+            require_seen(self._world, shared)
         except Exception:
             if new is not None:
                 shutil.rmtree(new.path, ignore_errors=True)
             raise
         return NewFolder(shared, [] if new is None else new.notices)
-
-    def _not_seen(self, path: Path) -> SettingError:
-        return SettingError(
-            f"checkpoints were to be written into {path.parent} by every worker",
-            f"rank {self._world.rank} on host {self._world.place.host} does not see that folder of rank 0",
-            "set --runs-folder to a folder that all nodes share",
-        )
 
     def _sharded(self, shard: Shard, folder: Path | None, saving: Saving, new: NewFolder) -> _Job:
         own = ShardSave(self._world.rank, self._frozen_shard(shard))
@@ -237,10 +229,7 @@ class Saver:
         return replace(shard, boxes=boxes)
 
 
-def _is_seen(folder: Path) -> bool:
+def _look_for(folder: Path) -> None:
     deadline_s = time.monotonic() + _SEEN_WITHIN_S
-    while not folder.is_dir():
-        if time.monotonic() > deadline_s:
-            return False
+    while not folder.is_dir() and time.monotonic() < deadline_s:
         time.sleep(0.05)
-    return True

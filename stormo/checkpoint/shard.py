@@ -29,6 +29,12 @@ class Box:
     tensor: Tensor
 
 
+def whole_box(section: str, name: str, tensor: Tensor) -> Box:
+    """All of a tensor as one box."""
+    shape = tuple(tensor.shape)
+    return Box(section=section, name=name, whole_shape=shape, offset=(0,) * len(shape), tensor=tensor)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shard:
     """What one worker gives to a checkpoint."""

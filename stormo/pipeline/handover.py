@@ -7,13 +7,13 @@ with a gradient, zero where there is none. What is not a tensor must be the same
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.function import Function, FunctionCtx
+from torch import Tensor
+from torch.autograd.function import Function
 from torch.utils._pytree import tree_leaves, tree_map
 
 from stormo.errors import SettingError
@@ -72,7 +72,8 @@ def describe(value: Any, place: str) -> Any:
                     "it cannot go from one worker to the next",
                     "convert it to a float or an integer type, or cut the model elsewhere",
                 )
-            order = sorted(range(leaf.ndim), key=lambda dim: (-leaf.stride(dim), dim))
+            strides = leaf.stride()
+            order = sorted(range(leaf.ndim), key=lambda dim: (-strides[dim], dim))
             return Slot(tuple(leaf.shape), leaf.dtype, tuple(order))
         if not isinstance(leaf, _PLAIN):
             raise SettingError(
@@ -103,39 +104,60 @@ def _alias(tensor: Tensor) -> Tensor:
 
 
 class _Arrive(Function):
-    """Carriers to tensors, and a first, empty one that ties all that leaves the stage to all that arrived."""
-
     @staticmethod
-    def forward(ctx: FunctionCtx, slots: Sequence[Slot], *carriers: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        ctx.slots, ctx.likes = slots, carriers[0].new_empty(0)  # type: ignore[attr-defined]
+    def forward(ctx: Any, slots: Sequence[Slot], *carriers: Tensor) -> tuple[Tensor, ...]:
+        ctx.slots, ctx.device = slots, carriers[0].device
         ctx.set_materialize_grads(False)
         tensors = tuple(_alias(slot.unpacked(carrier)) for slot, carrier in zip(slots, carriers, strict=True))
-        whole = [tensor for tensor in tensors if not tensor.is_floating_point()]
-        ctx.mark_non_differentiable(*whole)  # type: ignore[attr-defined]
-        return carriers[0].new_zeros(0), *tensors
+        ctx.mark_non_differentiable(*(tensor for tensor in tensors if not tensor.is_floating_point()))
+        return torch.zeros(0, device=ctx.device), *tensors
 
     @staticmethod
-    def backward(ctx: FunctionCtx, _tie: Tensor | None, *gradients: Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         found: list[Tensor | None] = [None]
-        for slot, gradient in zip(ctx.slots, gradients, strict=True):  # type: ignore[attr-defined]
+        for slot, gradient in zip(ctx.slots, gradients[1:], strict=True):
             shape, dtype = slot.carrier
-            if gradient is None or slot.dtype not in _FLOATS:
-                found.append(ctx.likes.new_zeros(shape, dtype=dtype))  # type: ignore[attr-defined]
-            else:
-                found.append(slot.packed(gradient))
+            is_none = gradient is None or slot.dtype not in _FLOATS
+            found.append(torch.zeros(shape, dtype=dtype, device=ctx.device) if is_none else slot.packed(gradient))
         return tuple(found)
 
 
 class _Depart(Function):
-    """A tensor to its carrier."""
-
     @staticmethod
-    def forward(ctx: FunctionCtx, slot: Slot, tie: Tensor, tensor: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.slot = slot  # type: ignore[attr-defined]
+    def forward(ctx: Any, slot: Slot, tie: Tensor, tensor: Tensor) -> Tensor:
+        ctx.slot = slot
         return _alias(slot.packed(tensor))
 
     @staticmethod
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> Any:  # type: ignore[override]
-        slot: Slot = ctx.slot  # type: ignore[attr-defined]
-        wanted = ctx.needs_input_grad[2] and slot.dtype in _FLOATS  # type: ignore[attr-defined]
-        return None, gradient.new_zeros(0), slot.unpacked(gradient) if wanted else None
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        is_wanted = ctx.needs_input_grad[2] and ctx.slot.dtype in _FLOATS
+        given = ctx.slot.unpacked(gradients[0]) if is_wanted else None
+        return None, torch.zeros(0, device=gradients[0].device), given
+
+
+def arrive(described: Any, carriers: Sequence[Tensor]) -> tuple[Tensor, Any]:
+    """The value that carriers bring, and an empty tensor that ties what leaves the stage to what has arrived.
+
+    By the tie every carrier gets a gradient in the backward pass, also one that the stage makes no use of.
+    """
+    tie, *tensors = _Arrive.apply(slots_of(described), *carriers)  # type: ignore[no-untyped-call]
+    return tie, filled(described, tensors)
+
+
+def depart(described: Any, value: Any, tie: Tensor, place: str) -> tuple[Tensor, ...]:
+    """The carriers of a value, which must be as described."""
+    found = describe(value, place)
+    if _without_order(found) != _without_order(described):
+        raise SettingError(
+            f"{place} was {_without_order(described)}",
+            f"in another micro-batch of the same shape it is {_without_order(found)}",
+            "cut the model elsewhere with the task's pieces(model)",
+        )
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    slots = slots_of(described)
+    pairs = zip(slots, tensors, strict=True)
+    return tuple(_Depart.apply(slot, tie, tensor) for slot, tensor in pairs)  # type: ignore[no-untyped-call]
+
+
+def _without_order(described: Any) -> Any:
+    return tree_map(lambda leaf: (leaf.shape, leaf.dtype) if isinstance(leaf, Slot) else leaf, described)

@@ -2,8 +2,8 @@
 
 `naive` and `gpipe` (Huang et al., arXiv 1811.06965) run all forwards, then all backwards; `1f1b` (Narayanan et al.,
 arXiv 2104.04473) starts a backward as soon as it can and so holds fewer activations; `interleaved` (the same paper)
-gives each worker several stages; `zero-bubble` (Qi et al., arXiv 2401.10241, ZB1P) computes the gradients of the weights
-later than those of the inputs, where the worker would wait. torch's own schedules run these orders.
+gives each worker several stages; `zero-bubble` (Qi et al., arXiv 2401.10241, ZB1P) computes the gradients of weights
+later than those of inputs, where the worker would wait. torch's own schedules run these orders.
 """
 
 from __future__ import annotations
@@ -81,8 +81,7 @@ def check(schedule: str, num_workers: int, num_stages: int, num_micro_batches: i
             what,
             f"{counted(num_micro_batches, 'micro-batch')} on {num_workers} workers make {rounds} rounds, "
             f"and {num_micro_batches} / {rounds} is not whole",
-            f"set {num_micro_batches // num_workers * num_workers} micro-batches, "
-            f"or another multiple of {num_workers}",
+            f"set {num_micro_batches // num_workers * num_workers} micro-batches, or another multiple of {num_workers}",
         )
 
 

@@ -66,9 +66,8 @@ def as_svg(spans: Sequence[Span], *, width: int = 900, row_height: int = 26) -> 
         )
         label = _label(span, num_workers, num_chunks)
         if wide >= 7 * len(label):
-            parts.append(
-                f'<text x="{x + wide / 2:.2f}" y="{y + tall / 2 + 4:g}" text-anchor="middle" fill="white">{label}</text>'
-            )
+            at = f'x="{x + wide / 2:.2f}" y="{y + tall / 2 + 4:g}"'
+            parts.append(f'<text {at} text-anchor="middle" fill="white">{label}</text>')
         parts.append("</g>")
     return "\n".join([*parts, "</svg>"])
 

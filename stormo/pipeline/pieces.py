@@ -62,9 +62,9 @@ class StageModule(nn.Module):
         unique = {id(module): module for piece in pieces for module in piece.modules}
         self.held = nn.ModuleList(unique.values())
 
-    def weights(self) -> list[nn.Parameter]:
-        """The parameters of its pieces."""
-        return list({id(p): p for piece in self.pieces for p in piece.parameters()}.values())
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The parameters of its pieces, also those that belong to no module that it calls."""
+        yield from {id(p): p for piece in self.pieces for p in piece.parameters()}.values()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the last piece makes of what the first one is given."""
@@ -116,7 +116,7 @@ def keep_only(model: nn.Module, kept: Iterable[Piece], pieces: Pieces) -> None:
         for table in (module._parameters, module._buffers):
             for name, tensor in table.items():
                 if id(tensor) in dropped:
-                    table[name] = None  # type: ignore[assignment]
+                    table[name] = None
 
 
 def _tensors(piece: Piece) -> Iterator[Any]:

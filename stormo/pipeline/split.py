@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from stormo.errors import SettingError, counted
+from stormo.pipeline.lend import lent
 from stormo.pipeline.pieces import Piece, Pieces
 from stormo.pipeline.trial import trial
 
@@ -78,17 +79,20 @@ def measured_costs(
 ) -> list[float]:
     """Seconds of forward and backward of each piece on one micro-batch: the median of some passes after a first one.
 
-    The first worker measures, and the caller shares what it found, since no two measure alike.
+    The first worker measures, and the caller shares what it found, since no two measure alike. Pieces without memory
+    are lent some, one after the other.
     """
     modules = [module for piece in pieces.items for module in piece.modules]
     times: list[list[float]] = [[] for _ in pieces.items]
     with trial(modules, device), torch.enable_grad():
-        for _ in range(1 + repeats):
-            args, kwargs = call
-            value: Any = None
-            for index, piece in enumerate(pieces.items):
-                seconds, value = _timed(piece, (args if index == 0 else (value,)), kwargs if index == 0 else {}, device)
-                times[index].append(seconds)
+        args, kwargs = call
+        value: Any = None
+        for index, piece in enumerate(pieces.items):
+            with lent(piece.modules, device, piece.own):
+                for _ in range(1 + repeats):
+                    seconds, value = _timed(piece, args, kwargs, device)
+                    times[index].append(seconds)
+            args, kwargs = (value,), {}
     return [statistics.median(own[1:]) for own in times]
 
 
@@ -105,7 +109,7 @@ def _timed(piece: Piece, args: Sequence[Any], kwargs: Mapping[str, Any], device:
 
 
 def _fresh(tensor: Tensor) -> Tensor:
-    """As it arrives from another worker: with a gradient to give back, and no leaf, which an operation may not change."""
+    """As it arrives from another worker: with a gradient to give back, and no leaf, which may not be changed."""
     tensor = tensor.detach()
     return tensor.requires_grad_().clone() if tensor.is_floating_point() else tensor
 

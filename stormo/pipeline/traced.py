@@ -64,7 +64,9 @@ class Segment:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it: the first one with the arguments of the model, all others with a tuple."""
         nodes = self._traced.nodes()
-        values = self._traced.bound(args, kwargs) if self._span.start == 0 else dict(zip(self._takes, *args, strict=True))
+        values = (
+            self._traced.bound(args, kwargs) if self._span.start == 0 else dict(zip(self._takes, *args, strict=True))
+        )
         index_of = self._traced.index_of
         for index in self._span:
             node = nodes[index]

@@ -58,7 +58,10 @@ class Composed(Strategy):
         if self._plan.precision == "fp64":
             model = model.double()
         model = self._convert(model)
-        self._whole_shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        # Of whole layers: groups go by their shapes, and a task's own optimizer by its names.
+        self._make_optimizer(model)
+        self._whole = dict(model.named_parameters())
+        self._whole_shapes = {name: tuple(parameter.shape) for name, parameter in self._whole.items()}
         self._made = self._transform(model)
         self._fill(model, value)
         return model
@@ -110,7 +113,9 @@ class Composed(Strategy):
         return model  # its blocks are compiled
 
     def _make_scaler(self) -> torch.amp.GradScaler:
-        return AgreedGradScaler(self.world.device, self._copy.max, enabled=self._plan.precision == "fp16")
+        # Where the optimizer steps, as the scale would be copied there without waiting otherwise.
+        device = torch.device("cpu") if self._settings.sharding.offload else self.world.device
+        return AgreedGradScaler(device, self._copy.max, enabled=self._plan.precision == "fp16")
 
     # What the optimizer steps
 
@@ -121,8 +126,9 @@ class Composed(Strategy):
         self._held = held(self._named_parameters(self.module), self._whole_shapes, self._made.cuts, grid)
         made = [(one, self._part(one)) for one in self._held]
         self._pairs = [(one, part) for one, part in made if part is not None]
-        own = {one.parameter: part.local for one, part in self._pairs}
-        localise(self.optimizer, {parameter: own.get(parameter) for parameter in self.module.parameters()})
+        own = {part.name: part.local for _, part in self._pairs}
+        localise(self.optimizer, {parameter: own.get(name) for name, parameter in self._whole.items()})
+        del self._whole
         numbers = {name: number for number, name in enumerate(self._whole_shapes)}
         self._squares = WholeSquares(
             parameters=[part.local for _, part in self._pairs],
@@ -137,7 +143,13 @@ class Composed(Strategy):
         trained = [one.parameter for one in self._held if one.parameter.requires_grad]
         if self._zero == 2:
             replicate = grid.line("replicate")
-            self._reducer = Reducer(trained, self._shard, replicate, may_be_unused=self.task.find_unused)
+            self._reducer = Reducer(
+                trained,
+                self._shard,
+                replicate,
+                during_backward=grid.mesh.pipeline == 1,  # micro-batches add up first
+                may_be_unused=self.task.find_unused,
+            )
         self._buckets = make_buckets(trained, self._shard) if self._zero in (1, 2) and self._shard.size > 1 else []
 
     def _part(self, one: Held) -> Part | None:

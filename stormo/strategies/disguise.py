@@ -92,7 +92,7 @@ def _always(answer: Any) -> Callable[..., Any]:
 
 
 _INSTEAD: dict[Any, Callable[[Recorder, Any, Any, Any], Any]] = {
-    Tensor.device.__get__: _always(_CPU),  # type: ignore[attr-defined]
+    Tensor.device.__get__: _always(_CPU),
     Tensor.is_meta.__get__: _always(False),  # type: ignore[attr-defined]
     Tensor.is_cpu.__get__: _always(True),  # type: ignore[attr-defined]
     Tensor.to: _to,

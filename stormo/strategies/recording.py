@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from stormo.strategies.tape import CannotDeferError, OwnGenerator, Place, Step, Tape, leaves, mapped
 
@@ -45,9 +45,10 @@ class Recorder(TorchDispatchMode):
         """The same nesting with tensors that hold their values; writing to them does not change the tape."""
         deferred = [tensor for tensor in leaves(tree, Tensor) if tensor.is_meta]
         places = [self.tape.place(tensor) for tensor in deferred]
-        values = self.tape.values(places) if places else []
-        for place, value in zip(places, values, strict=True):
-            self.tape.keep(place, value)
+        with _disable_current_modes():  # type: ignore[no-untyped-call]
+            values = self.tape.values(places) if places else []
+            for place, value in zip(places, values, strict=True):
+                self.tape.keep(place, value)
         found = {id(tensor): value for tensor, value in zip(deferred, values, strict=True)}
         return mapped(tree, lambda leaf: _CPU if isinstance(leaf, torch.device) else found.get(id(leaf), leaf))
 
@@ -153,6 +154,8 @@ class Recorder(TorchDispatchMode):
             raise CannotDeferError(f"{func} is not known on the device meta")
         real_args, real_kwargs = self.real((args, kwargs))
         result = func(*real_args, **real_kwargs)
+        for tensor in leaves(result, Tensor):
+            _check_plain(tensor)
         if not func._schema.is_mutable:
             return mapped(result, lambda leaf: without_memory(leaf) if isinstance(leaf, Tensor) else leaf)
         written = list(_written(func, args, kwargs))
@@ -166,13 +169,17 @@ def _check(func: OpOverload[..., Any], tensors: list[Tensor], args: Any, kwargs:
     if func.namespace not in ("aten", "prims"):
         raise CannotDeferError(f"it uses the operation {func}, which is not torch's own")
     for tensor in tensors:
-        if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-            raise CannotDeferError(f"it uses a tensor of the class {type(tensor).__name__}")
-        if tensor.layout != torch.strided or tensor.is_quantized:
-            raise CannotDeferError("it uses a tensor that is not a plain array in memory")
+        _check_plain(tensor)
     devices = {tensor.device for tensor in tensors} | set(leaves((args, kwargs), torch.device))
     for device in devices - {_CPU, _META}:
         raise CannotDeferError(f"it makes tensors on the device {device}")
+
+
+def _check_plain(tensor: Tensor) -> None:
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        raise CannotDeferError(f"it uses a tensor of the class {type(tensor).__name__}")
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise CannotDeferError("it uses a tensor that is not a plain array (sparse, quantized)")
 
 
 def _written(func: OpOverload[..., Any], args: Any, kwargs: Any) -> Iterator[Tensor]:

@@ -61,10 +61,6 @@ class Strategy:
         self._autocast_dtype = _AUTOCAST.get(plan.precision)
         self.notices: list[str] = []  # what the user should know once the run has begun
         self.module = self._make_model()  # the user's model itself
-        own = own_optimizer(task.optimizer, self.module)
-        self.has_own_optimizer = own is not None  # the task's
-        frozen = [] if own is None else left_out(own, self.module)
-        self.optimizer = make_optimizer(self.module, settings.optimizer) if own is None else own
         # Every group keeps its ratio to the first, whose rate is given to `step`.
         self._rate_ratios = [rate / group_rates(self.optimizer)[0] for rate in group_rates(self.optimizer)]
         self.rate_factor = group_rates(self.optimizer)[0] / settings.optimizer.base_lr  # of the first to the plan's
@@ -77,12 +73,24 @@ class Strategy:
         self._eager = self._wrap(self.module)
         self._model = self._compiled(self._eager) if plan.compile else self._eager
         self._graph: PassGraph | None = None
-        if own is not None:
-            self.notices.append(notice(own, frozen, settings, plan.learning_rate))
 
     def _make_model(self) -> nn.Module:
-        """The task's model on this worker's device."""
-        return self._place(check_model(self.task, self.task.model()))
+        """The task's model on this worker's device, and its optimizer."""
+        model = self._place(check_model(self.task, self.task.model()))
+        if self._settings.sharding.checkpoint_activations:
+            from stormo.strategies.blocks import blocks_of
+            from stormo.strategies.recompute import recompute
+
+            recompute(model, blocks_of(model, self._settings.sharding.shard_modules) or [""])
+        self._make_optimizer(model)
+        return model
+
+    def _make_optimizer(self, model: nn.Module) -> None:
+        own = own_optimizer(self.task.optimizer, model)
+        self.has_own_optimizer = own is not None  # the task's
+        self.optimizer = make_optimizer(model, self._settings.optimizer) if own is None else own
+        if own is not None:
+            self.notices.append(notice(own, left_out(own, model), self._settings, self._plan.learning_rate))
 
     def _make_scaler(self) -> torch.amp.GradScaler:
         """Scales losses in fp16, and does nothing in other formats."""

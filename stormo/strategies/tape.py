@@ -22,11 +22,7 @@ SMALL_BYTES = 2**20  # what is asked for while recording is kept up to here, les
 
 
 class CannotDeferError(StormoError):
-    """A model that can only be built in memory; the text says why."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"the model was built in memory first: {reason}.")
-        self.reason = reason
+    """A model that can only be built in memory; the text says why, as a clause about "it"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +176,9 @@ class _Memory:
         def real(leaf: Any) -> Any:
             if isinstance(leaf, Place):
                 return self.tensor(leaf)
-            return torch.Generator().set_state(step.random_state) if isinstance(leaf, OwnGenerator) else leaf
+            if isinstance(leaf, OwnGenerator) and step.random_state is not None:
+                return torch.Generator().set_state(step.random_state)
+            return leaf
 
         torch.set_default_dtype(step.default_dtype)
         returned = step.operation(*mapped(step.args, real), **mapped(step.kwargs, real))

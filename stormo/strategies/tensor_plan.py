@@ -59,7 +59,7 @@ def derive_plan(task: Task, model: nn.Module, size: int) -> dict[str, str]:
     if own is not None:
         matched(model, own, f"{type(task).__name__}.tensor_plan()")
         return dict(own)
-    if type(model) is Gpt:
+    if isinstance(model, Gpt) and type(model).forward is Gpt.forward:
         ends = {"tokens": VOCABULARY, "head": GATHERED} if model.head.out_features % size == 0 else {}
         return {**_GPT, **ends}
     plan = chain_plan(chain_of(model), size) if is_chain(model) else {}

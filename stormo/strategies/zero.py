@@ -113,11 +113,33 @@ def make_buckets(parameters: Sequence[nn.Parameter], line: Line, bucket_bytes: i
     return [Bucket(bucket, line) for bucket in buckets]
 
 
+@torch.no_grad()
+def average(gradients: Sequence[Tensor], line: Line) -> None:
+    """The mean of every gradient over the workers of a line, in place, some at a time."""
+    if line.size == 1:
+        return
+    waiting = list(gradients)
+    while waiting:
+        first, some, num_bytes = waiting[0], list[Tensor](), 0
+        while waiting and waiting[0].dtype == first.dtype and (not some or num_bytes < BUCKET_BYTES):
+            some.append(waiting.pop(0))
+            num_bytes += some[-1].nbytes
+        flat = line.sum(torch.cat([gradient.reshape(-1) for gradient in some])).div_(line.size)
+        for gradient, mean in zip(some, flat.split([g.numel() for g in some]), strict=True):
+            gradient.copy_(mean.view_as(gradient))
+
+
 class Reducer:
     """Stage 2: sums the gradients of every pass to the workers that step them, bucket by bucket, during backward."""
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], shard: Line, replicate: Line, *, may_be_unused: bool = False
+        self,
+        parameters: Sequence[nn.Parameter],
+        shard: Line,
+        replicate: Line,
+        *,
+        during_backward: bool = True,
+        may_be_unused: bool = False,
     ) -> None:
         self._shard = shard
         self._replicate = replicate
@@ -130,7 +152,7 @@ class Reducer:
         self._sent: deque[tuple[Bucket, dist.Work | None, Tensor]] = deque()
         self.gradients: dict[nn.Parameter, Tensor] = {}  # this worker's rows, summed over passes
         self._ever_came: set[nn.Parameter] = set()
-        for parameter in parameters:
+        for parameter in parameters if during_backward else ():
             parameter.register_post_accumulate_grad_hook(self._arrived)
 
     def _arrived(self, parameter: Tensor) -> None:
@@ -153,6 +175,7 @@ class Reducer:
     def _send(self) -> None:
         bucket = self._buckets[self._next]
         self._next += 1
+        self._came |= {parameter for parameter in bucket.parameters if parameter.grad is not None}
         packed = bucket.pack([parameter.grad for parameter in bucket.parameters])
         for parameter in bucket.parameters:
             parameter.grad = None

@@ -31,6 +31,7 @@ _CALLED_WITH: dict[str, tuple[str, ...]] = {
     "optimizer": ("model",),
     "tensor_plan": ("model",),
     "classifier": ("model",),
+    "pieces": ("model",),
     "fetch": (),
     "facts": (),
 }

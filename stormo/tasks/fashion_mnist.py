@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -74,6 +75,15 @@ class FashionMnist(Task):
         from stormo.tasks.wide_resnet import WideResNet
 
         return WideResNet(self.options.width, self.options.dropout)
+
+    def pieces(self, model: nn.Module) -> Sequence[Any]:
+        """The first convolution, every block, and the head."""
+        from torch.nn import Sequential
+
+        from stormo.tasks.wide_resnet import WideResNet, score
+
+        assert isinstance(model, WideResNet)
+        return [Sequential(model.stem, model.stem_norm), *model.blocks, partial(score, model.head)]
 
     def train_data(self) -> TensorData:
         """Images as bytes and labels, in memory."""

@@ -80,8 +80,18 @@ class Gpt(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Token numbers [n, length] -> scores of the next one [n, length, vocabulary]."""
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.dropout(self.tokens(tokens) + self.positions(places))
+        x = embed(self.tokens, self.positions, self.dropout, tokens)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))  # type: ignore[no-any-return]
+        return score(self.norm, self.head, x)
+
+
+def embed(table: nn.Module, positions: nn.Module, dropout: nn.Module, tokens: Tensor) -> Tensor:
+    """Token numbers [n, length] -> what the first block takes, [n, length, width]."""
+    places = torch.arange(tokens.shape[1], device=tokens.device)
+    return dropout(table(tokens) + positions(places))  # type: ignore[no-any-return]
+
+
+def score(norm: nn.Module, head: nn.Module, x: Tensor) -> Tensor:
+    """What the last block gives -> scores [n, length, vocabulary]."""
+    return head(norm(x))  # type: ignore[no-any-return]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -86,6 +87,17 @@ class LanguageModel(Task):
         from stormo.tasks.gpt import Gpt
 
         return Gpt(self.size, block=self.block, vocabulary=VOCABULARY, dropout=self.options.dropout)
+
+    def pieces(self, model: nn.Module) -> Sequence[Any]:
+        """The embeddings, every block, and the last norm with the head."""
+        from stormo.tasks.gpt import Gpt, embed, score
+
+        assert isinstance(model, Gpt)
+        return [
+            partial(embed, model.tokens, model.positions, model.dropout),
+            *model.blocks,
+            partial(score, model.norm, model.head),
+        ]
 
     def train_data(self) -> TensorData:
         """Windows as bytes, in memory."""

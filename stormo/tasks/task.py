@@ -5,7 +5,7 @@ This file imports no torch, so that the options of a built-in task can be read i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -151,6 +151,15 @@ class Task:
         """The module, or its path, that --strategy hybrid cuts over the workers; None for the Linear layers at the end.
 
         It takes one tensor and gives one, whose rows are samples. All before it is copied to every worker.
+        """
+        return None
+
+    def pieces(self, model: nn.Module) -> Sequence[Any] | None:
+        """The model as pieces for a pipeline, each of which takes what the one before returns; None where it is traced.
+
+        A piece is a module of the model, or a function bound to the modules that it calls, as
+        `functools.partial(score, model.norm, model.head)`; every parameter is in exactly one. A list of lists says
+        which pieces make which stage; a flat list is split by the times of the pieces.
         """
         return None
 

@@ -52,5 +52,9 @@ class WideResNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """[n, 1, 28, 28] in [0, 1] -> logits [n, num_classes]."""
-        features = self.blocks(self.stem_norm(self.stem(images)))
-        return self.head(features.mean((2, 3)))  # type: ignore[no-any-return]
+        return score(self.head, self.blocks(self.stem_norm(self.stem(images))))
+
+
+def score(head: nn.Module, features: Tensor) -> Tensor:
+    """What the last block gives, [n, channels, h, w] -> logits [n, num_classes]."""
+    return head(features.mean((2, 3)))  # type: ignore[no-any-return]

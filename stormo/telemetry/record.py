@@ -98,7 +98,8 @@ class CheckpointSaved:
     step: int
     path: str  # relative to the run folder
     weights_sha256: str
-    save_time_s: float
+    save_time_s: float  # in which training stood still for it
+    write_time_s: float | None = None  # until it was published, in the background or not
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from stormo.checkpoint import CheckpointWriteError, Snapshot, find, save, writing
+from stormo.checkpoint import CheckpointWriteError, Snapshot, find, publishing, save
 from stormo.checkpoint import leftovers as module
 from stormo.checkpoint.leftovers import clean, new_temporary, remove
 
@@ -150,13 +150,13 @@ def test_many_cleaners_at_once_do_not_trip_over_each_other(tmp_path: Path) -> No
 def test_a_writer_whose_folder_was_taken_away_fails_and_publishes_nothing(
     tmp_path: Path, make_snapshot: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real_publish = writing._publish
+    real_publish = publishing._rename
 
     def taken_away(temporary: Path, *rest: object) -> Path:
         remove(temporary)
         return real_publish(temporary, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(writing, "_publish", taken_away)
+    monkeypatch.setattr(publishing, "_rename", taken_away)
     with pytest.raises(CheckpointWriteError, match="No such file"):
         save(tmp_path, make_snapshot(1), step=1, identity="", keep_last=1, keep_best=0, metric=None)
     assert find(tmp_path) == []

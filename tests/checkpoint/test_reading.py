@@ -291,7 +291,8 @@ GOOD_ENTRY = {"size_bytes": 1, "sha256": "a" * 64}
         (sealed(files=entries(**{"state.json": {"size_bytes": True, "sha256": "a" * 64}})), "valid size"),
         (sealed(files=entries(**{"state.json": {"size_bytes": 1, "sha256": "A" * 64}})), "valid size"),
         (sealed(files=entries(**{"state.json": None})), "valid size"),
-        (sealed(version=2), "format version 2, this stormo reads version 1"),
+        (sealed(version=3), "format version 3, this stormo reads versions 1 and 2"),
+        (sealed(version=True), "format version True"),
         (sealed(version=None), "format version None"),
         (sealed(format="other"), "not the manifest of a stormo checkpoint"),
         (sealed(step=-1), "step"),
@@ -319,7 +320,7 @@ def test_the_hostile_manifests_are_refused_for_what_was_changed_only() -> None:
 
 def test_a_manifest_without_end_is_not_read_to_its_end(newest: Path) -> None:
     os.truncate(newest / MANIFEST, 2**40)  # sparse
-    refused(newest, MANIFEST, "longer than 1,048,576 bytes")
+    refused(newest, MANIFEST, "longer than 16,777,216 bytes")
 
 
 def test_a_folder_that_is_not_there_is_told_with_the_good_one(newest: Path) -> None:

@@ -24,9 +24,9 @@ from stormo.checkpoint import (
     leftovers,
     load,
     newest_good,
+    publishing,
     read_manifest,
     save,
-    writing,
 )
 from stormo.errors import SettingError
 from tests import programs
@@ -309,7 +309,7 @@ def test_what_is_free_is_counted_before_a_failed_attempt_is_cleaned_away(
     def usage(folder: Path) -> SimpleNamespace:
         return SimpleNamespace(free=7 if names(folder) else 10**9)  # nothing published: what is there is the attempt
 
-    monkeypatch.setattr(writing, "_sync_folder", full)
+    monkeypatch.setattr(publishing, "sync_folder", full)
     monkeypatch.setattr("shutil.disk_usage", usage)
     assert " bytes, 7 bytes were free there when it failed; " in failed(tmp_path, make_snapshot(1), 1)
     assert names(tmp_path) == []

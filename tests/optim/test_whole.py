@@ -227,3 +227,33 @@ def test_the_total_norm_is_wide_and_finite_where_squares_of_float32_are_not() ->
     assert squares.total([None, torch.ones(4, dtype=DOUBLE), None, torch.ones(5, dtype=HALF)]).dtype == DOUBLE
     with pytest.raises(ValueError, match="zip"):
         squares.total([torch.ones(1)])
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # that it does not see every operation
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_of_parts_never_waits_for_the_device(case: str) -> None:
+    layers = [nn.Parameter(layer.detach().cuda()) for layer in _whole()]
+    optimizer = _optimizer(case, layers)
+    squares = WholeSquares(
+        parameters=layers,
+        numbers=list(range(len(layers))),
+        is_counted=[True] * len(layers),
+        num_layers=len(layers),
+        reduce=lambda sums: sums,
+        device=layers[0].device,
+    )
+    optimizer.whole_squares = squares
+    for layer in layers:
+        layer.grad = torch.ones_like(layer)
+    optimizer.step()  # learns which layers there are
+    before = [layer.detach().clone() for layer in layers]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step()
+        norm = squares.total([layer.grad for layer in layers])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert norm.item() == pytest.approx(sum(layer.numel() for layer in layers) ** 0.5)
+    assert all(not torch.equal(layer, old) for layer, old in zip(layers, before, strict=True))

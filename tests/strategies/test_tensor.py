@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from stormo.errors import SettingError
+from stormo.strategies.masks import OwnDraws
 from stormo.strategies.split_layers import Cut
 from stormo.strategies.tensor import split_tensor, unequal_gradients
 from stormo.strategies.tensor_plan import derive_plan
@@ -187,6 +188,26 @@ def test_dropout_leaves_out_other_units_where_activations_are_cut(run_ranks: Cal
     assert recomputed1
 
 
+@pytest.mark.gpu
+def test_streams_on_a_gpu() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    seen = []
+    for rank in range(2):
+        torch.cuda.manual_seed(3)
+        draws = OwnDraws(rank)
+        numbers = []
+        for _ in range(2):
+            numbers.append(torch.rand(64, device=device))
+            draws.enter(device)
+            draws.enter(device)
+            numbers.append(torch.rand(64, device=device))
+            draws.leave(device)
+        seen.append([*numbers, torch.rand(64, device=device)])
+    first, second = seen
+    assert [torch.equal(one, other) for one, other in zip(first, second, strict=True)] == [True, False] * 2 + [True]
+    assert len({tuple(numbers.tolist()) for numbers in (*first, second[1], second[3])}) == 7  # none comes twice
+
+
 def train_with_dropout(world: World) -> dict[str, Tensor]:
     torch.manual_seed(1)
     model = gpt(dropout=0.2)
@@ -204,7 +225,8 @@ def test_with_dropout_whatever_is_whole_stays_equal(run_ranks: Callable[..., Any
 def in_bf16(world: World) -> list[tuple[torch.dtype, float]]:
     """How far scores and gradients in bf16 are from those of one process, in parts of the largest."""
     found = []
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, where a processor has no bf16
         for name in ("gpt", "words"):
             plain, model = made(name), made(name)
             cuts = split_tensor(model, derive_plan(Planned(MODELS[name][1]), model, world.size), line_of(world))

@@ -1,0 +1,214 @@
+"""The ways to spread a model that `benchmarks.strategy_exactness` compares with one process, and with what settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+# Rates at which 20 steps move the weights visibly and no loss is lost.
+OPTIMIZERS: Mapping[str, tuple[float, Mapping[str, Any]]] = {
+    "sgd": (0.1, {"nesterov": True}),
+    "adamw": (0.003, {"eps": 1e-6}),  # with less, rounding of gradients that are next to zero is blown up
+    "lars": (5.0, {"nesterov": True}),
+    "larc": (0.1, {"nesterov": True}),
+    "lamb": (0.01, {}),
+    "novograd": (0.01, {}),
+}
+NAMES = ("ddp", "zero1", "zero2", "fsdp", "hsdp", "tensor", "hybrid", "pipeline", "naive", "mesh")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+BOTH, GPT, DEEP, RESNET = ("GPT", "WideResNet"), ("GPT",), ("deep GPT",), ("WideResNet",)
+# Neither batch nor epoch divides by the workers; the last batch of 3 leaves most of 8 workers without a sample.
+_UNEVEN = {"global_batch_size": 11, "num_samples": 25}
+# A pipeline cuts a pass into equal parts. Its last batch is a single sample.
+_EVEN = {"global_batch_size": 12, "num_samples": 25}
+# Batch norm sees the parts of a pass one after the other, as one process does that accumulates them.
+_PARTS = {"global_batch_size": 12, "num_samples": 24}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """One way to spread a model; `flags` are settings by field name."""
+
+    strategy: str  # one of NAMES
+    text: str
+    num_workers: int
+    tasks: Sequence[str]
+    flags: Mapping[str, Any]
+    data: Mapping[str, int] = field(default_factory=lambda: _UNEVEN)
+    reference_flags: Mapping[str, Any] = field(default_factory=dict)
+    control: str = ""  # what is spoiled on purpose: see `strategy_exactness.CONTROLS`
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A way, for one task under one optimizer."""
+
+    way: Way
+    task: str
+    optimizer: str
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of an epoch."""
+        return self.way.data["num_samples"]
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the first step."""
+        return OPTIMIZERS[self.optimizer][0]
+
+    def flags(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """All settings, with those of the way or of its reference."""
+        common = {"precision": "fp64", "weight_decay": 0.01, "clip_norm": 0.5, "sync_batch_norm": self.is_synchronised}
+        named = {"optimizer": self.optimizer, "global_batch_size": self.way.data["global_batch_size"]}
+        return {**common, **named, **OPTIMIZERS[self.optimizer][1], **own}
+
+    @property
+    def is_synchronised(self) -> bool:
+        """Whether there is batch norm, whose statistics are those of the whole batch."""
+        return self.task == "WideResNet"
+
+    @property
+    def reference(self) -> tuple[Any, ...]:
+        """What names the run of one process that this one must equal."""
+        way = self.way
+        return self.task, self.optimizer, tuple(way.data.items()), tuple(way.reference_flags.items())
+
+
+def _presets(size: int) -> Iterator[Way]:
+    for name in ("ddp", "zero1", "zero2", "fsdp"):
+        yield Way(
+            strategy=name, text=name, num_workers=size, tasks=BOTH if size != 3 else GPT, flags={"strategy": name}
+        )
+    if size == 3:  # 32 rows in three parts
+        return
+    if size > 2:
+        nodes = {"strategy": "hsdp", "num_nodes": 2, "num_gpus": size // 2}
+        yield Way(strategy="hsdp", text="hsdp, 2 nodes", num_workers=size, tasks=BOTH, flags=nodes)
+    for name, tasks in (("tensor", GPT), ("hybrid", BOTH)):
+        yield Way(strategy=name, text=name, num_workers=size, tasks=tasks, flags={"strategy": name})
+    naive = {"strategy": "naive"}
+    yield Way(strategy="naive", text="naive", num_workers=size, tasks=DEEP, flags=naive, data=_EVEN)
+    for schedule in SCHEDULES:
+        if size == 8 and schedule in ("interleaved", "zero-bubble"):
+            continue  # two stages a worker are 16, and the GPT has 8 pieces
+        named = {"strategy": "pipeline", "schedule": schedule}
+        text = f"pipeline, {schedule}"
+        yield Way(strategy="pipeline", text=text, num_workers=size, tasks=DEEP, flags=named, data=_EVEN)
+    if size == 2:
+        parts = {"strategy": "pipeline", "micro_batches": 6}
+        yield Way(
+            strategy="pipeline",
+            text="pipeline, 1f1b, 6 micro-batches",
+            num_workers=size,
+            tasks=RESNET,
+            flags=parts,
+            data=_PARTS,
+            reference_flags={"accumulate": 6},
+        )
+
+
+def _mesh(size: int, mesh: str, tasks: Sequence[str] | None = None, **flags: Any) -> Way:
+    words = " ".join(f"{name.replace('_', ' ')} {value}".removesuffix(" True") for name, value in flags.items())
+    text = ", ".join(filter(None, (mesh.replace(",", " × "), words)))
+    usual, data = (DEEP, _EVEN) if "pipeline" in mesh else (GPT, _UNEVEN)
+    every = {"mesh": mesh, **flags}
+    return Way(strategy="mesh", text=text, num_workers=size, tasks=tasks or usual, flags=every, data=data)
+
+
+def _products(size: int) -> Iterator[Way]:
+    if size == 4:
+        for zero in (1, 2, 3):
+            yield _mesh(4, "replicate=2,shard=2", BOTH, zero=zero)
+        for mesh in ("shard=2,tensor=2", "pipeline=2,shard=2"):
+            yield from (_mesh(4, mesh, zero=zero) for zero in (1, 2, 3))
+        yield from (_mesh(4, f"{mesh}=2,tensor=2") for mesh in ("replicate", "pipeline"))
+        yield _mesh(4, "pipeline=2,replicate=2")
+        yield _mesh(4, "pipeline=2,shard=2", schedule="zero-bubble")
+    if size == 8:
+        for zero in (1, 2, 3):
+            yield _mesh(8, "replicate=2,shard=2,tensor=2", zero=zero)
+        for mesh in ("shard=2,tensor=2", "replicate=2,shard=2", "replicate=2,tensor=2"):
+            yield _mesh(8, f"pipeline=2,{mesh}")
+        yield _mesh(8, "pipeline=4,shard=2", schedule="interleaved")
+        yield _mesh(8, "shard=4,tensor=2", zero=2)
+
+
+def _options(size: int) -> Iterator[Way]:
+    """Settings that change how a step is computed and not what it is."""
+    chosen: Mapping[int, Sequence[tuple[str, Mapping[str, Any]]]] = {
+        2: (
+            ("zero1", {"accumulate": 2}),
+            ("zero1", {"offload": True}),
+            ("zero2", {"accumulate": 3}),
+            ("zero2", {"offload": True}),
+            ("fsdp", {"offload": True}),
+            ("tensor", {"checkpoint_activations": True}),
+            ("hybrid", {"accumulate": 2}),
+            ("pipeline", {"checkpoint_activations": True}),
+            ("pipeline", {"accumulate": 2}),
+        ),
+        4: (("fsdp", {"accumulate": 2}), ("fsdp", {"checkpoint_activations": True})),
+    }
+    for name, extra in chosen.get(size, ()):
+        words = " ".join(f"{key.replace('_', ' ')} {value}".removesuffix(" True") for key, value in extra.items())
+        tasks, data = (DEEP, _EVEN) if name == "pipeline" else (GPT, _UNEVEN)
+        flags = {"strategy": name, **extra}
+        yield Way(strategy=name, text=f"{name}, {words}", num_workers=size, tasks=tasks, flags=flags, data=data)
+    if size == 4:
+        yield _mesh(4, "shard=2,tensor=2", checkpoint_activations=True, offload=True, accumulate=2)
+        yield _mesh(4, "pipeline=2,shard=2", checkpoint_activations=True, accumulate=2)
+
+
+CONTROL_WAYS = (
+    Way(
+        strategy="fsdp",
+        text="fsdp, each part by its own norm (control)",
+        num_workers=2,
+        tasks=GPT,
+        flags={"strategy": "fsdp"},
+        control="layer norms",
+    ),
+    Way(
+        strategy="zero2",
+        text="zero2, clipped by each worker's own norm (control)",
+        num_workers=2,
+        tasks=GPT,
+        flags={"strategy": "zero2"},
+        control="clipping",
+    ),
+)
+_CONTROL_OPTIMIZERS = {"layer norms": ("lars", "novograd", "lamb"), "clipping": ("sgd",)}
+
+
+def ways(size: int) -> list[Way]:
+    """All ways for a number of workers."""
+    controls = CONTROL_WAYS if size == 2 else ()
+    return [*_presets(size), *_products(size), *_options(size), *controls]
+
+
+def _optimizers(way: Way, task: str, *, quick: bool) -> Sequence[str]:
+    if way.control:
+        return _CONTROL_OPTIMIZERS[way.control][-1:] if quick else _CONTROL_OPTIMIZERS[way.control]
+    if quick:
+        return ("lamb",)
+    if task == "WideResNet":
+        return ("sgd", "adamw", "lars", "lamb") if way.num_workers == 2 else ("sgd", "lamb")
+    # All where it is fast; the others differ in nothing that the number of workers touches.
+    by_size = {2: tuple(OPTIMIZERS), 3: ("sgd", "lamb"), 4: ("sgd", "adamw", "lars", "lamb", "novograd")}
+    return by_size.get(way.num_workers, ("sgd", "adamw", "lamb"))
+
+
+def cases(strategies: Sequence[str], *, quick: bool) -> list[Case]:
+    """All that is compared, few workers first; controls always."""
+    sizes = (2, 4) if quick else (2, 3, 4, 8)
+    return [
+        Case(way=way, task=task, optimizer=optimizer)
+        for size in sizes
+        for way in ways(size)
+        if way.strategy in strategies or way.control
+        for task in way.tasks
+        if not (quick and size == 4 and way.strategy != "mesh")
+        for optimizer in _optimizers(way, task, quick=quick)
+    ]

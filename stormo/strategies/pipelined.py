@@ -1,0 +1,185 @@
+"""Models whose layers are spread over stages, which micro-batches go through one after the other.
+
+The task's `loss(model, batch)` stays what it is: it is called up to the model for the inputs of the first stage, and
+around the output of the last one for the loss. Along the other axes a stage is what a whole model is in `composed`.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from stormo.data.batches import batch_length, cut
+from stormo.errors import SettingError
+from stormo.pipeline.bubble import Span, idle_share, predicted_bubble
+from stormo.pipeline.capture import model_inputs, with_output
+from stormo.pipeline.engine import Engine
+from stormo.pipeline.orders import stages_of
+from stormo.pipeline.pieces import Pieces, StageModule, find_pieces, keep_only
+from stormo.pipeline.split import into_stages, measured_costs
+from stormo.pipeline.watching import Watch
+from stormo.plan.sharding import STAGES_PER_WORKER
+from stormo.strategies.compose import Composition, compose
+from stormo.strategies.composed import Composed
+from stormo.strategies.sample import sample_batch
+from stormo.strategies.zero import average
+from stormo.tasks.returned import check_loss
+
+_WATCHED_PASS = 3  # the first ones are slower than all later ones
+_BATCH_NORMS = nn.modules.batchnorm._BatchNorm
+
+
+class Pipelined(Composed):
+    """One worker of a mesh with the axis pipeline."""
+
+    name = "pipeline"
+
+    def _transform(self, model: nn.Module) -> Composition:
+        plan, grid = self._plan, self.world.grid
+        self._line = grid.line("pipeline")
+        self._schedule = "naive" if plan.layout.strategy == "naive" else self._settings.sharding.schedule
+        per_worker = 1 if self._schedule == "naive" else STAGES_PER_WORKER[self._schedule]
+        self._num_stages = per_worker * self._line.size
+        if self._schedule == "zero-bubble" and self._zero == 3:
+            raise SettingError(
+                "--schedule zero-bubble was set with fully sharded stages",
+                "it takes the gradients of weights apart from backward, in which torch's sharding sums them",
+                "set --zero 1 or 2, or another --schedule",
+            )
+        pieces = self._find_pieces(model)
+        stages = into_stages(pieces, self._num_stages, lambda: self._costs(pieces))
+        self._numbers = stages_of(self._line.rank, self._line.size, self._num_stages)
+        self._stages = [StageModule(stages[number]) for number in self._numbers]
+        self.notices += self._batch_norm_notice(model)
+        made = compose(model, self._stages, plan, self._settings, self.task, grid)
+        keep_only(model, [piece for number in self._numbers for piece in stages[number]], pieces)
+        return made
+
+    def _find_pieces(self, model: nn.Module) -> Pieces:
+        """How the model is cut, by the task or by what one call of it shows."""
+        name, plan = type(self.task).__name__, self._plan
+        batch = sample_batch(self.task, max(1, plan.batch_per_pass // plan.micro_batches), self.world.device)
+        self._call = model_inputs(lambda stand_in: self.task.loss(stand_in, batch), model, f"{name}.loss")
+        pieces = find_pieces(model, self.task.pieces(model), name=name, call=self._call)
+        if self._zero == 3 and any(piece.own for piece in pieces.items):
+            raise SettingError(
+                f"{name}.model() has parameters that forward takes from the model itself",
+                "fully sharded stages gather the weights of the modules that they call",
+                f"put them into a module, or set --zero 1 or 2, or give {name} a pieces(model)",
+            )
+        return pieces
+
+    def _costs(self, pieces: Pieces) -> list[float]:
+        """Seconds of each piece, as the main worker measures them."""
+        costs: list[float] = []
+        if self.world.is_main:
+            with self.autocast():
+                costs = measured_costs(pieces, self._call, self.world.device)
+        return [float(cost) for cost in self.world.share_json(costs)]
+
+    def _batch_norm_notice(self, model: nn.Module) -> list[str]:
+        size = self._plan.batch_per_pass // self._plan.micro_batches
+        if self._plan.micro_batches == 1 or not any(isinstance(layer, _BATCH_NORMS) for layer in model.modules()):
+            return []
+        return [f"In a pipeline batch norm takes its statistics over micro-batches, here of {size} samples."]
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        self._engine = Engine(
+            self._stages,
+            self._numbers,
+            num_stages=self._num_stages,
+            line=self._line,
+            device=self.world.device,
+            schedule=self._schedule,
+            num_micro_batches=self._plan.micro_batches,
+        )
+        self._judged = _through(self._engine, model)
+        self._num_passes = 0
+        self.spans: list[Span] | None = None  # what the workers of this line did in one pass
+        return model
+
+    @property
+    def validated(self) -> nn.Module:
+        """The model as a validation calls it: a call goes through all stages, and its output to all workers."""
+        return self._judged
+
+    def _sharded(self) -> list[FSDPModule]:
+        return [stage for stage in self._stages if isinstance(stage, FSDPModule)]
+
+    def _gradient_sync(self, is_last: bool) -> AbstractContextManager[Any]:
+        return nullcontext()  # a stage exchanges its gradients in the backward of its last micro-batch
+
+    def _pass(self, model: nn.Module, data: Any, weight: float) -> Tensor:
+        task, method = self.task, f"{type(self.task).__name__}.loss"
+        args, kwargs = model_inputs(lambda stand_in: task.loss(stand_in, data), self.module, method)
+        num_samples = batch_length(data)
+        count = self._engine.num_micro_batches(num_samples)
+        size = num_samples // count
+        seen = torch.zeros((), dtype=torch.float64, device=self.world.device)
+
+        def loss_of(output: Any, number: int) -> Tensor:
+            part = cut(data, number * size, (number + 1) * size)
+            found = with_output(lambda stand_in: task.loss(stand_in, part), output, self.module, method)
+            loss = check_loss(task, found)
+            seen.add_(loss.detach() / count)
+            return self.scaler.scale(loss * (weight * self.world.data.size / count))
+
+        self._watch_pass()
+        with self.autocast():
+            self._engine.forward_backward(args, loss_of, kwargs)
+        self._see_pass()
+        if self._reducer is not None:
+            self._reducer.finish()
+        return self._line.sum(seen) * (weight * self._loss_share)
+
+    def _collect_gradients(self) -> None:
+        if self._zero < 2:
+            average([one.parameter.grad for one in self._held if one.parameter.grad is not None], self.world.data)
+        super()._collect_gradients()
+
+    def without_gradient(self) -> list[str]:
+        """The trained parameters of this worker's stages that the pass just done has not reached."""
+        if self._reducer is not None:
+            return super().without_gradient()
+        return [one.name for one in self._held if one.parameter.requires_grad and one.parameter.grad is None]
+
+    # What the schedule came to
+
+    def _watch_pass(self) -> None:
+        self._num_passes += 1
+        if self._num_passes == _WATCHED_PASS:
+            self._engine.watch = Watch(self._line, self.world.device)
+
+    def _see_pass(self) -> None:
+        if self._engine.watch is not None:
+            self.spans, self._engine.watch = self._engine.watch.gather(), None
+
+    def pipeline_seen(self) -> dict[str, Any] | None:
+        """One pass of the main worker's line, and the idle share of its workers beside what the schedule must have."""
+        if self.spans is None:
+            return None
+        workers, count = self._line.size, 1 + max(span.micro_batch for span in self.spans)
+        return {
+            "schedule": self._schedule,
+            "num_stages": self._num_stages,
+            "micro_batches": count,
+            "predicted_bubble": predicted_bubble(self._schedule, workers, self._num_stages, count),
+            "measured_bubble": idle_share(self.spans, workers),
+            "spans": [list(span) for span in self.spans],
+        }
+
+
+def _through(engine: Engine, model: nn.Module) -> nn.Module:
+    """An instance of the model's own class that shares all with it but the call."""
+
+    def call(_: Any, *args: Any, **kwargs: Any) -> Any:
+        return engine.forward(args, kwargs)
+
+    kind: Any = type(type(model).__name__, (type(model),), {"__call__": call, "forward": call})
+    found: nn.Module = object.__new__(kind)
+    object.__setattr__(found, "__dict__", model.__dict__)
+    return found

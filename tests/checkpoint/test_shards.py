@@ -1,0 +1,387 @@
+"""Whatever mesh has saved a model, any other takes it up to the last bit; and the failure of one is that of all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from stormo import checkpoint
+from stormo.checkpoint import (
+    CheckpointWriteError,
+    CorruptCheckpointError,
+    MisfitError,
+    Reader,
+    Saver,
+    Saving,
+    Snapshot,
+    agreement,
+    files,
+    find,
+    load,
+    merging,
+    newest_good,
+    read_manifest,
+    saver,
+    verify,
+    weights_digest,
+)
+from stormo.checkpoint.layout import BOXES, VALUES
+from stormo.errors import SettingError, StormoError
+from stormo.progress import Progress
+from stormo.state import RunState
+from stormo.strategies.parts import Part
+from stormo.world.world import World
+from tests.checkpoint.fake_spread import MESHES, FakeSpread, Model, require_whole, whole_values
+
+Ranks = Callable[..., list[Any]]
+# Every mesh with an optimizer, so that each kind of state is cut in several ways.
+CASES = list(zip(MESHES, ["adamw", "novograd", "sgd"] * 3, strict=True))
+
+
+def saving(step: int) -> Saving:
+    return Saving(step=step, identity="run", keep_last=9, keep_best=0, metric=None)
+
+
+def run_state(strategy: FakeSpread, step: int = 0) -> RunState:
+    loss_sum = torch.tensor(1.0 + strategy.world.rank, dtype=torch.float64)
+    return RunState(progress=Progress(step=step), strategy=strategy, loss_sum=loss_sum)  # type: ignore[arg-type]
+
+
+def save(strategy: FakeSpread, folder: str, step: int, *, in_background: bool = False) -> str:
+    """Save under the strategy's mesh; the path on all workers."""
+    world = strategy.world
+    one = Saver(world, in_background=in_background)
+    one.begin(run_state(strategy, step).content(world, 0), Path(folder) if world.is_main else None, saving(step))
+    one.settle()
+    done = one.finished()
+    assert (done is None) is not world.is_main
+    path: str = world.share_json(None if done is None else str(done.saved.path))
+    return path
+
+
+def _save_all(world: World, folder: str, cases: list[tuple[str, str]]) -> list[str]:
+    paths = []
+    for number, (mesh, optimizer) in enumerate(cases):
+        strategy = FakeSpread(world, mesh, optimizer)
+        strategy.fill(number)
+        paths.append(save(strategy, f"{folder}/{mesh}", number, in_background=bool(number % 2)))
+    return paths
+
+
+def _take_all(world: World, folder: str, mesh: str, sources: list[tuple[int, str, str]]) -> list[str]:
+    """Take up every checkpoint under a mesh, and save it again from there."""
+    again = []
+    for seed, optimizer, path in sources:
+        strategy = FakeSpread(world, mesh, optimizer)
+        state = run_state(strategy)
+        state.take_up(world, Path(path), 0)
+        strategy.require(seed)
+        assert (state.progress.step, state.progress.num_resumes, strategy.num_changes) == (seed, 1, 1)
+        again.append(save(strategy, f"{folder}/{mesh} from {seed}", seed))
+    return again
+
+
+def test_every_mesh_takes_up_what_every_mesh_has_saved_to_the_last_bit(run_ranks: Ranks, tmp_path: Path) -> None:
+    sizes = {size: [case for case in CASES if MESHES[case[0]].size == size] for size in (1, 2, 3, 4)}
+    paths: dict[tuple[str, str], str] = {}
+    for size, cases in sizes.items():
+        if size > 1:
+            paths |= zip(cases, run_ranks(_save_all, size, str(tmp_path), cases)[0], strict=True)
+        else:  # one worker's, of the first version
+            paths |= {case: str(_whole(tmp_path / case[0], case[1], seed)) for seed, case in enumerate(cases)}
+    sources = []
+    for (_, optimizer), path in paths.items():
+        seed = read_manifest(path).step
+        require_whole(load(path), optimizer, seed)
+        sources.append((seed, optimizer, path))
+    for mesh in ("rows 3", "grid", "stages"):
+        for path, (seed, optimizer, _) in zip(
+            run_ranks(_take_all, MESHES[mesh].size, str(tmp_path), mesh, sources)[0], sources, strict=True
+        ):
+            require_whole(load(path), optimizer, seed)
+            verify(path)
+
+
+def _whole(folder: Path, optimizer: str, seed: int) -> Path:
+    values = whole_values(optimizer, seed)
+    model = Model()
+    model.load_state_dict({n: t for n, t in values.items() if "|" not in n}, strict=False)
+    random_tensors, random_values = checkpoint.collect_random_state()
+    snapshot = Snapshot(
+        model=model.state_dict(),
+        optimizer={name: tensor for name, tensor in values.items() if "|" in name},
+        ranks={"0/loss": torch.tensor(1.0, dtype=torch.float64)}
+        | {f"0/random/{name}": tensor for name, tensor in random_tensors.items()},
+        state={
+            **{"world_size": 5, "random": [random_values], "scaler": {}, "noise_scale": None},
+            "progress": Progress(step=seed).to_json(),
+        },
+    )
+    return checkpoint.save(folder, snapshot, step=seed, identity="", keep_last=1, keep_best=0, metric=None).path
+
+
+def _own_things(world: World, folder: str) -> tuple[Any, ...]:
+    """What a worker has of its own, saved and taken up by the same mesh, then by another one."""
+    strategy = FakeSpread(world, "stages of rows")
+    strategy.fill(1)
+    torch.manual_seed(100 + world.rank)
+    path = save(strategy, folder, 1)
+    drawn = torch.rand(3).numpy()
+    found = []
+    for mesh in ("stages of rows", "rows 4"):
+        again = FakeSpread(world, mesh)
+        state = run_state(again)
+        state.take_up(world, Path(path), 0)
+        buffers = {name: buffer.numpy().copy() for name, buffer in again.named_buffers()}
+        found.append((torch.rand(3).numpy(), buffers, float(state.loss_sum)))
+    return drawn, *found
+
+
+def test_the_same_mesh_goes_on_exactly_and_another_with_means_and_new_generators(
+    run_ranks: Ranks, tmp_path: Path
+) -> None:
+    results = run_ranks(_own_things, 4, str(tmp_path))
+    for rank, (drawn, same, other) in enumerate(results):
+        assert np.array_equal(same[0], drawn)
+        assert same[2] == 1.0 + rank
+        assert same[1]["table"].tolist() == [1.0 + 2 * rank] * 3
+        if rank < 2:  # the first stage
+            assert same[1]["norm.running_mean"].tolist() == [1.0 + 2 * rank] * 2
+        assert not np.array_equal(other[0], drawn)
+        assert other[2] == (1.0 + 2.0 + 3.0 + 4.0) / 4
+        # The mean of the two workers that have them; what is no part of the state is as it was made.
+        assert other[1]["norm.running_mean"].tolist() == [2.0, 2.0]
+        assert other[1]["norm.num_batches_tracked"] == 1
+        assert other[1]["table"].tolist() == [0.0] * 3
+    assert len({tuple(other[0]) for _, _, other in results}) == 4
+
+
+def _second_boxes(world: World, folder: str) -> str:
+    """A worker that holds two boxes of one parameter."""
+    strategy = FakeSpread(world, "rows 2", "sgd", nn.Linear(3, 6, bias=False))
+    whole = torch.arange(18.0).reshape(6, 3)
+    strategy._parts = [
+        Part(
+            name="weight",
+            whole_shape=(6, 3),
+            offset=(row, 0),
+            local=nn.Parameter(torch.zeros(2, 3) if world.rank == row % 4 // 2 else torch.zeros(0, 3)),
+            is_counted=True,
+            is_saved=True,
+        )
+        for row in (0, 2, 4)
+    ]
+    strategy.optimizer = torch.optim.SGD([part.local for part in strategy._parts], lr=1.0, momentum=0.9)
+    for part in strategy._parts:
+        part.local.data.copy_(part.of(whole))
+        strategy.optimizer.state[part.local]["momentum_buffer"] = -part.of(whole).clone()
+    path = save(strategy, folder, 1)
+    again = FakeSpread(world, "rows 2", "sgd", nn.Linear(3, 6, bias=False))
+    run_state(again).take_up(world, Path(path), 0)
+    (part,) = again.parts()
+    assert torch.equal(part.local, part.of(whole))
+    assert torch.equal(again.optimizer.state[part.local]["momentum_buffer"], -part.of(whole))
+    return path
+
+
+def test_a_worker_may_hold_several_boxes_of_one_parameter(run_ranks: Ranks, tmp_path: Path) -> None:
+    path, _ = run_ranks(_second_boxes, 2, str(tmp_path))
+    with Reader(path) as reader:
+        keys = [(box.file, box.key) for box in reader.entries("model")["weight"].boxes]
+        assert torch.equal(reader.whole("model", "weight"), torch.arange(18.0).reshape(6, 3))
+        assert torch.equal(reader.box("model", "weight", (1, 2), (4, 1)), torch.arange(18.0).reshape(6, 3)[1:5, 2:])
+        with pytest.raises(ValueError, match="has no box"):
+            reader.box("model", "weight", (5, 0), (2, 3))
+    names = [f"shard-0000{rank}.safetensors" for rank in (0, 0, 1)]
+    assert keys == list(zip(names, ["model/weight", "model/weight#2", "model/weight"], strict=True))
+
+
+def _digests(world: World, folder: str, limit_bytes: int) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(merging, "LARGEST_READ_BACK_BYTES", limit_bytes)
+        strategy = FakeSpread(world, "rows 2")
+        strategy.fill(1)
+        return save(strategy, folder, 1)
+
+
+def test_the_digest_is_that_of_one_process_unless_the_model_is_large(run_ranks: Ranks, tmp_path: Path) -> None:
+    small, large = (run_ranks(_digests, 2, str(tmp_path / str(limit)), limit)[0] for limit in (10**6, 10))
+    assert read_manifest(small).digest_of == VALUES
+    assert read_manifest(small).weights_sha256 == weights_digest(load(small).model)
+    assert read_manifest(large).digest_of == BOXES
+    assert read_manifest(large).weights_sha256 != weights_digest(load(large).model)
+
+
+# --- failures ---
+
+
+def _told(call: Callable[[], object]) -> tuple[str, int]:
+    try:
+        call()
+    except StormoError as error:
+        return str(error), error.exit_code
+    raise AssertionError("nothing was raised")
+
+
+def _cannot_write(world: World, folder: str, in_background: bool) -> tuple[str, int]:
+    strategy = FakeSpread(world, "rows 3")
+    strategy.fill(1)
+    save(strategy, folder, 1)
+
+    def full(file: Path, *rest: Any) -> Any:
+        if file.name == "shard-00001.safetensors":
+            file.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device", str(file))
+        return files.write_file(file, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stormo.checkpoint.shard.write_file", full)
+        return _told(lambda: save(strategy, folder, 2, in_background=in_background))
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_full_disk_of_one_worker_ends_the_save_on_all_in_its_words(
+    run_ranks: Ranks, tmp_path: Path, in_background: bool
+) -> None:
+    told = set(run_ranks(_cannot_write, 3, str(tmp_path), in_background))
+    assert len(told) == 1
+    ((text, exit_code),) = told
+    assert text.startswith(f"Rank 1's part of the checkpoint of step 2 could not be written to {tmp_path} (No space")
+    assert text.endswith("checkpoints saved before it are untouched.")
+    assert exit_code == 1
+    assert os.listdir(tmp_path) == ["step-00000001"]
+    verify(tmp_path / "step-00000001")
+
+
+def _not_seen(world: World, folder: str) -> tuple[str, int]:
+    strategy = FakeSpread(world, "rows 2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saver, "_SEEN_WITHIN_S", 0.1)
+        if world.rank == 1:
+            patch.setattr(agreement.Path, "is_dir", lambda self: False)
+        return _told(lambda: save(strategy, folder, 1))
+
+
+def test_a_worker_that_does_not_see_the_folder_is_named_by_all_before_anything_is_written(
+    run_ranks: Ranks, tmp_path: Path
+) -> None:
+    told = run_ranks(_not_seen, 2, str(tmp_path))
+    assert told[0] == told[1]
+    assert "rank 1 on host localhost does not see it; set --runs-folder to a folder that all nodes see." in told[0][0]
+    assert told[0][1] == SettingError.exit_code
+    assert os.listdir(tmp_path) == []
+
+
+def _forgets(world: World, folder: str) -> tuple[str, int]:
+    strategy = FakeSpread(world, "rows 2")
+    if world.rank == 1:
+        strategy._parts = strategy._parts[1:]
+        strategy.optimizer = torch.optim.SGD([part.local for part in strategy._parts], lr=1.0)
+    return _told(lambda: save(strategy, folder, 1))
+
+
+def test_boxes_that_do_not_make_a_whole_are_not_published(run_ranks: Ranks, tmp_path: Path) -> None:
+    for text, _ in run_ranks(_forgets, 2, str(tmp_path)):
+        assert "does not make a whole (the boxes of 'number'" in text or "'first.weight' do not fill" in text
+    assert os.listdir(tmp_path) == []
+
+
+def _takes(world: World, path: str, module: str = "") -> tuple[str, int]:
+    modules = {"": Model(), "more": nn.Sequential(Model(), nn.Linear(2, 2)), "wider": nn.Linear(2, 2)}
+    if module == "less":
+        modules["less"] = Model()
+        del modules["less"].norm
+    if module == "wider":
+        modules["wider"] = Model()
+        modules["wider"].first = nn.Linear(6, 9)
+    strategy = FakeSpread(world, "rows 2", module=modules[module])
+    return _told(lambda: run_state(strategy).take_up(world, Path(path), 0))
+
+
+@pytest.fixture
+def saved(run_ranks: Ranks, tmp_path: Path) -> Path:
+    """Steps 0 and 1, by three workers."""
+    return Path(run_ranks(_two_steps, 3, str(tmp_path))[0])
+
+
+def _two_steps(world: World, folder: str) -> str:
+    strategy = FakeSpread(world, "rows 3")
+    for step in (0, 1):
+        strategy.fill(step)
+        path = save(strategy, folder, step)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("more", "has no 0.number, which the model has"),
+        ("less", "has norm.bias, which this model lacks"),
+        ("wider", "has first.weight of shape [7, 6], but the model's has shape [9, 6]"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused_by_all(
+    run_ranks: Ranks, saved: Path, module: str, words: str
+) -> None:
+    told = run_ranks(_takes, 2, str(saved), module)
+    assert told[0] == told[1]
+    assert words in told[0][0]
+    assert issubclass(MisfitError, StormoError)
+
+
+def test_a_flipped_bit_in_the_part_of_one_worker_is_told_by_all_with_the_good_one(
+    run_ranks: Ranks, saved: Path
+) -> None:
+    shard = saved / "shard-00002.safetensors"  # which the first of two workers does not read
+    good = shard.read_bytes()
+    shard.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    told = run_ranks(_takes, 2, str(saved))
+    assert told[0] == told[1]
+    assert told[0][0].startswith(f"{shard}: its SHA-256 is ")
+    assert told[0][0].endswith(f"the newest good checkpoint is that of step 0: --resume {saved.parent}/step-00000000.")
+    assert told[0][1] == CorruptCheckpointError.exit_code
+
+
+@pytest.mark.parametrize("name", ["shard-00001.safetensors", "index.json", "ranks.safetensors", "state.json"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "missing", "link", "pipe"])
+def test_every_file_is_verified_before_it_is_used(saved: Path, tmp_path: Path, name: str, damage: str) -> None:
+    file = saved / name
+    good = file.read_bytes()
+    if damage == "flip":
+        file.write_bytes(good[:-2] + bytes([good[-2] ^ 16]) + good[-1:])
+    elif damage == "cut":
+        os.truncate(file, len(good) - 1)
+    elif damage == "missing":
+        file.unlink()
+    elif damage == "link":
+        shutil.move(file, tmp_path / "outside")
+        file.symlink_to(tmp_path / "outside")
+    else:
+        file.unlink()
+        os.mkfifo(file)
+    for read in (verify, load):
+        with pytest.raises(CorruptCheckpointError) as caught:
+            read(saved)
+        assert str(caught.value).startswith(f"{file}: ")
+    good_one, _ = newest_good(saved.parent)
+    assert good_one == find(saved.parent)[1]
+
+
+def test_only_the_files_with_something_wanted_are_read(saved: Path) -> None:
+    with Reader(saved) as reader:
+        (saved / "shard-00000.safetensors").unlink()
+        (saved / "shard-00002.safetensors").write_bytes(b"")
+        weight = whole_values("adamw", 1)["first.weight"]
+        assert torch.equal(reader.box("model", "first.weight", (3, 0), (3, 6)), weight[3:6])
+        with pytest.raises(CorruptCheckpointError, match=r"shard-00000\.safetensors: it is missing"):
+            reader.box("model", "first.weight", (2, 0), (3, 6))
+    assert issubclass(CheckpointWriteError, StormoError)
