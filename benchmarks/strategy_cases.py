@@ -125,7 +125,7 @@ def _products(size: int) -> Iterator[Way]:
             yield from (_mesh(4, mesh, zero=zero) for zero in (1, 2, 3))
         yield from (_mesh(4, f"{mesh}=2,tensor=2") for mesh in ("replicate", "pipeline"))
         yield _mesh(4, "pipeline=2,replicate=2")
-        yield _mesh(4, "pipeline=2,shard=2", schedule="zero-bubble")
+        yield _mesh(4, "pipeline=2,shard=2", zero=2, schedule="zero-bubble")
     if size == 8:
         for zero in (1, 2, 3):
             yield _mesh(8, "replicate=2,shard=2,tensor=2", zero=zero)
@@ -179,6 +179,7 @@ CONTROL_WAYS = (
         control="clipping",
     ),
 )
+_QUICK_MESHES = ("shard=2,tensor=2", "pipeline=2,tensor=2", "pipeline=2,replicate=2")
 _CONTROL_OPTIMIZERS = {"layer norms": ("lars", "novograd", "lamb"), "clipping": ("sgd",)}
 
 
@@ -186,6 +187,14 @@ def ways(size: int) -> list[Way]:
     """All ways for a number of workers."""
     controls = CONTROL_WAYS if size == 2 else ()
     return [*_presets(size), *_products(size), *_options(size), *controls]
+
+
+def _is_quick(way: Way, task: str) -> bool:
+    """Whether it is among the few that stand for all."""
+    if way.num_workers == 2:
+        is_plain = way.flags.keys() <= {"strategy", "schedule"}
+        return bool(way.control) or (is_plain and (task != "WideResNet" or way.strategy in ("fsdp", "hybrid")))
+    return way.flags.get("mesh") in _QUICK_MESHES and way.flags.keys() <= {"mesh", "zero"}
 
 
 def _optimizers(way: Way, task: str, *, quick: bool) -> Sequence[str]:
@@ -203,12 +212,11 @@ def _optimizers(way: Way, task: str, *, quick: bool) -> Sequence[str]:
 def cases(strategies: Sequence[str], *, quick: bool) -> list[Case]:
     """All that is compared, few workers first; controls always."""
     sizes = (2, 4) if quick else (2, 3, 4, 8)
+    chosen = [way for size in sizes for way in ways(size) if way.strategy in strategies or way.control]
     return [
         Case(way=way, task=task, optimizer=optimizer)
-        for size in sizes
-        for way in ways(size)
-        if way.strategy in strategies or way.control
+        for way in chosen
         for task in way.tasks
-        if not (quick and size == 4 and way.strategy != "mesh")
+        if not quick or _is_quick(way, task)
         for optimizer in _optimizers(way, task, quick=quick)
     ]

@@ -87,6 +87,8 @@ class Engine:
         args: Sequence[Any],
         loss_of: Callable[[Any, int], Tensor],
         kwargs: Mapping[str, Any] | None = None,
+        *,
+        count: int | None = None,
     ) -> list[Tensor]:
         """Forward and backward of a batch: gradients are added to `.grad`, the losses returned by the last worker.
 
@@ -96,9 +98,10 @@ class Engine:
             loss_of: from the output for a micro-batch and its number to the scalar to be differentiated, with its
                 weight in it; called where the last stage is.
             kwargs: of the model.
+            count: micro-batches, where they must be other than `num_micro_batches` of the batch.
         """
         batch = Batch(args, kwargs or {})
-        count = self.num_micro_batches(batch.size)
+        count = count or self.num_micro_batches(batch.size)
         prepared = self._prepare(batch, count, has_backward=True)
         losses: list[Tensor] = []
         self._loss_of = loss_of
@@ -110,10 +113,12 @@ class Engine:
         return [loss.detach() for loss in losses]
 
     @torch.no_grad()
-    def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Any:
+    def forward(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, count: int | None = None
+    ) -> Any:
         """The output of the model for a batch of any size, on all workers of the line; without gradients."""
         batch = Batch(args, kwargs or {})
-        count = self.num_micro_batches(batch.size)
+        count = count or self.num_micro_batches(batch.size)
         prepared = self._prepare(batch, count, has_backward=False)
         self._step(prepared, batch)
         slots = slots_of(prepared.output)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from stormo.data.batches import batch_length, cut
+from stormo.data.loaders import Batch
 from stormo.errors import SettingError
 from stormo.pipeline.bubble import Span, idle_share, predicted_bubble
 from stormo.pipeline.capture import model_inputs, with_output
@@ -97,7 +98,10 @@ class Pipelined(Composed):
             schedule=self._schedule,
             num_micro_batches=self._plan.micro_batches,
         )
-        self._judged = _through(self._engine, model)
+        # Where stages speak with those of other samples in every micro-batch, all must have equally many.
+        self._is_in_step = self.world.data.size > 1 and (self._zero == 3 or self._settings.speed.sync_batch_norm)
+        self._is_even = True  # whether all take equally many samples in the pass under way
+        self._judged = _through(self._engine, model, 1 if self._is_in_step else None)
         self._num_passes = 0
         self.spans: list[Span] | None = None  # what the workers of this line did in one pass
         return model
@@ -113,11 +117,16 @@ class Pipelined(Composed):
     def _gradient_sync(self, is_last: bool) -> AbstractContextManager[Any]:
         return nullcontext()  # a stage exchanges its gradients in the backward of its last micro-batch
 
+    def forward_backward(self, batch: Batch) -> Tensor:
+        """Add this pass's part of the global batch's mean-loss gradient; return its part of that loss, detached."""
+        self._is_even = batch.span.step_samples % (self.world.data.size * self._plan.accumulate) == 0
+        return super().forward_backward(batch)
+
     def _pass(self, model: nn.Module, data: Any, weight: float) -> Tensor:
         task, method = self.task, f"{type(self.task).__name__}.loss"
         args, kwargs = model_inputs(lambda stand_in: task.loss(stand_in, data), self.module, method)
         num_samples = batch_length(data)
-        count = self._engine.num_micro_batches(num_samples)
+        count = self._engine.num_micro_batches(num_samples) if self._is_even or not self._is_in_step else 1
         size = num_samples // count
         seen = torch.zeros((), dtype=torch.float64, device=self.world.device)
 
@@ -130,7 +139,7 @@ class Pipelined(Composed):
 
         self._watch_pass()
         with self.autocast():
-            self._engine.forward_backward(args, loss_of, kwargs)
+            self._engine.forward_backward(args, loss_of, kwargs, count=count)
         self._see_pass()
         if self._reducer is not None:
             self._reducer.finish()
@@ -173,11 +182,11 @@ class Pipelined(Composed):
         }
 
 
-def _through(engine: Engine, model: nn.Module) -> nn.Module:
+def _through(engine: Engine, model: nn.Module, count: int | None) -> nn.Module:
     """An instance of the model's own class that shares all with it but the call."""
 
     def call(_: Any, *args: Any, **kwargs: Any) -> Any:
-        return engine.forward(args, kwargs)
+        return engine.forward(args, kwargs, count=count)
 
     kind: Any = type(type(model).__name__, (type(model),), {"__call__": call, "forward": call})
     found: nn.Module = object.__new__(kind)

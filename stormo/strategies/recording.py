@@ -45,7 +45,7 @@ class Recorder(TorchDispatchMode):
         """The same nesting with tensors that hold their values; writing to them does not change the tape."""
         deferred = [tensor for tensor in leaves(tree, Tensor) if tensor.is_meta]
         places = [self.tape.place(tensor) for tensor in deferred]
-        with _disable_current_modes():  # type: ignore[no-untyped-call]
+        with _disable_current_modes():
             values = self.tape.values(places) if places else []
             for place, value in zip(places, values, strict=True):
                 self.tape.keep(place, value)
@@ -58,13 +58,11 @@ class Recorder(TorchDispatchMode):
 
     def lift(self, tensor: Tensor) -> Tensor:
         """A tensor of the tape that begins with the values of a real one."""
-        like = without_memory(tensor)
+        with _disable_current_modes():
+            like, value = without_memory(tensor), tensor.detach().clone()
         place = self.tape.add(like)
         slots = frozenset({place.slot})
-        step = Step(
-            operation=torch.clone, args=(tensor.detach().clone(),), writes=slots, renews=slots, results=(place,)
-        )
-        self.tape.record(step)
+        self.tape.record(Step(operation=torch.clone, args=(value,), writes=slots, renews=slots, results=(place,)))
         return like
 
     def _run(self, func: OpOverload[..., Any], args: Any, kwargs: Any) -> Any:

@@ -36,8 +36,7 @@ def entry(shape: tuple[int, ...], places: list[Place]) -> Entry:
 def fills(shape: tuple[int, ...], places: list[Place]) -> bool:
     try:
         require_whole({"model": {"w": entry(shape, places)}, "optimizer": {}})
-    except ValueError as error:
-        assert "'w'" in str(error)
+    except ValueError:
         return False
     return True
 

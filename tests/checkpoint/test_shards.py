@@ -44,7 +44,11 @@ from tests.checkpoint.fake_spread import MESHES, FakeSpread, Model, require_whol
 
 Ranks = Callable[..., list[Any]]
 # Every mesh with an optimizer, so that each kind of state is cut in several ways.
-CASES = list(zip(MESHES, ["adamw", "novograd", "sgd"] * 3, strict=True))
+CASES = list(zip(range(9), MESHES, ["adamw", "novograd", "sgd"] * 3, strict=True))
+
+
+def listed(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
 def saving(step: int) -> Saving:
@@ -68,17 +72,17 @@ def save(strategy: FakeSpread, folder: str, step: int, *, in_background: bool = 
     return path
 
 
-def _save_all(world: World, folder: str, cases: list[tuple[str, str]]) -> list[str]:
+def _save_all(world: World, folder: str, cases: list[tuple[int, str, str]]) -> list[str]:
     paths = []
-    for number, (mesh, optimizer) in enumerate(cases):
+    for seed, mesh, optimizer in cases:
         strategy = FakeSpread(world, mesh, optimizer)
-        strategy.fill(number)
-        paths.append(save(strategy, f"{folder}/{mesh}", number, in_background=bool(number % 2)))
+        strategy.fill(seed)
+        paths.append(save(strategy, f"{folder}/{mesh}", seed, in_background=bool(seed % 2)))
     return paths
 
 
 def _take_all(world: World, folder: str, mesh: str, sources: list[tuple[int, str, str]]) -> list[str]:
-    """Take up every checkpoint under a mesh, and save it again from there."""
+    """Take up every checkpoint under a mesh; under one of them, save it again from there."""
     again = []
     for seed, optimizer, path in sources:
         strategy = FakeSpread(world, mesh, optimizer)
@@ -86,27 +90,20 @@ def _take_all(world: World, folder: str, mesh: str, sources: list[tuple[int, str
         state.take_up(world, Path(path), 0)
         strategy.require(seed)
         assert (state.progress.step, state.progress.num_resumes, strategy.num_changes) == (seed, 1, 1)
-        again.append(save(strategy, f"{folder}/{mesh} from {seed}", seed))
+        again.append(save(strategy, f"{folder}/{mesh}", seed) if mesh == "grid" else path)
     return again
 
 
 def test_every_mesh_takes_up_what_every_mesh_has_saved_to_the_last_bit(run_ranks: Ranks, tmp_path: Path) -> None:
-    sizes = {size: [case for case in CASES if MESHES[case[0]].size == size] for size in (1, 2, 3, 4)}
-    paths: dict[tuple[str, str], str] = {}
-    for size, cases in sizes.items():
-        if size > 1:
-            paths |= zip(cases, run_ranks(_save_all, size, str(tmp_path), cases)[0], strict=True)
-        else:  # one worker's, of the first version
-            paths |= {case: str(_whole(tmp_path / case[0], case[1], seed)) for seed, case in enumerate(cases)}
-    sources = []
-    for (_, optimizer), path in paths.items():
-        seed = read_manifest(path).step
-        require_whole(load(path), optimizer, seed)
-        sources.append((seed, optimizer, path))
-    for mesh in ("rows 3", "grid", "stages"):
-        for path, (seed, optimizer, _) in zip(
-            run_ranks(_take_all, MESHES[mesh].size, str(tmp_path), mesh, sources)[0], sources, strict=True
-        ):
+    sources: list[tuple[int, str, str]] = [(0, "adamw", str(_whole(tmp_path / "one", "adamw", 0)))]
+    for size in (2, 3, 4):
+        cases = [case for case in CASES if MESHES[case[1]].size == size]
+        paths = run_ranks(_save_all, size, str(tmp_path), cases)[0]
+        sources += [(seed, optimizer, path) for (seed, _, optimizer), path in zip(cases, paths, strict=True)]
+    assert len(sources) == len(CASES)
+    for mesh in ("rows 3", "stages", "grid"):
+        paths = run_ranks(_take_all, MESHES[mesh].size, str(tmp_path / "again"), mesh, sources)[0]
+        for path, (seed, optimizer, _) in zip(paths, sources, strict=True):
             require_whole(load(path), optimizer, seed)
             verify(path)
 
@@ -258,7 +255,7 @@ def test_a_full_disk_of_one_worker_ends_the_save_on_all_in_its_words(
     assert text.startswith(f"Rank 1's part of the checkpoint of step 2 could not be written to {tmp_path} (No space")
     assert text.endswith("checkpoints saved before it are untouched.")
     assert exit_code == 1
-    assert os.listdir(tmp_path) == ["step-00000001"]
+    assert listed(tmp_path) == ["step-00000001"]
     verify(tmp_path / "step-00000001")
 
 
@@ -278,21 +275,23 @@ def test_a_worker_that_does_not_see_the_folder_is_named_by_all_before_anything_i
     assert told[0] == told[1]
     assert "rank 1 on host localhost does not see it; set --runs-folder to a folder that all nodes see." in told[0][0]
     assert told[0][1] == SettingError.exit_code
-    assert os.listdir(tmp_path) == []
+    assert listed(tmp_path) == []
 
 
 def _forgets(world: World, folder: str) -> tuple[str, int]:
     strategy = FakeSpread(world, "rows 2")
     if world.rank == 1:
-        strategy._parts = strategy._parts[1:]
+        strategy._parts = [part for part in strategy.parts() if part.name != "first.weight"]
         strategy.optimizer = torch.optim.SGD([part.local for part in strategy._parts], lr=1.0)
     return _told(lambda: save(strategy, folder, 1))
 
 
 def test_boxes_that_do_not_make_a_whole_are_not_published(run_ranks: Ranks, tmp_path: Path) -> None:
     for text, _ in run_ranks(_forgets, 2, str(tmp_path)):
-        assert "does not make a whole (the boxes of 'number'" in text or "'first.weight' do not fill" in text
-    assert os.listdir(tmp_path) == []
+        assert (
+            "does not make a whole (the boxes of 'first.weight' do not fill its shape [7, 6], each place once)" in text
+        )
+    assert listed(tmp_path) == []
 
 
 def _takes(world: World, path: str, module: str = "") -> tuple[str, int]:
@@ -307,10 +306,19 @@ def _takes(world: World, path: str, module: str = "") -> tuple[str, int]:
     return _told(lambda: run_state(strategy).take_up(world, Path(path), 0))
 
 
+@pytest.fixture(scope="module")
+def _saved_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("saved")
+
+
 @pytest.fixture
-def saved(run_ranks: Ranks, tmp_path: Path) -> Path:
-    """Steps 0 and 1, by three workers."""
-    return Path(run_ranks(_two_steps, 3, str(tmp_path))[0])
+def saved(run_ranks: Ranks, tmp_path: Path, _saved_once: Path) -> Path:
+    """Steps 0 and 1, by three workers, of which the later one is returned."""
+    if not find(_saved_once):
+        run_ranks(_two_steps, 3, str(_saved_once))
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(_saved_once, folder)
+    return folder / "step-00000001"
 
 
 def _two_steps(world: World, folder: str) -> str:
@@ -324,7 +332,7 @@ def _two_steps(world: World, folder: str) -> str:
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        ("more", "has no 0.number, which the model has"),
+        ("more", "has no 0.norm.num_batches_tracked, which the model has"),
         ("less", "has norm.bias, which this model lacks"),
         ("wider", "has first.weight of shape [7, 6], but the model's has shape [9, 6]"),
     ],

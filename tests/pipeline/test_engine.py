@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
-from stormo.errors import SettingError
 from stormo.mesh import Mesh
-from stormo.pipeline.bubble import idle_share
+from stormo.pipeline.bubble import Span, idle_share
 from stormo.pipeline.engine import Engine
-from stormo.pipeline.orders import orders, stages_of
+from stormo.pipeline.orders import Action, orders, stages_of
 from stormo.pipeline.pieces import StageModule, find_pieces, keep_only
 from stormo.pipeline.split import into_stages
 from stormo.pipeline.watching import Watch
@@ -58,6 +58,11 @@ def build(world: Any, name: str, schedule: str, per_worker: int, count: int) -> 
     return model, engine, line
 
 
+def loss_of(targets: Tensor, count: int) -> Callable[[Any, int], Tensor]:
+    parts = targets.chunk(count)
+    return lambda output, k: models.loss_of(output, parts[k]) / count
+
+
 def difference(ours: Tensor | None, theirs: Tensor | None) -> float:
     if ours is None or theirs is None:
         assert ours is theirs
@@ -72,14 +77,11 @@ def compare(world: Any, name: str, schedule: str, per_worker: int, count: int, s
         args, kwargs, targets = models.inputs(name, num_samples)
         parts = engine.num_micro_batches(num_samples)
         reference, wanted = models.alone(name, num_samples, parts)
-        size = num_samples // parts
         for key, buffer in models.make(name)[0].named_buffers():
             if key in dict(model.named_buffers()):
                 model.get_buffer(key).copy_(buffer)
         model.zero_grad()
-        losses = engine.forward_backward(
-            args, lambda out, k: models.loss_of(out, targets[k * size : (k + 1) * size]) / parts, kwargs
-        )
+        losses = engine.forward_backward(args, loss_of(targets, parts), kwargs)
         assert len(losses) == (parts if engine.has_last else 0)
         for loss, other in zip(losses, wanted, strict=False):
             assert difference(loss, other) < 1e-12, (name, schedule, num_samples)
@@ -118,3 +120,64 @@ def test_schedules_on_two_workers(run_ranks: Callable[..., list[Any]]) -> None:
 def test_schedules_on_four_workers(run_ranks: Callable[..., list[Any]]) -> None:
     cases = (CASES[2], CASES[3], ("sequential", "interleaved", 2, 4), ("sequential", "zero-bubble", 2, 4))
     assert_all_there(cases, run_ranks(compare_all, 4, cases, (8, 6)))
+
+
+def watched(world: Any) -> list[tuple[str, list[Span]]]:
+    torch.set_default_dtype(torch.float64)
+    found = []
+    for name, schedule, per_worker, count in (("gpt", "1f1b", 1, 4), *SEVERAL[:3]):
+        _, engine, line = build(world, name, schedule, per_worker, count)
+        args, kwargs, targets = models.inputs(name, 8)
+        engine.forward_backward(args, loss_of(targets, count), kwargs)
+        engine.watch = Watch(line, world.device)
+        for _ in range(2):  # it sees the last pass
+            engine.forward_backward(args, loss_of(targets, count), kwargs)
+        engine.forward(args, kwargs)
+        found.append((schedule, engine.watch.gather()))
+    return found
+
+
+def test_watch_sees_the_order_of_the_schedule(run_ranks: Callable[..., list[Any]]) -> None:
+    first, second = run_ranks(watched, 2)
+    assert first == second
+    for (schedule, spans), (_, _, per_worker, count) in zip(first, (("", "", 1, 4), *SEVERAL[:3]), strict=True):
+        for worker, wanted in enumerate(orders(schedule, 2, 2 * per_worker, count)):
+            own = [span for span in spans if span.worker == worker]
+            assert [Action(span.kind, span.stage, span.micro_batch) for span in own] == wanted, schedule
+            assert all(before.stop <= after.start for before, after in pairwise(own))
+        assert 0 < idle_share(spans, 2) < 1
+
+
+def cast(world: Any) -> list[float]:
+    """The largest differences from one process under autocast: of gradients, of the loss, of outputs."""
+    warnings.simplefilter("ignore")  # some processors multiply bf16 slowly, and torch says so
+    found = []
+    for schedule, per_worker in (("1f1b", 1), ("zero-bubble", 2)):
+        model, engine, _ = build(world, "gpt", schedule, per_worker, 4)
+        model.float()
+        reference = models.make("gpt")[0].float()
+        args, _, targets = models.inputs("gpt", 8)
+        wanted = []
+        for part, target in zip(args[0].chunk(4), targets.chunk(4), strict=True):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = models.loss_of(reference(part).float(), target) / 4
+            loss.backward()
+            wanted.append(loss.detach())
+        in_full = loss_of(targets, 4)
+        with torch.autocast("cpu", torch.bfloat16):
+            losses = engine.forward_backward(args, lambda out, k, of=in_full: of(out.float(), k))
+            output = engine.forward(args)
+            with torch.no_grad():
+                found.append(difference(output, reference(*args)))
+        assert output.dtype == torch.bfloat16
+        assert losses == wanted or not engine.has_last
+        named = dict(reference.named_parameters())
+        found += [difference(parameter.grad, named[key].grad) for key, parameter in model.named_parameters()]
+    warnings.simplefilter("error")
+    return found
+
+
+def test_autocast_holds_in_the_stages(run_ranks: Callable[..., list[Any]]) -> None:
+    for found in run_ranks(cast, 2):
+        assert len(found) > 20
+        assert max(found) < 1e-7

@@ -1,0 +1,178 @@
+"""A save in the background: training goes on, what is saved stays what it was, and a failure is everybody's."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stormo.checkpoint import CheckpointWriteError, Saver, Saving, Snapshot, files, find, load, saver, verify
+from stormo.errors import StormoError
+from stormo.world.world import World
+from tests.checkpoint.fake_spread import FakeSpread, require_whole
+from tests.checkpoint.test_shards import listed, run_state
+
+Ranks = Callable[..., list[Any]]
+TENSORS = ("model", "optimizer", "ranks")
+
+
+def saving(step: int) -> Saving:
+    return Saving(step=step, identity="run", keep_last=2, keep_best=0, metric=None)
+
+
+class Gate:
+    """Holds back whoever writes until it is opened."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.is_open, self.came = threading.Event(), threading.Event()
+        for module in ("writing", "shard", "merging"):
+            patch.setattr(f"stormo.checkpoint.{module}.write_file", self._write)
+
+    def _write(self, file: Path, content: Any, abandoned: threading.Event | None = None) -> Any:
+        self.came.set()
+        self.is_open.wait(20)
+        return files.write_file(file, content, abandoned)
+
+
+def whole(value: float) -> Snapshot:
+    tensors = {name: {"w": torch.full((4,), value + index)} for index, name in enumerate(TENSORS)}
+    return Snapshot(**tensors, state={"step": int(value)})
+
+
+def _frozen_whole(world: World, folder: str) -> tuple[list[float], bool]:
+    """The tensors change while the thread has not yet read them."""
+    with pytest.MonkeyPatch.context() as patch:
+        gate, one = Gate(patch), Saver(world, in_background=True)
+        for step in (1, 2):  # the second takes the memory of the first
+            snapshot = whole(step) if world.is_main else None
+            one.begin(snapshot, Path(folder) if world.is_main else None, saving(step))
+            for name in TENSORS if snapshot is not None else ():
+                getattr(snapshot, name)["w"].fill_(-1.0)
+            was_done = one.finished() is not None
+            gate.is_open.set()
+            one.settle()
+            done = one.finished()
+            assert (done is not None) is world.is_main
+            assert one.finished() is None  # told once
+            assert done is None or done.write_time_s > 0
+    read = load(Path(folder) / "step-00000002") if world.is_main else whole(2)
+    return [float(getattr(read, name)["w"].mean()) for name in TENSORS], was_done
+
+
+def test_values_are_those_of_the_moment_it_began(run_ranks: Ranks, tmp_path: Path) -> None:
+    for values, was_done in run_ranks(_frozen_whole, 2, str(tmp_path)):
+        assert values == [2.0, 3.0, 4.0]
+        assert not was_done
+    assert listed(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+def _frozen_parts(world: World, folder: str) -> list[bool]:
+    with pytest.MonkeyPatch.context() as patch:
+        gate, one = Gate(patch), Saver(world, in_background=True)
+        strategy = FakeSpread(world, "rows 2")
+        strategy.fill(1)
+        one.begin(run_state(strategy, 1).content(world, 0), Path(folder) if world.is_main else None, saving(1))
+        gate.came.wait(20)
+        strategy.fill(2)  # training goes on
+        seen = [bool(find(folder))]
+        if world.rank == 1:
+            time.sleep(0.1)  # the main one waits for this one's note
+        gate.is_open.set()
+        one.settle()
+    return [*seen, bool(find(folder))]
+
+
+def test_parts_are_those_of_the_moment_it_began_and_are_published_when_all_are_there(
+    run_ranks: Ranks, tmp_path: Path
+) -> None:
+    assert run_ranks(_frozen_parts, 2, str(tmp_path)) == [[False, True]] * 2
+    require_whole(load(tmp_path / "step-00000001"), "adamw", 1)
+    assert listed(tmp_path) == ["step-00000001"]
+
+
+def _failing(world: World, folder: str, name: str) -> list[str]:
+    """A thread that cannot write: the run goes on, and the next `settle` tells everybody."""
+    strategy, told = FakeSpread(world, "rows 2"), list[str]()
+    strategy.fill(1)
+
+    def full(file: Path, *rest: Any) -> Any:
+        if file.name == name:
+            raise OSError(errno.EDQUOT, "Disk quota exceeded", str(file))
+        return files.write_file(file, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("writing", "shard", "merging", "publishing"):
+            patch.setattr(f"stormo.checkpoint.{module}.write_file", full)
+        one = Saver(world, in_background=True)
+        one.begin(run_state(strategy, 1).content(world, 0), Path(folder) if world.is_main else None, saving(1))
+        try:
+            one.settle()
+        except StormoError as error:
+            told.append(str(error))
+    one.settle()  # there is nothing left of it
+    return told
+
+
+@pytest.mark.parametrize("name", ["shard-00001.safetensors", "index.json", "manifest.json"])
+def test_what_fails_in_a_thread_is_raised_by_all_and_leaves_nothing(
+    run_ranks: Ranks, tmp_path: Path, name: str
+) -> None:
+    told = run_ranks(_failing, 2, str(tmp_path), name)
+    assert told[0] == told[1]
+    assert len(told[0]) == 1
+    assert "of step 1 could not be written to " in told[0][0]
+    assert f"(Disk quota exceeded at {tmp_path}" in told[0][0]
+    assert listed(tmp_path) == []
+
+
+def _refused(world: World, folder: str) -> tuple[str, str]:
+    """What no checkpoint can hold is refused before the thread starts, on all workers."""
+    snapshot = Snapshot(model={"w": torch.zeros(2, dtype=torch.complex32)}, optimizer={}, ranks={}, state={})
+    one = Saver(world, in_background=True)
+    with pytest.raises(StormoError) as caught:
+        one.begin(snapshot if world.is_main else None, Path(folder) if world.is_main else None, saving(1))
+    return str(caught.value), str(one.settle())
+
+
+def test_what_cannot_be_stored_is_refused_at_once_by_all(run_ranks: Ranks, tmp_path: Path) -> None:
+    told = run_ranks(_refused, 2, str(tmp_path))
+    assert told[0] == told[1]
+    assert "The tensor w has dtype torch.complex32" in told[0][0]
+
+
+def _abandoned(world: World, folder: str, comes_in_time: bool) -> bool:
+    """The run fails while a save is under way."""
+    strategy = FakeSpread(world, "rows 2")
+    strategy.fill(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saver, "_GRACE_S", 5.0 if comes_in_time else 0.05)
+        gate, one = Gate(patch), Saver(world, in_background=True)
+        if comes_in_time or world.is_main:  # the other one is stuck, as one that is gone is
+            gate.is_open.set()
+        one.begin(run_state(strategy, 1).content(world, 0), Path(folder) if world.is_main else None, saving(1))
+        began = time.monotonic()
+        one.abandon()
+        took_s = time.monotonic() - began
+        world.barrier()
+        gate.is_open.set()
+    assert took_s < 20
+    return one.finished() is not None
+
+
+@pytest.mark.parametrize("comes_in_time", [True, False])
+def test_a_run_that_fails_publishes_what_is_all_but_done_and_gives_up_the_rest(
+    run_ranks: Ranks, tmp_path: Path, comes_in_time: bool
+) -> None:
+    assert run_ranks(_abandoned, 2, str(tmp_path), comes_in_time) == [comes_in_time, False]
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == (
+        ["step-00000001"] if comes_in_time else []
+    )
+    for found in find(tmp_path):
+        verify(found.path)
+    assert issubclass(CheckpointWriteError, StormoError)
