@@ -55,9 +55,9 @@ def ddp_side(world: World, model: nn.Module, batch: Tensor) -> Turn:
     """Steps of the same model inside DDP."""
     from torch.nn.parallel import DistributedDataParallel
 
-    from stormo.strategies.replicate import _KEEP_BUFFERS
+    from stormo.strategies.replicate import KEEP_BUFFERS
 
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, **_KEEP_BUFFERS)
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, **KEEP_BUFFERS)
     return _steps(model, wrapped, batch, lambda loss: loss.backward())
 
 

@@ -27,7 +27,7 @@ from stormo.plan import Plan
 from stormo.process import SetUp
 from stormo.profiling.ranges import range_of
 from stormo.state import RunState
-from stormo.summary import make_summary
+from stormo.summary import make_summary, pipeline_sentence
 from stormo.telemetry.console import PlainConsole, make_console
 from stormo.telemetry.files import EventFile, RunFolder, collect_environment, read_summary, write_json, write_whole
 from stormo.telemetry.prometheus import PrometheusSink
@@ -308,7 +308,7 @@ class Journal:
             "weights_sha256": self._weights_sha256,
             **more,
         }
-        for said in (energy_sentence(summary), summary["noise_scale_advice"]):
+        for said in (pipeline_sentence(summary), energy_sentence(summary), summary["noise_scale_advice"]):
             if said is not None and stopped_by != "error":  # what went wrong is the first thing to be seen
                 self.record(Notice(kind="info", text=said))
         if self.keeper.failure is not None:

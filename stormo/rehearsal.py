@@ -144,6 +144,7 @@ class _FirstLook:
         names = strategy.without_gradient()
         if names and not strategy.task.find_unused:
             raise _unused(strategy.task, names)
+        strategy.check_first_pass()
         # All workers ask, whatever their own loss is, and answer alike.
         floats = [tensor for tensor in tensors_in(self.data) if tensor.is_floating_point()]
         has_bad_inputs = not all(bool(tensor.isfinite().all()) for tensor in floats)

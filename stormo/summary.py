@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from stormo.config import TrainConfig
 from stormo.energy import read_bill
 from stormo.energy.summary import energy_summary
+from stormo.errors import counted
 from stormo.optim.noise_scale import NoiseScale
 from stormo.plan import Plan
 from stormo.plan.stages import stage_of
@@ -23,6 +25,7 @@ def make_summary(config: TrainConfig, plan: Plan, state: RunState, run_folder: P
     return {
         "task": config.task,
         "strategy": plan.layout.strategy,
+        "mesh": str(plan.layout.mesh) if plan.layout.is_spread else None,
         "device": plan.layout.gpu.name if plan.layout.gpu else "cpu",
         "precision": plan.precision,
         "world_size": plan.layout.world_size,
@@ -52,6 +55,7 @@ def make_summary(config: TrainConfig, plan: Plan, state: RunState, run_folder: P
             num_samples=progress.samples_seen,
             target_unix_s=progress.target_unix_s,
         ),
+        "pipeline": state.strategy.pipeline_seen(),
         **_noise_scale(config, plan, state, stopped_by),
         "stopped_by": stopped_by,
     }
@@ -85,3 +89,14 @@ def _noise_scale(config: TrainConfig, plan: Plan, state: RunState, stopped_by: s
         "noise_scale_reason": found.reason or None,
         "noise_scale_advice": advice,
     }
+
+
+def pipeline_sentence(summary: Mapping[str, Any]) -> str | None:
+    """How much of its workers' time a pipeline leaves idle, beside what its schedule must leave."""
+    seen = summary["pipeline"]
+    if seen is None:
+        return None
+    return (
+        f"Pipeline: its workers were idle for {seen['measured_bubble']:.0%} of a pass, {seen['predicted_bubble']:.0%} "
+        f"by the schedule ({seen['schedule']}, {counted(seen['micro_batches'], 'micro-batch')})."
+    )

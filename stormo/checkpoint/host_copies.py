@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from stormo.checkpoint.tensors import require_plain
+
 
 class HostCopies:
     """Copies in host memory, which is kept and filled again by the next call."""
@@ -17,6 +19,8 @@ class HostCopies:
     @torch.no_grad()
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies of all values; the copies of the call before are gone then."""
+        for name, tensor in tensors.items():
+            require_plain(name, tensor)
         # Tensors of the CPU too: theirs would change with the next step.
         copies = {name: self._room(name, tensor) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():

@@ -78,7 +78,7 @@ class Encoded:
         header: dict[str, Any] = {} if about is None else {_ABOUT: dict(about)}
         offset = 0
         for name, tensor in self._tensors:
-            _require_plain(name, tensor)
+            require_plain(name, tensor)
             if name == _ABOUT:
                 raise StormoError("A tensor is named __metadata__, which the safetensors format keeps for itself.")
             if tensor.dtype not in DTYPE_NAMES:
@@ -150,7 +150,7 @@ def from_bytes(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> T
     return raw.view(dtype).reshape(shape)
 
 
-def _require_plain(name: str, tensor: Tensor) -> None:
+def require_plain(name: str, tensor: Tensor) -> None:
     """Refuse tensors whose values are not simply in memory."""
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise StormoError(f"The tensor {name} is sparse or quantized; make it dense before it is stored.")
@@ -163,7 +163,7 @@ def _require_plain(name: str, tensor: Tensor) -> None:
 
 def _pieces(name: str, tensor: Tensor) -> Iterator[memoryview]:
     """The logical values as little-endian bytes; a contiguous CPU tensor is not copied."""
-    _require_plain(name, tensor)
+    require_plain(name, tensor)
     if tensor.numel() == 0:
         return
     # A conjugated or negated view only carries a flag; its memory still holds the original values.

@@ -22,7 +22,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
 )
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from stormo.errors import SettingError
 from stormo.pipeline import orders
@@ -59,7 +59,9 @@ class Engine:
         device: torch.device,
         schedule: str,
         num_micro_batches: int,
+        in_step: Line | None = None,
     ) -> None:
+        """`in_step` has the workers with other samples whose stages speak with these in every forward, if they do."""
         assert line.size > 1, "a pipeline has at least two workers"
         orders.check(schedule, line.size, num_stages, num_micro_batches)
         assert list(numbers) == orders.stages_of(line.rank, line.size, num_stages), numbers
@@ -69,6 +71,7 @@ class Engine:
         self._device = device
         self._schedule = schedule
         self._num_micro_batches = num_micro_batches
+        self._in_step = in_step
         self._prepared: dict[Any, _Prepared] = {}
         self._loss_of: Callable[[Any, int], Tensor] | None = None
         self.watch: Watch | None = None  # sees the passes that are run while it is set
@@ -113,9 +116,7 @@ class Engine:
         return [loss.detach() for loss in losses]
 
     @torch.no_grad()
-    def forward(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, count: int | None = None
-    ) -> Any:
+    def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, count: int | None = None) -> Any:
         """The output of the model for a batch of any size, on all workers of the line; without gradients."""
         batch = Batch(args, kwargs or {})
         count = count or self.num_micro_batches(batch.size)
@@ -159,8 +160,14 @@ class Engine:
         cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         key = (has_backward, count, cast, batch.key)
         prepared = self._prepared.pop(key, None)
-        if prepared is None:
-            prepared = self._made(batch, count, has_backward=has_backward)
+        is_new = prepared is None
+        if self._in_step is not None:
+            # Shapes are learnt by a forward, in which those that speak with each other must all take part.
+            is_new = bool(self._in_step.max(torch.tensor([is_new], dtype=torch.int64)))
+        if is_new:
+            found = self._made(batch, count, has_backward=has_backward)
+            prepared = prepared or found
+        assert prepared is not None
         self._prepared[key] = prepared
         if len(self._prepared) > _MOST_KEPT:
             del self._prepared[next(iter(self._prepared))]
@@ -215,19 +222,12 @@ class Engine:
                 if number == 0:
                     args, kwargs = filled(batch.described, tensors)
                 else:
-                    args, kwargs = (tree_map(self._zeros, described[-1]),), {}
+                    args, kwargs = (tree_map_only(Slot, lambda slot: slot.zeros(self._device), described[-1]),), {}
                 with trial([module], self._device), torch.no_grad():
                     shared = [describe(module(*args, **kwargs), f"what stage {number} hands to the next")]
             dist.broadcast_object_list(shared, self._owner(number), self._line.group)
             described.append(shared[0])
         return described
-
-    def _zeros(self, leaf: Any) -> Any:
-        if not isinstance(leaf, Slot):
-            return leaf
-        shape, _ = leaf.carrier
-        dense = torch.zeros(shape, dtype=leaf.dtype, device=self._device)
-        return dense.permute(sorted(range(len(shape)), key=leaf.order.__getitem__))
 
     def _owner(self, number: int) -> int:
         """The rank that has a stage."""

@@ -52,7 +52,16 @@ class Slot:
             value = value.view(self.dtype)
         elif self.dtype in _VALUES:
             value = value.to(self.dtype)
-        return value.permute(sorted(range(len(self.order)), key=self.order.__getitem__))
+        return value.permute(self._back)
+
+    def zeros(self, device: torch.device) -> Tensor:
+        """A tensor for it, with zeros."""
+        shape, _ = self.carrier
+        return torch.zeros(shape, dtype=self.dtype, device=device).permute(self._back)
+
+    @property
+    def _back(self) -> list[int]:
+        return sorted(range(len(self.order)), key=self.order.__getitem__)
 
 
 def _carrier_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -20,21 +20,16 @@ def lent(
 
     `own` names single parameters of other modules.
     """
-    lent: dict[int, Tensor] = {}
-    before: list[tuple[dict[str, Any], str, Tensor]] = []
+    tables: list[tuple[dict[str, Any], str]] = [(module._parameters, name) for module, name in own]
     for module in {id(child): child for root in modules for child in root.modules()}.values():
-        for table in (module._parameters, module._buffers):
-            for name, tensor in table.items():
-                if tensor is not None and tensor.is_meta:
-                    before.append((table, name, tensor))
-    singles = ((module._parameters, name) for module, name in own)
-    before += [
-        (table, name, tensor) for table, name in singles if (tensor := table[name]) is not None and tensor.is_meta
-    ]
+        tables += [(table, name) for table in (module._parameters, module._buffers) for name in table]
+    before = [(table, name, table[name]) for table, name in tables]
+    found: dict[int, Tensor] = {}
     for table, name, tensor in before:
-        if id(tensor) not in lent:
-            lent[id(tensor)] = _like(tensor, device)
-        table[name] = lent[id(tensor)]
+        if tensor is not None and tensor.is_meta:
+            if id(tensor) not in found:
+                found[id(tensor)] = _like(tensor, device)
+            table[name] = found[id(tensor)]
     try:
         yield
     finally:

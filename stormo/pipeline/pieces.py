@@ -140,7 +140,9 @@ def _given(model: nn.Module, given: Sequence[Any], name: str) -> Pieces:
     for item in flat:
         if not callable(item):
             raise SettingError(
-                what, f"it returned a {type(item).__name__}", "return modules, or functions bound to modules"
+                what,
+                f"it returned something of type {type(item).__name__}",
+                "return modules, or functions bound to modules",
             )
     items = tuple(_piece(item, index, names) for index, item in enumerate(flat))
     return Pieces(items, f"{name}.pieces(model)", tuple(map(len, listed)) if nested[0] else None)

@@ -123,7 +123,7 @@ class Stage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[tuple[Tensor | None, ...], Any]:
-        """As torch's; the halves are ours, since some releases lose gradients of weights that are used twice."""
+        """As torch's, but with our own halves: torch's go wrong where a weight is used twice in a stage."""
         if backward_type == "input":
             outputs, gradients = bwd_kwargs["stage_output"], bwd_kwargs["output_grads"]
             return inputs_first(outputs, gradients, bwd_kwargs["input_values"], list(self._module.parameters()))

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from stormo.strategies.deferred import CannotDeferError, deferred_model
+from stormo.strategies.deferred import deferred_model
+from stormo.strategies.tape import CannotDeferError
 from stormo.tasks.returned import check_model
 from stormo.tasks.task import Task
 

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from stormo import config
+from stormo.errors import SettingError
 from stormo.optim.layerwise import LayerwiseOptimizer
 from stormo.optim.local import check_elementwise, localise
 from stormo.optim.scaler import AgreedGradScaler
@@ -27,6 +28,7 @@ from stormo.strategies.compose import Composition, compose
 from stormo.strategies.parts import Held, Part, as_part, held, plain, values_on_host
 from stormo.strategies.replicate import KEEP_BUFFERS
 from stormo.strategies.strategy import Strategy
+from stormo.strategies.tensor import unequal_gradients
 from stormo.strategies.zero import Reducer, make_buckets, own_rows, own_span
 from stormo.tasks.returned import without_gradient
 from stormo.tasks.task import Task
@@ -255,6 +257,19 @@ class Composed(Strategy):
             one.parameter.grad = None
         if self._reducer is not None:
             self._reducer.clear()
+
+    def check_first_pass(self) -> None:
+        """Refuse a plan of the axis tensor under which workers would come to different weights."""
+        if self._plan.layout.strategy == "hybrid" or not self._has_exchanged:
+            return
+        names = unequal_gradients(self.module, self._made.cuts, self.world.grid.line("tensor"))
+        if names:
+            raise SettingError(
+                f"{type(self.task).__name__}.tensor_plan(model) was given",
+                f"the workers come to different gradients of {names[0]}, which it leaves whole: what that layer "
+                "computes with is cut",
+                "cut it as well, or gather its inputs (row, column-gathered)",
+            )
 
     def without_gradient(self) -> list[str]:
         """The trained parameters that the pass just done has not reached, as far as it can be seen."""

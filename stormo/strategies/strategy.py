@@ -251,6 +251,9 @@ class Strategy:
         """The trained parameters that the pass just done has not reached, as far as it can be seen."""
         return without_gradient(self.module)
 
+    def check_first_pass(self) -> None:
+        """Look at the gradients of a first pass for what would go wrong without a word. All workers call it."""
+
     @property
     def validated(self) -> nn.Module:
         """The model as a validation calls it."""
@@ -336,6 +339,10 @@ class Strategy:
     def noise_scale_reason(self) -> str:
         """Why the noise scale is measured, or is not."""
         return REASON if self._is_sparse and self._plan.noise_scale else self._plan.noise_scale_reason
+
+    def pipeline_seen(self) -> dict[str, Any] | None:
+        """What the workers of a pipeline did in one pass; None where there is none."""
+        return None
 
     def make_kernels(self) -> None:
         """Compile the fused kernels of the model's layers, all at once."""

@@ -17,6 +17,7 @@ from torch import nn
 from stormo.errors import SettingError
 from stormo.layers.sync_batch_norm import variant
 from stormo.strategies.masks import OwnDraws, draws_random
+from stormo.strategies.parts import plain
 from stormo.strategies.split_layers import (
     ColumnLinear,
     Cut,
@@ -195,7 +196,7 @@ def unequal_gradients(model: nn.Module, cuts: Mapping[str, Cut], line: Line) -> 
     named = [(name, p.grad) for name, p in model.named_parameters() if name not in cuts and p.grad is not None]
     if line.size == 1 or not named:
         return []
-    norms = torch.stack([grad.norm().double().cpu() for _, grad in named])
+    norms = torch.stack([plain(grad).norm().double().cpu() for _, grad in named])
     largest = line.max(torch.cat((norms, -norms)))
     high, low = largest[: len(named)], -largest[len(named) :]
     return [name for (name, _), differs in zip(named, high - low > 1e-3 * high, strict=True) if differs]

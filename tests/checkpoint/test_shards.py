@@ -16,9 +16,7 @@ from torch import nn
 
 from stormo import checkpoint
 from stormo.checkpoint import (
-    CheckpointWriteError,
     CorruptCheckpointError,
-    MisfitError,
     Reader,
     Saver,
     Saving,
@@ -343,7 +341,6 @@ def test_a_checkpoint_of_another_model_is_refused_by_all(
     told = run_ranks(_takes, 2, str(saved), module)
     assert told[0] == told[1]
     assert words in told[0][0]
-    assert issubclass(MisfitError, StormoError)
 
 
 def test_a_flipped_bit_in_the_part_of_one_worker_is_told_by_all_with_the_good_one(
@@ -392,4 +389,3 @@ def test_only_the_files_with_something_wanted_are_read(saved: Path) -> None:
         assert torch.equal(reader.box("model", "first.weight", (3, 0), (3, 6)), weight[3:6])
         with pytest.raises(CorruptCheckpointError, match=r"shard-00000\.safetensors: it is missing"):
             reader.box("model", "first.weight", (2, 0), (3, 6))
-    assert issubclass(CheckpointWriteError, StormoError)

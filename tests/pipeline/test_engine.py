@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stormo.mesh import Mesh
 from stormo.pipeline.bubble import Span, idle_share
@@ -181,3 +181,40 @@ def test_autocast_holds_in_the_stages(run_ranks: Callable[..., list[Any]]) -> No
     for found in run_ranks(cast, 2):
         assert len(found) > 20
         assert max(found) < 1e-7
+
+
+class Mixed(nn.Module):
+    """Adds the mean of all data workers' samples, as synchronised batch norm takes it."""
+
+    def __init__(self, line: Line) -> None:
+        super().__init__()
+        self.line = line
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.line.sum(x.detach().mean(0))
+
+
+def mixed(world: Any) -> list[Tensor]:
+    """A last batch that is of a new shape for one data worker alone."""
+    grid = Grid(Mesh(pipeline=2, replicate=2), world.rank, world.device)
+    line, data = grid.line("pipeline"), grid.line("replicate")
+    engine = Engine(
+        [Mixed(data)],
+        [line.rank],
+        num_stages=2,
+        line=line,
+        device=world.device,
+        schedule="gpipe",
+        num_micro_batches=1,
+        in_step=data,
+    )
+    sizes = ((4, 4), (2, 4))
+    return [engine.forward((torch.full((size[data.rank], 3), 1.0 + data.rank),)) for size in sizes]
+
+
+def test_shapes_are_learnt_together_where_stages_speak_with_each_other(run_ranks: Callable[..., list[Any]]) -> None:
+    for rank, (first, second) in enumerate(run_ranks(mixed, 4)):
+        own = 1.0 + rank % 2
+        # 1 + 2 are added, which makes 4 and 5, and these are added once more.
+        assert torch.equal(first, torch.full((4, 3), own + 3 + 9))
+        assert torch.equal(second, torch.full((4 if rank % 2 else 2, 3), own + 3 + 9))

@@ -125,7 +125,7 @@ def wrong(model: Shared) -> dict[str, list[Any]]:
         "the parameter last.weight is in none of them": [first, shared],
         "the parameter shared.weight is in two of them, 1 .shared. and 2 .shared.": [first, shared, shared, last],
         "the parameter first.weight is in two of them": [lambda x: model.first(x) + 0, first, shared, last],
-        "it returned a int": [first, 3],
+        "it returned something of type int": [first, 3],
         "an empty list, or lists beside pieces": [[first], shared, last],
         "it returned nothing": [],
     }

@@ -1,0 +1,171 @@
+"""A checkpoint of every mesh taken up by every other: the same bits of weights and optimizer state, or it fails.
+
+    python -m benchmarks.reshard [--optimizer adamw] [--meshes "single,fsdp 4,..."]
+
+A small GPT takes two steps under each mesh and is saved as `stormo train` saves it: whole by one process, or in boxes by
+every worker. Then each mesh takes up the checkpoints of all, its own among them, and saves them again. Both checkpoints
+are read whole by one process and compared: names, types, shapes, and every bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.command import result_line, spaced
+from benchmarks.rank_pool import RankPool
+
+if TYPE_CHECKING:
+    from benchmarks.spread_worker import Built
+    from stormo.checkpoint import Snapshot
+    from stormo.world.world import World
+
+# Workers and settings; 3 workers do not divide the 32 rows of the layers, nor 4 the 12 rows of the positions evenly.
+MESHES: Mapping[str, tuple[int, Mapping[str, Any]]] = {
+    "single": (1, {}),
+    "ddp 2": (2, {"strategy": "ddp"}),
+    "zero1 2": (2, {"strategy": "zero1"}),
+    "zero2 4": (4, {"strategy": "zero2"}),
+    "fsdp 2": (2, {"strategy": "fsdp"}),
+    "fsdp 3": (3, {"strategy": "fsdp"}),
+    "fsdp 4": (4, {"strategy": "fsdp"}),
+    "hsdp 2×2": (4, {"mesh": "replicate=2,shard=2"}),
+    "tensor 2": (2, {"strategy": "tensor"}),
+    "hybrid 2": (2, {"strategy": "hybrid"}),
+    "pipeline 2": (2, {"strategy": "pipeline"}),
+    "fsdp×tensor 2×2": (4, {"mesh": "shard=2,tensor=2"}),
+    "pipeline×fsdp 2×2": (4, {"mesh": "pipeline=2,shard=2"}),
+    "pipeline×tensor 2×2": (4, {"mesh": "pipeline=2,tensor=2"}),
+    "zero1×tensor 2×2": (4, {"mesh": "shard=2,tensor=2", "zero": 1}),
+}
+NUM_STEPS = 2
+_NUM_SAMPLES = 24
+
+
+def _build(world: World, name: str, optimizer: str) -> Built:
+    from benchmarks.spread_tasks import make_task
+    from benchmarks.spread_worker import build
+
+    flags = {"optimizer": optimizer, "global_batch_size": 12, "lr_rule": "none", **MESHES[name][1]}
+    return build(world, make_task("GPT", _NUM_SAMPLES), flags)
+
+
+def _save(world: World, built: Built, step: int, folder: str) -> str:
+    """Save as a run does; the path on the main worker."""
+    import torch
+
+    from stormo.checkpoint import Saver, Saving
+    from stormo.progress import Progress
+    from stormo.state import RunState
+
+    loss_sum = torch.zeros((), dtype=torch.float64)
+    state = RunState(progress=Progress(step=step), strategy=built.strategy, loss_sum=loss_sum)
+    saving = Saving(step=step, identity="", keep_last=1, keep_best=0, metric=None)
+    saver = Saver(world, in_background=False)
+    saver.begin(state.content(world, 0), Path(folder) if world.is_main else None, saving)
+    saver.settle()
+    done = saver.finished()
+    return "" if done is None else str(done.saved.path)
+
+
+def train_and_save(world: World, name: str, optimizer: str, folder: str) -> str:
+    """In a rank: two steps and a checkpoint."""
+    from benchmarks.spread_worker import train
+
+    built = _build(world, name, optimizer)
+    train(world, built, NUM_STEPS, 0.01)
+    return _save(world, built, NUM_STEPS, folder)
+
+
+def take_and_save(world: World, name: str, optimizer: str, sources: Sequence[str], folder: str) -> list[str]:
+    """In a rank: take up one checkpoint after the other, and save each again."""
+    import torch
+
+    from stormo.progress import Progress
+    from stormo.state import RunState
+
+    built = _build(world, name, optimizer)
+    paths = []
+    for number, source in enumerate(sources):
+        loss_sum = torch.zeros((), dtype=torch.float64)
+        state = RunState(progress=Progress(), strategy=built.strategy, loss_sum=loss_sum)
+        state.take_up(world, Path(source), 0)
+        paths.append(_save(world, built, state.progress.step, f"{folder}/{number}"))
+    return paths
+
+
+def difference(ours: Snapshot, theirs: Snapshot) -> str:
+    """The first tensor that is not the same to the last bit; empty where all are."""
+    for section in ("model", "optimizer"):
+        a, b = getattr(ours, section), getattr(theirs, section)
+        if a.keys() != b.keys():
+            return f"names: {sorted(a.keys() ^ b.keys())[0]}"
+        for name, one in a.items():
+            other = b[name]
+            if one.dtype != other.dtype or one.shape != other.shape or _bits(one) != _bits(other):
+                return str(name)
+    return ""
+
+
+def _bits(tensor: Any) -> bytes:
+    return bytes(tensor.contiguous().numpy().tobytes())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Save under every mesh, take up under every mesh, compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--optimizer", default="adamw", help="whose state is compared too (default: adamw)")
+    parser.add_argument("--meshes", default=",".join(MESHES), type=str, help="of those in the table (default: all)")
+    options = parser.parse_args(arguments)
+    names = _names(options.meshes, parser)
+    began_s = time.perf_counter()
+    from stormo.checkpoint import load
+
+    found: dict[tuple[str, str], str] = {}
+    with tempfile.TemporaryDirectory() as folder, RankPool() as pool:
+        sources = []
+        for number, name in enumerate(names):
+            print(f"training under {name} ...", file=sys.stderr, flush=True)
+            size = MESHES[name][0]
+            sources.append(pool.run(train_and_save, size, name, options.optimizer, f"{folder}/from/{number}")[0])
+        wholes = [load(source) for source in sources]
+        for number, name in enumerate(names):
+            print(f"taking up under {name} ...", file=sys.stderr, flush=True)
+            place = f"{folder}/to/{number}"
+            paths = pool.run(take_and_save, MESHES[name][0], name, options.optimizer, sources, place)[0]
+            for source, whole, path in zip(names, wholes, paths, strict=True):
+                found[source, name] = difference(load(path), whole)
+    head = ["saved under", *(f"to {number}" for number in range(1, len(names) + 1))]
+    rows = [
+        [f"{number} {source}", *("=" if not found[source, name] else "differs" for name in names)]
+        for number, source in enumerate(names, start=1)
+    ]
+    print("\n".join(spaced([head, *rows])))
+    for (source, name), what in found.items():
+        if what:
+            print(f"{source} to {name}: {what} differs")
+    print(f"{time.perf_counter() - began_s:.0f} s in all; {options.optimizer}")
+    identical = sum(not what for what in found.values())
+    print(result_line({"pairs": len(found), "identical": identical}))
+    return 0 if identical == len(found) else 1
+
+
+def _names(text: str, parser: argparse.ArgumentParser) -> list[str]:
+    """The meshes of the table that were named; a name may hold a comma."""
+    rest, names = text, []
+    while rest:
+        name = next((each for each in sorted(MESHES, key=len, reverse=True) if rest.startswith(each)), None)
+        if name is None:
+            parser.error(f"--meshes {text!r}: {rest!r} begins with none of: {'; '.join(MESHES)}")
+        names.append(name)
+        rest = rest.removeprefix(name).removeprefix(",").strip()
+    return names
+
+
+if __name__ == "__main__":
+    sys.exit(main())
