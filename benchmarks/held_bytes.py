@@ -76,7 +76,7 @@ class Peak(TorchDispatchMode):
     """While it is entered: the most bytes alive after any operation; what the process holds at first is counted."""
 
     def __init__(self, without: Storages) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
         self._without = set(without)
         self._seen: dict[int, weakref.ref[UntypedStorage]] = {}
         self.num_bytes = 0

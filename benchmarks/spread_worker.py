@@ -14,6 +14,8 @@ from stormo.config import TrainConfig
 from stormo.data.loaders import Batch, Loader, ResidentLoader, Share
 from stormo.data.order import derive_seed, seed_generators
 from stormo.data.tensors import TensorData
+from stormo.hardware import visible_gpus
+from stormo.launch import Place
 from stormo.layout import resolve_layout
 from stormo.plan import Plan, resolve
 from stormo.strategies.strategy import Strategy
@@ -53,8 +55,9 @@ class Built:
 
 def build(world: World, task: Task, flags: Flags, change: Callable[[Strategy], None] | None = None) -> Built:
     """A strategy by settings, with the model that one process begins with; it is changed before the first step."""
-    config = options.make_config({"device": "cpu", "num_gpus": world.size, "warmup_epochs": 0.0, **flags}, None)
-    plan = resolve(config, resolve_layout(config, ()), task.facts())
+    given = {"device": world.device.type, "num_gpus": world.size, "warmup_epochs": 0.0, **flags}
+    config = options.make_config(given, None)
+    plan = resolve(config, resolve_layout(config, visible_gpus()), task.facts())
     world.arrange(plan.layout.mesh, plan.layout.data_axes)
     torch.set_default_dtype(_TYPES.get(plan.precision, torch.float32))
     torch.manual_seed(derive_seed(config.run.seed, "model"))
@@ -76,6 +79,23 @@ def _loader(config: TrainConfig, plan: Plan, task: Task, world: World) -> Loader
     data = task.datasets()[0]
     assert isinstance(data, TensorData)
     return ResidentLoader(data, share, config.run.seed, task.num_draws, task.augment, world.device)
+
+
+def world_alone(device: torch.device) -> World:
+    """A world of this process alone, with the group that sharding asks for even there."""
+    place = Place(
+        launcher="alone",
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        local_size=1,
+        node_id=0,
+        num_nodes=1,
+        master_addr="127.0.0.1",
+        master_port=29500,
+        host="localhost",
+    )
+    return World(place, device, backend="nccl" if device.type == "cuda" else "gloo", needs_group=True)
 
 
 def batches(loader: Loader) -> Iterator[Batch]:

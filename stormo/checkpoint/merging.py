@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from io import BufferedReader
 from pathlib import Path
 
 import torch
@@ -41,6 +43,7 @@ from stormo.checkpoint.writing import state_bytes
 LARGEST_READ_BACK_BYTES = 1024**3
 
 _LONGEST_PAUSE_S = 0.5
+_MOST_OPEN = 200  # files at a time: a process may have few
 
 
 class Publisher:
@@ -133,17 +136,20 @@ def _merge(index: Index, other: Index, rank: int) -> None:
 def _weights(temporary: Path, entries: Mapping[str, Entry]) -> tuple[str, str]:
     """The digest of the weights, and what it is of."""
     num_bytes = sum(box.stop - box.start for entry in entries.values() for box in entry.boxes)
-    if num_bytes <= LARGEST_READ_BACK_BYTES:
-        return weights_digest(_Written(temporary, entries)), VALUES
-    return boxes_digest(entries), BOXES
+    if num_bytes > LARGEST_READ_BACK_BYTES:
+        return boxes_digest(entries), BOXES
+    with ExitStack() as stack:
+        return weights_digest(_Written(temporary, entries, stack)), VALUES
 
 
 class _Written(Mapping[str, Tensor]):
     """The whole tensors in files that were just written, each read when it is asked for."""
 
-    def __init__(self, folder: Path, entries: Mapping[str, Entry]) -> None:
+    def __init__(self, folder: Path, entries: Mapping[str, Entry], stack: ExitStack) -> None:
         self._folder = folder
         self._entries = entries
+        self._stack = stack
+        self._opened: dict[str, BufferedReader] = {}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -155,9 +161,16 @@ class _Written(Mapping[str, Tensor]):
         entry = self._entries[name]
         whole = torch.empty(entry.shape, dtype=entry.dtype)
         for box in entry.boxes:
-            data = bytearray(box.stop - box.start)
-            with (self._folder / box.file).open("rb") as file:
-                file.seek(box.start)
-                file.readinto(data)
+            data, file = bytearray(box.stop - box.start), self._open(box.file)
+            file.seek(box.start)
+            file.readinto(data)
             copy_overlap(from_bytes(data, entry.dtype, box.shape), box.offset, whole, (0,) * len(entry.shape))
         return whole
+
+    def _open(self, name: str) -> BufferedReader:
+        if len(self._opened) > _MOST_OPEN:
+            self._stack.close()
+            self._opened = {}
+        if name not in self._opened:
+            self._opened[name] = self._stack.enter_context((self._folder / name).open("rb"))
+        return self._opened[name]

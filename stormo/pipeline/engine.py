@@ -165,8 +165,8 @@ class Engine:
             # Shapes are learnt by a forward, in which those that speak with each other must all take part.
             is_new = bool(self._in_step.max(torch.tensor([is_new], dtype=torch.int64)))
         if is_new:
-            found = self._made(batch, count, has_backward=has_backward)
-            prepared = prepared or found
+            # Anew on all of them: torch lets go of gathered weights when stages run for the first time.
+            prepared = self._made(batch, count, has_backward=has_backward)
         assert prepared is not None
         self._prepared[key] = prepared
         if len(self._prepared) > _MOST_KEPT:

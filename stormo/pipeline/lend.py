@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_VALUE = 0.02  # about the size of a weight: neither denormal nor overflowing
+_SPREAD = 0.02  # about the size of a weight: neither denormal nor overflowing
 
 
 @contextmanager
@@ -38,5 +38,7 @@ def lent(
 
 
 def _like(tensor: Tensor, device: torch.device) -> Tensor:
-    value = torch.full(tensor.shape, _VALUE if tensor.is_floating_point() else 0, dtype=tensor.dtype, device=device)
+    value = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+    if value.is_floating_point():
+        value.normal_(std=_SPREAD).abs_()  # a variance among them may be put under a root
     return nn.Parameter(value, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value

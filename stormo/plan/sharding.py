@@ -77,6 +77,12 @@ def _check_pipeline(config: TrainConfig, layout: Layout) -> None:
             "naive has one micro-batch and so one order",
             "set --strategy pipeline, or leave it out",
         )
+    if sharding.checkpoint_activations and sharding.schedule == "zero-bubble" and layout.strategy != "naive":
+        raise SettingError(
+            "--checkpoint-activations was set with --schedule zero-bubble",
+            "it takes the gradients of weights one by one and would compute a block again for each",
+            "set another --schedule, or leave one of them out",
+        )
     if config.speed.compile and sharding.schedule == "zero-bubble":
         raise SettingError(
             "--compile was set with --schedule zero-bubble",

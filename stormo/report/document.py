@@ -11,7 +11,8 @@ from typing import Any
 from stormo.report.facts import MOST_HAPPENINGS, fact_panels, happenings, timeline_panel
 from stormo.report.history import History
 from stormo.report.machines import machine_panels
-from stormo.report.panel import Chart, Panel
+from stormo.report.panel import Chart, Lanes, Panel
+from stormo.report.pipeline import pipeline_panel
 from stormo.report.power import ledger_panel, power_panel
 from stormo.report.series import MOST_POINTS, Series
 from stormo.report.summary import summary_figures
@@ -26,6 +27,7 @@ def make_panels(histories: Sequence[History]) -> list[Panel]:
     """Every panel, in the order of the page."""
     return [
         *training_panels(histories),
+        pipeline_panel(histories),
         power_panel(histories),
         ledger_panel(histories),
         *machine_panels(histories),
@@ -83,6 +85,7 @@ def _panel(panel: Panel) -> dict[str, Any]:
         "notes": list(panel.notes),
         "charts": [] if is_empty else charts,
         "stacks": [asdict(stack) for stack in panel.stacks],
+        "lanes": [_lanes(lanes) for lanes in panel.lanes],
         "tables": [asdict(table) for table in panel.tables],
     }
 
@@ -102,6 +105,11 @@ def _chart(chart: Chart) -> dict[str, Any]:
         "note": " ".join(text for text in (chart.note, thinned) if text),
         "series": [_series(line) for line in drawn],
     }
+
+
+def _lanes(lanes: Lanes) -> dict[str, Any]:
+    kinds = [{"name": name, "colour": colour, "bars": bars} for name, colour, bars in lanes.kinds]
+    return {**{key: getattr(lanes, key) for key in ("id", "title", "x_title", "rows", "note")}, "kinds": kinds}
 
 
 def _series(line: Series) -> dict[str, Any]:

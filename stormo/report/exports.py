@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stormo.errors import MissingPackageError
-from stormo.report.panel import Chart, Panel
+from stormo.report.panel import Chart, Lanes, Panel
 from stormo.report.series import AXES
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C8400")  # as in page.js
@@ -25,13 +25,15 @@ def check_matplotlib() -> None:
 
 
 def write_csv(folder: Path, panels: Sequence[Panel], labels: Sequence[str]) -> list[Path]:
-    """One file a chart and one a table; returns what was written."""
+    """One file a chart, one a picture of workers and one a table; returns what was written."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for panel in panels:
         for chart in panel.charts:
             if chart.whole:
                 written.append(_write(folder / f"{chart.id}.csv", _chart_rows(chart, labels)))
+        for lanes in panel.lanes:
+            written.append(_write(folder / f"{lanes.id}.csv", lanes.records))
         for table in panel.tables:
             written.append(_write(folder / f"table-{table.id}.csv", [table.columns, *table.rows]))
     return written
@@ -74,6 +76,7 @@ def write_png(folder: Path, panels: Sequence[Panel], labels: Sequence[str]) -> l
     return [
         *(_draw(folder / f"{chart.id}.png", chart, labels) for chart in drawn),
         *(_draw_stack(folder / f"stack-{stack.id}.png", stack) for panel in panels for stack in panel.stacks),
+        *(_draw_lanes(folder / f"{lanes.id}.png", lanes) for panel in panels for lanes in panel.lanes),
     ]
 
 
@@ -126,6 +129,36 @@ def _draw_stack(path: Path, stack: Any) -> Path:
     plane.set_yticks(range(len(stack.bars)), [bar.replace("$", r"\$") for bar in stack.bars])
     plane.invert_yaxis()
     plane.set(xlabel=stack.x_title, title=stack.title)
+    figure.legend(loc="outside lower center", ncols=4, fontsize="small")
+    figure.savefig(path, dpi=150)
+    return path
+
+
+def _draw_lanes(path: Path, lanes: Lanes) -> Path:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 1.4 + 0.35 * len(lanes.rows)), layout="constrained")
+    plane = figure.add_subplot()
+    end = max(bar.start + bar.length for _, _, bars in lanes.kinds for bar in bars)
+    for name, colour, bars in lanes.kinds:
+        for number, bar in enumerate(bars):
+            plane.barh(
+                bar.row,
+                bar.length,
+                left=bar.start,
+                label=None if number else name,
+                color=_COLOURS[colour],
+                alpha=1 - min(0.15 * bar.shade, 0.6),
+                edgecolor="w",
+                linewidth=0.5,
+            )
+            if bar.length > 0.012 * end * len(bar.label):
+                where = bar.start + bar.length / 2, bar.row
+                plane.annotate(bar.label, where, ha="center", va="center", color="w", fontsize=7)
+    plane.set_yticks(range(len(lanes.rows)), lanes.rows)
+    plane.invert_yaxis()
+    plane.set(xlabel=lanes.x_title, xlim=(0, end))
+    plane.set_title(lanes.title.replace("$", r"\$"), loc="left")
     figure.legend(loc="outside lower center", ncols=4, fontsize="small")
     figure.savefig(path, dpi=150)
     return path

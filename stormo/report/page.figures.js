@@ -127,7 +127,7 @@ function stripFigure(strip, options = {}) {
 
 const wrapped = (text) => shorten(text, 300).replace(/(.{60}\S*) /g, "$1\n").replace(/\n/g, "\u2028");
 
-const FIGURES = { chart: chartFigure, stack: stackFigure, strip: stripFigure };
+const FIGURES = { chart: chartFigure, stack: stackFigure, strip: stripFigure, lanes: lanesFigure };
 
 function draw(entry) {
   if (!entry.plot) return;
@@ -155,6 +155,7 @@ function legend(entry) {
     ? styles(content, colours).map((look, index) => [look.label, swatch(look, content.series[index].mode === "points" || content.series.length > 1)])
     : kind === "stack"
       ? content.parts.map(([name], index) => [name, block(colours[index % colours.length], index)])
+      : kind === "lanes" ? content.kinds.map(({ name, colour }) => [name, block(colours[colour % colours.length], colour)])
       : isCompared() ? doc.runs.map((run, index) => [run.name, swatch({ colour: colours[index % colours.length], dash: 0, symbol: index % SYMBOLS.length }, true)]) : [];
   if (!items.length) return null;
   return el("ul", { class: "legend", "aria-label": "Lines; press one to hide or show it" }, ...items.map(([label, picture]) => {
@@ -189,13 +190,14 @@ function figureNode(kind, content, panel) {
     title.className = isAside || panel.charts.length > 1 ? "" : "unseen";
     return el("figure", { class: isAside ? "absent" : undefined, "aria-labelledby": `${id}-title` }, el("figcaption", {}, title), el("p", { class: "why", text: content.why_empty }));
   }
-  entry.plot = el("div", { class: kind === "stack" ? "plot bars" : "plot", role: "img" });
+  entry.plot = el("div", { class: kind === "stack" || kind === "lanes" ? "plot bars" : "plot", role: "img" });
   if (kind === "stack") entry.plot.style.height = `${Math.max(70 + 46 * content.bars.length, 120)}px`;
+  if (kind === "lanes") entry.plot.style.height = `${70 + laneHeight(content) * content.rows.length}px`;
   if (kind === "strip") entry.plot.style.height = `${90 + 26 * new Set(doc.happenings.map((one) => one.kind)).size}px`;
   entry.details = kind !== "chart" ? null : el("details", { open: Boolean(old && old.details && old.details.open), ontoggle: () => {
     if (entry.details.open) fillTable(entry);
   } }, el("summary", { text: "Table" }), el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Table: ${content.title}` }));
-  return el("figure", { "aria-labelledby": `${id}-title` },
+  return el("figure", { class: kind === "lanes" ? "long" : undefined, "aria-labelledby": `${id}-title` },
     el("figcaption", { class: isSaid ? "said" : undefined }, title, isSaid && legend(entry), el("div", { class: "tools" },
       el("button", { type: "button", text: "PNG", "aria-label": `Save ${content.title} as PNG`, onclick: () => savePicture(entry) }),
       kind === "chart" && el("button", { type: "button", text: "CSV", "aria-label": `Save ${content.title} as CSV`, onclick: () => saveText(`${content.id}.csv`, csv(rows(content))) }))),

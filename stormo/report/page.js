@@ -78,7 +78,7 @@ async function savePicture(entry) {
   figure.layout.showlegend = figure.data.length > 1;
   figure.layout.legend = { orientation: "h", yref: "container", y: 0.01, yanchor: "bottom", traceorder: "normal" };
   figure.layout.margin = { l: 60, r: 24, t: 54, b: 110 };
-  const address = await Plotly.toImage(figure, { format: "png", width: 1000, height: entry.kind === "stack" ? 240 + 60 * entry.content.bars.length : 560, scale: 2 });
+  const address = await Plotly.toImage(figure, { format: "png", width: 1000, height: entry.kind === "stack" ? 240 + 60 * entry.content.bars.length : entry.kind === "lanes" ? 200 + laneHeight(entry.content) * entry.content.rows.length : 560, scale: 2 });
   save(`${entry.content.id}.png`, address);
   return address;
 }
@@ -104,7 +104,7 @@ function summary() {
 
 function panelNode(panel, isWide) {
   const strips = panel.id === "timeline" && doc.happenings.length ? [{ id: "timeline", title: "Timeline" }] : [];
-  const all = [...panel.stacks.map((one) => figureNode("stack", one, panel)), ...panel.charts.map((one) => figureNode("chart", one, panel)), ...strips.map((one) => figureNode("strip", one, panel))];
+  const all = [...panel.stacks.map((one) => figureNode("stack", one, panel)), ...panel.lanes.map((one) => figureNode("lanes", one, panel)), ...panel.charts.map((one) => figureNode("chart", one, panel)), ...strips.map((one) => figureNode("strip", one, panel))];
   const drawn = all.filter((figure) => !figure.classList.contains("absent"));
   return el("section", { id: panel.id, class: isWide ? "panel wide" : "panel", "aria-labelledby": `${panel.id}-heading` },
     el("h2", { id: `${panel.id}-heading`, text: panel.title }),
@@ -118,7 +118,7 @@ function panelNode(panel, isWide) {
 
 // Two panels of one figure or narrow table stand side by side; one that has no such neighbour takes the whole width.
 function widths(panels) {
-  const isSmall = (panel) => panel && !panel.stacks.length && panel.id !== "command" &&
+  const isSmall = (panel) => panel && !panel.stacks.length && !panel.lanes.length && panel.id !== "command" &&
     (panel.charts.length ? panel.charts.length === 1 && !panel.tables.length : panel.tables.length && panel.tables[0].columns.length === 2);
   const wide = [];
   for (let index = 0; index < panels.length; index += 1) {
@@ -131,7 +131,7 @@ function widths(panels) {
 }
 
 const looksOf = (panel, isWide) => JSON.stringify([panel, isWide, doc.time_unit, doc.happenings, doc.runs.map((run) => run.name)]);
-const shapeOf = (panel) => JSON.stringify([panel.id, panel.notes, panel.tables, panel.why_empty, panel.stacks.map((one) => one.bars.length + one.parts.length),
+const shapeOf = (panel) => JSON.stringify([panel.id, panel.notes, panel.tables, panel.why_empty, panel.stacks.map((one) => one.bars.length + one.parts.length), panel.lanes,
   panel.charts.map((chart) => [chart.id, chart.why_empty, chart.note, chart.series.map((line) => [line.run, line.name])])]);
 
 function show(isWhole) {
@@ -160,7 +160,7 @@ function show(isWhole) {
       } else byId("panels").append(node);
     }
     drawnPanels.set(panel.id, { looks, shape });
-    for (const one of [...panel.stacks.map((x) => `stack-${x.id}`), ...panel.charts.map((x) => `chart-${x.id}`), ...(panel.id === "timeline" ? ["strip-timeline"] : [])]) {
+    for (const one of [...panel.stacks.map((x) => `stack-${x.id}`), ...panel.lanes.map((x) => `lanes-${x.id}`), ...panel.charts.map((x) => `chart-${x.id}`), ...(panel.id === "timeline" ? ["strip-timeline"] : [])]) {
       if (figures.has(one)) draw(figures.get(one));
     }
   });

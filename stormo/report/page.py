@@ -17,7 +17,7 @@ from typing import Any
 from stormo.errors import MissingPackageError
 from stormo.telemetry.files import to_json
 
-_SCRIPTS = ("page.look.js", "page.figures.js", "page.js")
+_SCRIPTS = ("page.look.js", "page.lanes.js", "page.figures.js", "page.js")
 _SLOT = re.compile(r"@([a-z]+)@")
 
 

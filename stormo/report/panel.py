@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from stormo.report.series import Series
 
@@ -39,6 +40,30 @@ class Stack:
     parts: Sequence[tuple[str, Sequence[float]]]  # name, one value a bar
 
 
+class Bar(NamedTuple):
+    """One stretch of time in a row."""
+
+    row: int
+    start: float
+    length: float
+    label: str
+    words: str
+    shade: int  # 0 is the full colour, above that paler
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lanes:
+    """What went on from when to when: one row a worker, one colour a kind."""
+
+    id: str
+    title: str
+    x_title: str
+    rows: Sequence[str]
+    kinds: Sequence[tuple[str, int, Sequence[Bar]]]  # name, colour, what is drawn of it
+    records: Sequence[Sequence[str | float]]  # what the CSV files hold: a head, then everything
+    note: str = ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Table:
     """Text in rows; the columns from `first_figure` on are figures."""
@@ -61,6 +86,7 @@ class Panel:
     about: str = ""
     charts: Sequence[Chart] = ()
     stacks: Sequence[Stack] = ()
+    lanes: Sequence[Lanes] = ()
     tables: Sequence[Table] = ()
     notes: Sequence[str] = ()
     why_empty: str = ""

@@ -19,9 +19,10 @@ from stormo.errors import SettingError
 from stormo.pipeline.bubble import Span, idle_share, predicted_bubble
 from stormo.pipeline.capture import model_inputs, with_output
 from stormo.pipeline.engine import Engine
+from stormo.pipeline.lend import lent
 from stormo.pipeline.orders import stages_of
 from stormo.pipeline.pieces import Pieces, StageModule, find_pieces, keep_only
-from stormo.pipeline.split import into_stages, measured_costs
+from stormo.pipeline.split import check_same, into_stages, measured_costs
 from stormo.pipeline.watching import Watch
 from stormo.plan.sharding import STAGES_PER_WORKER
 from stormo.strategies.compose import Composition, compose
@@ -31,6 +32,7 @@ from stormo.strategies.zero import average
 from stormo.tasks.returned import check_loss
 
 _WATCHED_PASS = 3  # the first ones are slower than all later ones
+_MOST_CHECKED = 50_000_000  # parameters of a model whose pieces are compared with it: it is whole in memory then
 _BATCH_NORMS = nn.modules.batchnorm._BatchNorm
 
 
@@ -65,7 +67,12 @@ class Pipelined(Composed):
         name, plan = type(self.task).__name__, self._plan
         batch = sample_batch(self.task, max(1, plan.batch_per_pass // plan.micro_batches), self.world.device)
         self._call = model_inputs(lambda stand_in: self.task.loss(stand_in, batch), model, f"{name}.loss")
-        pieces = find_pieces(model, self.task.pieces(model), name=name, call=self._call)
+        given = self.task.pieces(model)
+        pieces = find_pieces(model, given, name=name, call=self._call)
+        is_small = sum(parameter.numel() for parameter in model.parameters()) <= _MOST_CHECKED
+        if given is not None and is_small and self.world.is_main:
+            with lent([model], self.world.device):
+                check_same(model, pieces, self._call, self.world.device)
         if self._zero == 3 and any(piece.own for piece in pieces.items):
             raise SettingError(
                 f"{name}.model() has parameters that forward takes from the model itself",
@@ -89,6 +96,8 @@ class Pipelined(Composed):
         return [f"In a pipeline batch norm takes its statistics over micro-batches, here of {size} samples."]
 
     def _wrap(self, model: nn.Module) -> nn.Module:
+        # Where stages speak with those of other samples in every micro-batch, all must have equally many.
+        self._is_in_step = self.world.data.size > 1 and (self._zero == 3 or self._settings.speed.sync_batch_norm)
         self._engine = Engine(
             self._stages,
             self._numbers,
@@ -97,9 +106,8 @@ class Pipelined(Composed):
             device=self.world.device,
             schedule=self._schedule,
             num_micro_batches=self._plan.micro_batches,
+            in_step=self.world.data if self._is_in_step else None,
         )
-        # Where stages speak with those of other samples in every micro-batch, all must have equally many.
-        self._is_in_step = self.world.data.size > 1 and (self._zero == 3 or self._settings.speed.sync_batch_norm)
         self._is_even = True  # whether all take equally many samples in the pass under way
         self._judged = _through(self._engine, model, 1 if self._is_in_step else None)
         self._num_passes = 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -39,6 +39,8 @@ def recompute(model: nn.Module, paths: Sequence[str]) -> None:
         if not isinstance(module, Recomputed):
             kind: Any = type(module)
             module.__class__ = _recomputed(kind)
+            if not _buffers(module):
+                module._changing_buffers = []  # type: ignore[assignment]
 
 
 class Recomputed:
@@ -53,10 +55,6 @@ class Recomputed:
         own = super().forward  # type: ignore[misc]
         if not (self.training and torch.is_grad_enabled()):
             return own(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            # In the compiler's graph a buffer changes once, at the end.
-            return checkpoint(own, *args, use_reentrant=False, **kwargs)
-        before = _AsBefore(self._may_change())
         names = tuple(kwargs)
 
         def run(*values: Any) -> Any:
@@ -65,16 +63,18 @@ class Recomputed:
 
         # All by position: torch keeps the random numbers of those devices alone that it sees there.
         values = (*args, *kwargs.values())
+        if self._changing_buffers == []:
+            return checkpoint(run, *values, use_reentrant=False)
+        return self._run_with_buffers(run, values)
+
+    # The compiler would see a buffer change once where it changes twice. What `run` calls is compiled.
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator, unused-ignore]
+    def _run_with_buffers(self, run: Callable[..., Any], values: tuple[Any, ...]) -> Any:
+        before = _AsBefore(_buffers(self) if self._changing_buffers is None else self._changing_buffers)
         result = checkpoint(run, *values, use_reentrant=False, context_fn=lambda: (nullcontext(), before))
         if self._changing_buffers is None:
             self._changing_buffers = before.keep_changing()
         return result
-
-    def _may_change(self) -> list[_Place]:
-        if self._changing_buffers is not None:
-            return self._changing_buffers
-        assert isinstance(self, nn.Module)
-        return [(module, name) for module in self.modules() for name in module._buffers]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copied and pickled by its own class: the one made here has no name to be found by."""
@@ -117,6 +117,10 @@ class _AsBefore(AbstractContextManager[None]):
     def _set(self, buffers: list[Tensor | None]) -> None:
         for (module, name), buffer in zip(self._places, buffers, strict=True):
             module._buffers[name] = buffer
+
+
+def _buffers(module: Any) -> list[_Place]:
+    return [(part, name) for part in module.modules() for name in part._buffers]
 
 
 def _version(module: nn.Module, name: str) -> tuple[int, int] | None:

@@ -31,7 +31,7 @@ class Size:
         return float((6 * matrix_weights + 12 * self.num_layers * self.width * block) * block)
 
 
-# Heads of 128 from 125m on: the kernels of attention are at their best there, and 8 or 16 heads divide by any usual
+# Heads of 128 from 125m on: the kernels of attention are at their best there, and 8, 16 or 32 heads divide by any usual
 # number of devices.
 SIZES: dict[str, Size] = {
     "tiny": Size(5, 128, 4, 128, train_bytes=2**18),
@@ -40,4 +40,7 @@ SIZES: dict[str, Size] = {
     "125m": Size(10, 1024, 8, 1024),
     "350m": Size(28, 1024, 8, 1024),
     "1b": Size(20, 2048, 16, 2048),
+    "2.7b": Size(34, 2560, 20, 2048),
+    "6.7b": Size(32, 4096, 32, 2048),
+    "13b": Size(40, 5120, 40, 2048),
 }

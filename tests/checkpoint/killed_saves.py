@@ -1,6 +1,7 @@
 """Run by test_writing.py: saves in a child process that is killed, then looks at what is left.
 
 `every-operation FOLDER`: the child is killed before its first, second, ... file-system operation.
+`every-operation-of-shards FOLDER`: the same of one save by two workers, who write into one folder.
 `random FOLDER COUNT SEED`: the child saves for ever and is killed at random moments.
 """
 
@@ -21,13 +22,38 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 from conftest import assert_same, make_snapshot
 
-from stormo.checkpoint import find, load, newest_good, save
+from stormo.checkpoint import Box, Saving, Shard, find, load, newest_good, save
+from stormo.checkpoint.merging import Publisher
+from stormo.checkpoint.shard import ShardSave
+from stormo.checkpoint.writing import make_new_folder
 
 OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "shutil.rmtree"}
 
 
 def store(folder: Path, step: int, seed: int) -> None:
     save(folder, make_snapshot(seed), step=step, identity="run", keep_last=2, keep_best=0, metric=None)
+
+
+def store_shards(folder: Path, step: int, seed: int) -> None:
+    """The same snapshot, of which each of two workers has every other row, and the first what has none."""
+    snapshot, boxes = make_snapshot(seed), ([], [])
+    for section in ("model", "optimizer"):
+        for name, tensor in getattr(snapshot, section).items():
+            rows = range(tensor.shape[0]) if tensor.ndim else [None]
+            for row in rows:
+                part = tensor if row is None else tensor[row : row + 1]
+                offset = () if row is None else (row, *[0] * (tensor.ndim - 1))
+                one = Box(section=section, name=name, whole_shape=tuple(tensor.shape), offset=offset, tensor=part)
+                boxes[(row or 0) % 2].append(one)
+            if not rows:
+                box = Box(section=section, name=name, whole_shape=tuple(tensor.shape), offset=(0, 0), tensor=tensor)
+                boxes[0].append(box)
+    main = Shard(boxes=boxes[0], ranks=snapshot.ranks, state=snapshot.state)
+    saving = Saving(step=step, identity="run", keep_last=2, keep_best=0, metric=None)
+    new = make_new_folder(folder, step, 0)
+    for rank, shard in ((1, Shard(boxes=boxes[1])), (0, main)):
+        ShardSave(rank, shard).write(new.path, step)
+    Publisher(folder, main, saving, 2).publish(new.path, new.notices)
 
 
 def in_child(work: Callable[[], None]) -> int:
@@ -83,6 +109,35 @@ def every_operation(folder: Path) -> int:
     raise AssertionError
 
 
+def every_operation_of_shards(folder: Path) -> int:
+    """Step 3 is saved by two workers, beside a checkpoint of each version; returns how many kills there were."""
+    before = folder.with_name("before")
+    store(before, 1, seed=1)
+    store_shards(before, 2, seed=2)
+    for number in itertools.count(1):
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(before, folder)
+
+        def work(number: int = number) -> None:
+            kill_before_operation(number)
+            store_shards(folder, 3, seed=3)
+
+        _, status = os.waitpid(in_child(work), 0)
+        good, problems = newest_good(folder)
+        assert problems == (), problems
+        assert good is not None
+        assert_same(load(good.path), make_snapshot(good.step))
+        if os.WIFEXITED(status):
+            assert os.WEXITSTATUS(status) == 0
+            assert [found.step for found in find(folder)] == [3, 2]
+            return number - 1
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        store_shards(folder, 4, seed=4)
+        assert sorted(path.name for path in folder.iterdir()) == sorted(found.path.name for found in find(folder))
+        assert [found.step for found in find(folder)] == ([4, 3] if good.step == 3 else [4, 2])
+    raise AssertionError
+
+
 def at_random_moments(folder: Path, count: int, seed: int) -> int:
     choose = random.Random(seed)
     step = 0
@@ -120,5 +175,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     if sys.argv[1] == "every-operation":
         print(every_operation(Path(sys.argv[2])))
+    elif sys.argv[1] == "every-operation-of-shards":
+        print(every_operation_of_shards(Path(sys.argv[2])))
     else:
         print(at_random_moments(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])))

@@ -64,6 +64,11 @@ def test_a_kill_before_any_file_operation_leaves_a_whole_newest_checkpoint(tmp_p
     assert num_kills > 40  # two saves of five files each, with their renames and removals
 
 
+def test_a_kill_before_any_file_operation_of_two_workers_leaves_a_whole_newest_checkpoint(tmp_path: Path) -> None:
+    num_kills = run_script("every-operation-of-shards", str(tmp_path / "checkpoints"))
+    assert num_kills > 30  # six files and two notes, with their renames and removals
+
+
 def test_kills_at_random_moments_lose_nothing_that_was_promised(tmp_path: Path) -> None:
     last_step = run_script("random", str(tmp_path / "checkpoints"), "60", "1")
     assert last_step > 10

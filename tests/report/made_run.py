@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stormo.pipeline.bubble import Costs, idle_share, simulate
+from stormo.pipeline.orders import orders
+
 BEGIN_UNIX_S = 1_790_000_000.0
 STEPS_PER_EPOCH = 20
 
@@ -31,6 +34,7 @@ class MadeRun:
     base_lr: float = 0.01
     notice: str = "the loader waits for a slow disk"
     begin_unix_s: float = BEGIN_UNIX_S
+    pipeline: Mapping[str, Any] | None = None  # as summary.json has it
 
     def write(self, runs: Path) -> Path:
         """Write every file; returns the folder."""
@@ -87,6 +91,7 @@ class MadeRun:
             "co2e_g": 12.5 if self.has_energy else None,
             "num_resumes": int(self.resumed_after_epoch is not None),
             "noise_scale_advice": "Gradient noise scale: steps hardly get better beyond about 300 samples.",
+            "pipeline": self.pipeline,
             "stopped_by": "target",
         }
 
@@ -254,6 +259,23 @@ def _source(source_id: str, kind: str, *, interval_s: float) -> dict[str, Any]:
         "method": "counter",
         "resolution_j": 0.001,
         "interval_s": interval_s,
+    }
+
+
+def made_pass(schedule: str, num_workers: int, micro_batches: int, per_worker: int = 1) -> dict[str, Any]:
+    """A pass that kept to its schedule, but that its first action took longer and all others came later for it."""
+    num_stages = per_worker * num_workers
+    spans = simulate(orders(schedule, num_workers, num_stages, micro_batches), Costs.even(num_stages))
+    late_s = 0.001 * max(span.stop for span in spans)
+    moved = [span._replace(start=0.01 * span.start + late_s, stop=0.01 * span.stop + late_s) for span in spans]
+    moved[0] = moved[0]._replace(start=moved[0].start - late_s)
+    return {
+        "schedule": schedule,
+        "num_stages": num_stages,
+        "micro_batches": micro_batches,
+        "predicted_bubble": idle_share(spans, num_workers),
+        "measured_bubble": idle_share(moved, num_workers),
+        "spans": [list(span) for span in moved],
     }
 
 

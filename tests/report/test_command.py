@@ -22,8 +22,8 @@ from stormo.telemetry.files import RunFolder
 from tests.report.made_run import BEGIN_UNIX_S, MadeRun, append
 
 PANELS = [
-    *("loss", "accuracy", "throughput", "rate", "waiting", "stragglers", "noise", "power", "ledger", "memory"),
-    *("utilisation", "temperature", "traffic", "timeline", "configuration", "environment", "command"),
+    *("loss", "accuracy", "throughput", "rate", "waiting", "stragglers", "noise", "pipeline", "power", "ledger"),
+    *("memory", "utilisation", "temperature", "traffic", "timeline", "configuration", "environment", "command"),
 ]
 HOSTILE = "<script>alert(1)<!--"
 

@@ -12,7 +12,7 @@ import pytest
 
 from stormo.report import command, watch
 from stormo.telemetry.files import RunFolder
-from tests.report.made_run import MadeRun, append
+from tests.report.made_run import MadeRun, append, made_pass
 from tests.report.test_command import PANELS
 from tests.system.browser import Browser, Page
 from tests.system.conftest import Need
@@ -35,7 +35,9 @@ def browser(need: Need, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Br
 
 
 def test_the_report_shows_every_panel_without_a_complaint(browser: Browser, tmp_path: Path) -> None:
-    MadeRun(name=HOSTILE, notice=HOSTILE, resumed_after_epoch=2).write(tmp_path)
+    MadeRun(
+        name=HOSTILE, notice=HOSTILE, resumed_after_epoch=2, pipeline=made_pass("1f1b", num_workers=2, micro_batches=2)
+    ).write(tmp_path)
     MadeRun(name="other", num_workers=16, base_lr=0.1).write(tmp_path)
     command.main([HOSTILE, "other", "--runs-folder", str(tmp_path)])
     page = Page(browser, width=400, dark=True)
@@ -52,6 +54,9 @@ def test_the_report_shows_every_panel_without_a_complaint(browser: Browser, tmp_
     page.wait("document.querySelectorAll('#loss tbody tr').length > 50")
     page.evaluate("document.querySelector('#configuration .only input').click()")
     assert page.evaluate("document.querySelectorAll('#configuration tbody tr:not([hidden])').length > 0")
+    bars = "[...document.querySelectorAll('#pipeline .bartext')].map((bar) => bar.textContent).sort().join()"
+    assert page.evaluate(bars) == "0,0,0,0,1,1,1,1", "forward and backward of two micro-batches on two workers"
+    assert page.evaluate("stormoPage.savePicture('lanes-pass-0').then((url) => url.startsWith('data:image/png'))")
     head = page.evaluate("stormoPage.csvOf('chart-loss').split('\\r\\n')[0]")
     assert head == "run,series,step,epoch,time_s,loss"
     assert page.evaluate("stormoPage.savePicture('chart-loss').then((url) => url.startsWith('data:image/png'))")

@@ -113,7 +113,7 @@ def test_the_softmax_is_taken_in_fp32_at_least(dtype: torch.dtype, expected: tor
         (
             {"preset": "smal"},
             "--task.preset 'smal' was asked for, but there is none of that name; did you mean small? "
-            "choose one of: 125m, 1b, 350m, medium, small, tiny.",
+            "choose one of: 125m, 13b, 1b, 2.7b, 350m, 6.7b, medium, small, tiny.",
         ),
         ({"dropout": 1.0}, "--task.dropout 1 was set, but it must lie in [0, 1); set --task.dropout 0.1."),
         ({"block": 0}, "--task.block 0 was set, but it must be at least 1; set --task.block 1024."),
