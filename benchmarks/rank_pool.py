@@ -6,6 +6,7 @@ group, and returns what they return, in the order of ranks. The function is one 
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import socket
@@ -117,20 +118,22 @@ def _serve(connection: Connection) -> None:
             job = connection.recv()
         except EOFError:
             return
-        answer: tuple[bool, Any]
+        *where, function, arguments = job
         try:
-            answer = True, _join_and_call(*job)
+            world = _join(*where)
+            answer = function(world, *arguments)
+            world.close()
         except BaseException:
-            answer = False, traceback.format_exc()
-        try:
-            connection.send((*answer, len(os.listdir("/proc/self/task"))))  # noqa: PTH208
-        except OSError:  # the pool is closed: another rank has failed
+            # Told before this rank leaves its group: others will complain of that.
+            with contextlib.suppress(OSError):
+                connection.send((False, traceback.format_exc(), 0))
             return
+        torch.set_default_dtype(torch.float32)
+        with contextlib.suppress(OSError):  # the pool is closed: another rank has failed
+            connection.send((True, answer, len(os.listdir("/proc/self/task"))))  # noqa: PTH208
 
 
-def _join_and_call(
-    rank: int, size: int, port: int, timeout_s: float, function: Callable[..., Any], arguments: tuple[Any, ...]
-) -> Any:
+def _join(rank: int, size: int, port: int, timeout_s: float) -> Any:
     import torch
 
     from stormo.launch import Place
@@ -150,9 +153,4 @@ def _join_and_call(
         host="localhost",
     )
     store = Store(place, timeout_s) if size > 1 else None
-    world = World(place, torch.device("cpu"), store=store, timeout_s=timeout_s, needs_group=True)
-    try:
-        return function(world, *arguments)
-    finally:
-        world.close()
-        torch.set_default_dtype(torch.float32)
+    return World(place, torch.device("cpu"), store=store, timeout_s=timeout_s, needs_group=True)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.reshard [--optimizer adamw] [--meshes "single,fsdp 4,..."]
 
-A small GPT takes two steps under each mesh and is saved as `stormo train` saves it: whole by one process, or in boxes by
-every worker. Then each mesh takes up the checkpoints of all, its own among them, one after the other in the same
+A small GPT takes two steps under each mesh and is saved as `stormo train` saves it: whole by one process, or in boxes
+by every worker. Then each mesh takes up the checkpoints of all, its own among them, one after the other in the same
 workers, and saves them again. Both checkpoints are read whole by one process and compared: names, types, shapes, and
 every bit. After each, the mesh goes on for a step, whose loss must be that of the mesh that was left (float64, 1e-10).
 """
@@ -130,9 +130,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Save under every mesh, take up under every mesh, compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--optimizer", default="adamw", help="whose state is compared too (default: adamw)")
-    parser.add_argument("--meshes", default=",".join(MESHES), type=str, help="of those in the table (default: all)")
+    parser.add_argument("--meshes", default=list(MESHES), type=mesh_names, help="some of them (default: all)")
     options = parser.parse_args(arguments)
-    names = _names(options.meshes, parser)
+    names = options.meshes
     began_s = time.perf_counter()
     from stormo.checkpoint import load
 
@@ -166,15 +166,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if identical == len(found) else 1
 
 
-def _names(text: str, parser: argparse.ArgumentParser) -> list[str]:
-    """The meshes of the table that were named; a name may hold a comma."""
-    rest, names = text, []
-    while rest:
-        name = next((each for each in sorted(MESHES, key=len, reverse=True) if rest.startswith(each)), None)
-        if name is None:
-            parser.error(f"--meshes {text!r}: {rest!r} begins with none of: {'; '.join(MESHES)}")
-        names.append(name)
-        rest = rest.removeprefix(name).removeprefix(",").strip()
+def mesh_names(text: str) -> list[str]:
+    """Names of the table, for argparse."""
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in MESHES:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of: {', '.join(MESHES)}")
     return names
 
 

@@ -7,10 +7,10 @@ process group, and returns their results in the order of ranks. The function mus
 from __future__ import annotations
 
 import multiprocessing
-import os
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from tests.programs import fork, free_port
@@ -40,7 +40,7 @@ def _serve(connection: Connection) -> None:
             answer = True, _join_and_call(*job)
         except BaseException:
             answer = False, traceback.format_exc()
-        connection.send((*answer, len(os.listdir("/proc/self/task"))))
+        connection.send((*answer, sum(1 for _ in Path("/proc/self/task").iterdir())))
 
 
 def _join_and_call(rank: int, size: int, port: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

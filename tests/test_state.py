@@ -165,3 +165,74 @@ def _with_constant(world: World, folder: str) -> str:
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_model_with_a_buffer_that_is_not_saved_can_be_resumed(run_ranks: Ranks, tmp_path: Path, size: int) -> None:
     assert run_ranks(_with_constant, size, str(tmp_path)) == ["restored"] * size
+
+
+def _save_spread(parts: Parts, folder: str) -> str:
+    """As a run saves it; the path on all workers."""
+    world, saver = parts.world, checkpoint.Saver(parts.world, in_background=False)
+    step = parts.state.progress.step
+    saving = checkpoint.Saving(step=step, identity="x", keep_last=9, keep_best=0, metric=None)
+    saver.begin(parts.state.content(world, SEED), Path(folder) if world.is_main else None, saving)
+    saver.settle()
+    done = saver.finished()
+    path: str = world.share_json(str(done.saved.path) if done is not None else None)
+    return path
+
+
+def _held(parts: Parts) -> dict[str, Any]:
+    """Everything of this worker that must be the same to the last bit in two runs that are one."""
+    strategy = parts.strategy
+    found: dict[str, Any] = {}
+    for part in strategy.parts():
+        state = {key: t for key, t in strategy.optimizer.state.get(part.local, {}).items() if t is not None}
+        found |= {f"{part.name}{part.offset}{key}": t for key, t in {"": part.local, **state}.items()}
+    found |= dict(strategy.named_buffers())
+    return {**arrays(found.items()), "loss_sum": float(parts.state.loss_sum), "rng": torch.get_rng_state().numpy()}
+
+
+def _spread_and_resumed(world: World, folder: str, flags: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
+    whole = build(world, OPTIONS, **flags)
+    whole.strategy.warm_up(whole.loader)
+    steps(whole, 2)
+    path = _save_spread(whole, folder)
+    losses = steps(whole, 3)
+    end = _held(whole)
+    torch.manual_seed(99)
+    resumed = build(world, OPTIONS, **flags)
+    resumed.strategy.warm_up(resumed.loader)
+    resumed.state.take_up(world, Path(path), SEED)
+    assert (resumed.state.progress.step, resumed.state.progress.num_resumes) == (2, 1)
+    return end, losses, steps(resumed, 3), _held(resumed)
+
+
+@pytest.mark.parametrize("flags", [{"strategy": "fsdp", "optimizer": "adamw"}, {"strategy": "zero1"}], ids=str)
+def test_a_spread_run_that_is_resumed_by_its_mesh_is_the_whole_run_to_the_last_bit(
+    run_ranks: Ranks, tmp_path: Path, flags: dict[str, Any]
+) -> None:
+    for end, losses, losses_again, end_again in run_ranks(_spread_and_resumed, 2, str(tmp_path), FLAGS | flags):
+        assert losses == losses_again
+        assert_same_bits(end, end_again)
+
+
+def _goes_on(world: World, folder: str, path: str, flags: dict[str, Any], num: int) -> tuple[str, list[float]]:
+    """From a checkpoint, or from the beginning, for some steps; what was reached is saved."""
+    parts = build(world, {"num_train": 37, "dropout": 0.0, "jitter": True}, **flags)
+    parts.strategy.warm_up(parts.loader)
+    if path:
+        parts.state.take_up(world, Path(path), SEED)
+    losses = steps(parts, num)
+    return _save_spread(parts, folder), losses
+
+
+def test_in_exact_arithmetic_one_mesh_after_the_other_goes_on_as_one_process(run_ranks: Ranks, tmp_path: Path) -> None:
+    flags: dict[str, Any] = {"precision": "fp64", "sync_batch_norm": True, "global_batch_size": 16}
+    ((whole, _),) = run_ranks(_goes_on, 1, str(tmp_path / "whole"), "", flags, 8)
+    path = ""
+    for size, strategy in ((2, "ddp"), (3, "fsdp"), (2, "zero2"), (1, "single")):
+        path, _ = run_ranks(_goes_on, size, str(tmp_path / strategy), path, {**flags, "strategy": strategy}, 2)[0]
+    reached, expected = checkpoint.load(path), checkpoint.load(whole)
+    assert reached.state["progress"]["sample_order_sha256"] == expected.state["progress"]["sample_order_sha256"]
+    for section in ("model", "optimizer"):
+        assert getattr(reached, section).keys() == getattr(expected, section).keys()
+        for name, tensor in getattr(expected, section).items():
+            torch.testing.assert_close(getattr(reached, section)[name], tensor, rtol=1e-9, atol=1e-9)

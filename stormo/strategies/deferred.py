@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import gc
 import random
+import traceback
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -51,8 +53,8 @@ def deferred_model(make: Callable[[], nn.Module]) -> Deferred:
     Raises CannotDeferError where that cannot be, after putting the generators back to where they were.
     """
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    tape = Tape()
     try:
-        tape = Tape()
         module = _recorded(make, tape)
         origins = {name: _origin(name, tensor, tape) for name, tensor in _named_tensors(module)}
         _stand_alone(module)
@@ -62,6 +64,10 @@ def deferred_model(make: Callable[[], nn.Module]) -> Deferred:
         torch.set_rng_state(states[0])
         random.setstate(states[1])
         np.random.set_state(states[2])
+        # What the failed attempt has left in caches of the model's code, the next one will find there.
+        traceback.clear_frames(error.__traceback__)
+        with suppress(Exception):
+            _give_memory_to_others(nn.Module(), tape)
         if isinstance(error, CannotDeferError):
             raise
         # It may be the model's own, which building it in memory will show.

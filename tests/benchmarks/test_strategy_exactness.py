@@ -36,7 +36,7 @@ def test_parts_that_make_up_the_whole_are_equal() -> None:
 
 
 def test_a_difference_is_told_by_the_largest_value_also_in_copies_that_nobody_saves() -> None:
-    spoiled = WHOLE[2:] + [[0, 0], [1e-9, 0]]
+    spoiled = WHOLE[2:] + np.array([[0, 0], [1e-9, 0]])
     assert difference([trained(box(0, 2)), trained(box(2, 4, spoiled))], REFERENCE) == pytest.approx(1e-9 / 8)
     copied = trained(box(2, 4, spoiled, is_saved=False))
     assert difference([trained(box(0, 4)), copied], REFERENCE) == pytest.approx(1e-9 / 8)

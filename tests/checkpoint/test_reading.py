@@ -21,6 +21,9 @@ import torch
 from stormo.checkpoint import (
     CorruptCheckpointError,
     FileEntry,
+    Reader,
+    Saving,
+    Shard,
     Snapshot,
     find,
     load,
@@ -30,8 +33,13 @@ from stormo.checkpoint import (
     save,
     verify,
     weights_digest,
+    whole_box,
 )
-from stormo.checkpoint.layout import FILES, MANIFEST, STATE, TENSOR_FILES, Manifest, parse_manifest
+from stormo.checkpoint import reader as reader_module
+from stormo.checkpoint.layout import FILES, INDEX, MANIFEST, STATE, TENSOR_FILES, Manifest, parse_manifest
+from stormo.checkpoint.merging import Publisher
+from stormo.checkpoint.shard import ShardSave
+from stormo.checkpoint.writing import make_new_folder
 from stormo.errors import EXIT_USAGE
 
 ALL_FILES = (*FILES, MANIFEST)
@@ -371,3 +379,95 @@ def test_a_manifest_survives_its_own_format() -> None:
 def test_a_folder_below_a_file_holds_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
     assert find(tmp_path / "file" / "checkpoints") == []
+
+
+# --- boxes ---
+
+
+def test_boxes_of_whole_tensors_are_read_from_the_file_that_holds_them(
+    newest: Path, make_snapshot: Callable[[int], Snapshot]
+) -> None:
+    expected = make_snapshot(2)
+    with Reader(newest) as reader:
+        assert set(reader.names("model")) == set(expected.model)
+        assert reader.state() == expected.state
+        for name, tensor in expected.model.items():
+            assert torch.equal(reader.whole("model", name), tensor)
+            assert reader.whole("model", name).dtype == tensor.dtype
+        box = reader.box("model", "conv.weight", (3, 0, 1, 1), (4, 2, 2, 1))
+        assert torch.equal(box, expected.model["conv.weight"][3:7, 0:2, 1:3, 1:2])
+        (newest / "model.safetensors").write_bytes(b"")
+        with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors: it is 0 bytes long"):
+            reader.whole("model", "mask")
+        optimizer = newest / "optimizer.safetensors"  # damaged before its header was read
+        optimizer.write_bytes(optimizer.read_bytes()[:-1] + b"?")
+        with pytest.raises(CorruptCheckpointError, match=r"optimizer\.safetensors: its SHA-256 is "):
+            reader.names("optimizer")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[]",
+        b'{"w":3}',
+        b'{"w":{"dtype":"F31","shape":[1],"data_offsets":[0,4]}}',
+        b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}',
+        b'{"w":{"dtype":"F32","shape":[-1],"data_offsets":[4,0]}}',
+        b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[-4,0]}}',
+        b'{"w":{"dtype":"F32","shape":[1000],"data_offsets":[0,4000]}}',
+        b'{"w":' * 100_000,
+    ],
+)
+def test_a_resealed_header_that_makes_no_sense_is_refused_by_the_reader_of_boxes(newest: Path, header: bytes) -> None:
+    reseal(newest, "model.safetensors", len(header).to_bytes(8, "little") + header + b"\0" * 4)
+    with Reader(newest) as reader, pytest.raises(CorruptCheckpointError, match="not a valid safetensors file"):
+        reader.names("model")
+
+
+def sharded(folder: Path) -> Path:
+    """One worker's checkpoint of two tensors of eight bytes each."""
+    boxes = [whole_box("model", "a", torch.ones(2)), whole_box("optimizer", "a|momentum_buffer", torch.zeros(2))]
+    shard = Shard(boxes=boxes, state={})
+    new = make_new_folder(folder, 3, 0)
+    ShardSave(0, shard).write(new.path, 3)
+    saving = Saving(step=3, identity="", keep_last=1, keep_best=0, metric=None)
+    return Publisher(folder, shard, saving, 1).publish(new.path).path
+
+
+def test_a_resealed_index_is_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = sharded(tmp_path)
+    index = json.loads((path / INDEX).read_bytes())
+    assert torch.equal(load(path).model["a"], torch.ones(2))
+    boxes = [index[section][name]["boxes"][0] for section, name in (("model", "a"), ("optimizer", "a|momentum_buffer"))]
+    boxes[1]["bytes"] = [position - 4 for position in boxes[0]["bytes"]]
+    reseal(path, INDEX, json.dumps(index).encode())
+    with pytest.raises(CorruptCheckpointError, match=r"index\.json: two of its boxes share bytes of shard-00000"):
+        load(path)
+    boxes[1]["bytes"] = boxes[0]["bytes"]
+    boxes[0]["sha256"] = "0" * 64
+    reseal(path, INDEX, json.dumps(index).encode())
+    assert torch.equal(load(path).optimizer["a|momentum_buffer"], torch.ones(2))  # whole, so the values' own sum holds
+    del index["model"]["a"]
+    reseal(path, INDEX, json.dumps(index).encode())
+    with pytest.raises(CorruptCheckpointError, match=r"index\.json: the digest of its weights"):
+        load(path)
+    monkeypatch.setattr(reader_module, "MAX_INDEX_BYTES", 10)
+    with pytest.raises(CorruptCheckpointError, match=r"index\.json: it is [\d,]+ bytes long, of which 10 are allowed"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"digest_of": "names"}, "what its weights_sha256 is of"),
+        ({"files": {"../shard-00000.safetensors": GOOD_ENTRY}}, "outside of the checkpoint"),
+        ({"files": {"model.safetensors": GOOD_ENTRY}}, "no part of a checkpoint"),
+        ({"files": {"shard-00000.safetensors": GOOD_ENTRY}}, "does not list index.json"),
+    ],
+)
+def test_hostile_manifests_of_shards_are_refused_in_words(changes: dict[str, Any], words: str) -> None:
+    files = dict.fromkeys((INDEX, "ranks.safetensors", STATE, "shard-00000.safetensors"), GOOD_ENTRY)
+    good = {"version": 2, "digest_of": "values", "files": files}
+    assert parse_manifest(sealed(**good)).version == 2
+    with pytest.raises(ValueError, match=words):
+        parse_manifest(sealed(**{**good, **changes}))

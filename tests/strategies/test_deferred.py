@@ -326,6 +326,16 @@ def test_what_cannot_be_deferred_is_said_and_leaves_no_trace(make: Make, reason:
     assert np.array_equal(np.random.get_state()[1], states[2])
 
 
+def test_a_failed_attempt_leaves_no_tensor_without_memory() -> None:
+    def make() -> nn.Module:
+        _cache[:] = [torch.arange(4.0)]
+        return Swallows()
+
+    with pytest.raises(CannotDeferError):
+        deferred_model(make)
+    assert _cache[0].tolist() == [0, 1, 2, 3]
+
+
 def peak_bytes(function: Callable[[], object]) -> int:
     """The most memory that tensors held at once while a function ran."""
     with torch.autograd.profiler.profile(profile_memory=True, use_kineto=True) as profile:
