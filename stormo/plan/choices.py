@@ -117,6 +117,9 @@ def choose_graph(
         obstacle = "a compiled step is not captured", "set --no-compile"
     elif is_short:
         obstacle = "a full batch is replayed and there are too few samples for one", "set a smaller batch"
+    elif config.sharding.checkpoint_activations:
+        mend = "leave out --checkpoint-activations"
+        obstacle = "random states are kept for activations that are computed again, which a capture does not allow", mend
     elif config.optimizer.gradient_noise_batch is not None:
         obstacle = "a replay repeats what it captured and gradient noise is drawn anew", "leave it out"
     if obstacle is None:

@@ -113,10 +113,11 @@ def _unknown(pattern: str, units: dict[str, nn.Module]) -> SettingError:
     names = [*units, *sorted({type(module).__name__ for module in units.values()})]
     near = difflib.get_close_matches(pattern.strip("*."), names, n=_NUM_NEAR, cutoff=0.4)
     near += [path for path in units if "." not in path and path not in near]
+    examples = ", ".join(near[:_NUM_NEAR])
     return SettingError(
         f"--shard-modules {pattern!r} was set",
         "no module with parameters has a path or a class of that name",
-        f"name one, for example {', '.join(near[:_NUM_NEAR])}" if near else "leave it out: this model has no modules within",
+        f"name one, for example {examples}" if near else "leave it out: this model has no modules within",
     )
 
 
