@@ -21,7 +21,7 @@ BOTH, GPT, DEEP, RESNET = ("GPT", "WideResNet"), ("GPT",), ("deep GPT",), ("Wide
 # Neither batch nor epoch divides by the workers; the last batch of 3 leaves most of 8 workers without a sample.
 _UNEVEN = {"global_batch_size": 11, "num_samples": 25}
 # A pipeline cuts a pass into equal parts. Its last batch is a single sample.
-_EVEN = {"global_batch_size": 12, "num_samples": 25}
+_EVEN = {"global_batch_size": 8, "num_samples": 17}
 # Batch norm sees the parts of a pass one after the other, as one process does that accumulates them.
 _PARTS = {"global_batch_size": 12, "num_samples": 24}
 

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     which.add_argument("--step", type=int, metavar="STEP", help="the checkpoint of this step")
     parser.add_argument("--force", action="store_true", help="replace the file if it is there")
     parser.add_argument("--runs-folder", default="runs", metavar="FOLDER", help="folder of all runs (default: runs)")
-    asked = parser.parse_args(list(arguments))
+    asked = parser.parse_intermixed_args(list(arguments))  # FILE may follow an option
     name, path = _find(asked.source, Path(asked.runs_folder), is_best=asked.best, step=asked.step)
     file = Path(asked.file or f"{name}-{path.name.partition('.')[0]}.safetensors")
     _require_free(file, may_replace=asked.force)

@@ -198,7 +198,8 @@ class Validation:
         found = {name: math.fsum(column) / self.num_samples for name, column in zip(names[0], columns, strict=True)}
         for name in names[1]:
             found |= compute(name, self._objects[name], world)
-        return found
+        # Workers that compute the same may round otherwise, and all must decide alike whether training goes on.
+        return dict(world.share_json(found)) if self._together else found
 
 
 def _listed(names: tuple[list[str], list[str]]) -> str:

@@ -180,26 +180,39 @@ def _look_for_means(strategy: Strategy, batch: Any, whole: Sums) -> None:
     task = strategy.task
     if type(task).metrics is Task.metrics:
         return
+    length = _num_rows(batch)
+    is_short = length < 2
+    if strategy.is_spread:  # its workers call the model equally often: with halves all of them, or none
+        is_short = bool(strategy.world.max(torch.tensor([float(is_short)])).item())
+    if is_short:
+        return
+    middle = length // 2
     try:
-        length = batch_length(batch)
-        middle = length // 2
         first, second = (
             read_metrics(task, task.metrics(strategy.validated, cut(batch, *half)), strategy.world.device)[0]
             for half in ((0, middle), (middle, length))
         )
     except Exception:
-        return  # a batch that has no halves, or a task that takes whole batches only
+        return  # a batch that cannot be cut, or a task that takes whole batches only
     for name in sorted(whole.keys() & first.keys() & second.keys()):
         total, a, b = (float(sums[name]) for sums in (whole, first, second))
         largest = max(abs(total), abs(a), abs(b))
-        mean = (middle * a + (length - middle) * b) / max(length, 1)
+        mean = (middle * a + (length - middle) * b) / length
         # The bounds are wide apart, for numbers of 16 bits.
-        if middle and abs(total - mean) <= 0.01 * largest and abs(total - (a + b)) > 0.1 * largest:
+        if abs(total - mean) <= 0.01 * largest and abs(total - (a + b)) > 0.1 * largest:
             strategy.notices.append(
                 f"{type(task).__name__}.metrics() returned {name!r} as {total:.4g} for the first batch, and as {a:.4g} "
                 f"and {b:.4g} for its halves, as if it were a mean: return the sum over the samples (a mean times "
                 "their number), which is divided by the number of all samples."
             )
+
+
+def _num_rows(batch: Any) -> int:
+    """How many samples a batch shows; 0 where it shows none."""
+    try:
+        return batch_length(batch)
+    except SettingError:
+        return 0
 
 
 def _unused(task: Task, names: list[str]) -> SettingError:

@@ -72,12 +72,12 @@ class RunState:
         """This worker's boxes of a model that is spread; the main one has the plain values besides."""
         strategy = self.strategy
         ranks, state = self._gather(world, seed)
-        kept = world.gather_json(list(kept_buffers(strategy)))
+        gathered = world.gather_json(list(kept_buffers(strategy)))
         boxes = boxes_of(strategy.parts(), strategy.optimizer)
         if state is not None:
             state["mesh"] = _mesh(world)
-            names = {name for each in kept or [] for name in each}
-            boxes += [whole_box("model", name, mean) for name, mean in _mean_buffers(ranks).items() if name in names]
+            kept = {name for each in gathered or [] for name in each}
+            boxes += [whole_box("model", name, mean) for name, mean in _mean_buffers(ranks).items() if name in kept]
         return Shard(boxes=boxes, aliases=aliases(strategy), ranks=ranks, state=state)
 
     def _gather(self, world: World, seed: int) -> tuple[dict[str, Tensor], dict[str, Any] | None]:

@@ -68,6 +68,11 @@ def test_a_checkpoint_or_a_folder_of_them_can_be_named(run: Path, source: str) -
     require_step(Path("out.safetensors"), 20 if source.endswith("20") else 30)
 
 
+def test_the_file_may_be_named_after_an_option(run: Path) -> None:
+    assert main(["export", "demo", "--step", "10", "out.safetensors"]) == 0
+    require_step(Path("out.safetensors"), 10)
+
+
 def test_a_spread_model_is_exported_as_one_process_has_it(
     run_ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -101,6 +106,8 @@ def test_a_file_that_is_there_is_replaced_only_by_force(run: Path, capsys: pytes
         (["demo", "--step", "15"], "demo has no such checkpoint; choose one of: 10, 20, 30"),
         (["runs/demo/checkpoints/step-00000020", "--best"], "is one checkpoint"),
         (["demo", "nowhere/out"], "it cannot be (No such file or directory)"),
+        (["demo", "out", "--best", "--step", "3"], "not allowed with"),
+        ([], "required: RUN"),
     ],
 )
 def test_what_cannot_be_is_told(run: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from stormo.errors import EXIT_FAILURE, SettingError, StormoError
 from stormo.world.world import World
 
 
 def raise_together(world: World, failure: Exception | None) -> None:
     """Raise on every worker what one of them hands in, in that one's words; all workers call it."""
+    # One small exchange where all is well.
+    if not world.max(torch.tensor([float(failure is not None)])).item():
+        return
     told = None
     if failure is not None:
         told = [str(failure) or type(failure).__name__, getattr(failure, "exit_code", EXIT_FAILURE)]
     gathered = world.gather_json(told)
-    first = world.share_json(next(([rank, *one] for rank, one in enumerate(gathered or []) if one is not None), None))
-    if first is None:
-        return
-    rank, text, exit_code = first
+    first = next(([rank, *one] for rank, one in enumerate(gathered or []) if one is not None), None)
+    rank, text, exit_code = world.share_json(first)
     if failure is not None and (rank == world.rank or not isinstance(failure, StormoError)):
         raise failure  # where it happened, with its traceback
     error = StormoError(text)

@@ -6,13 +6,14 @@ alone. A save that failed is raised by all workers in the next `settle`.
 
 from __future__ import annotations
 
-import shutil
+import contextlib
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from stormo.checkpoint import leftovers
 from stormo.checkpoint.agreement import raise_together, require_seen
 from stormo.checkpoint.host_copies import HostCopies
 from stormo.checkpoint.layout import Saved, Snapshot
@@ -101,7 +102,7 @@ class _Job:
             self.abandoned.set()
             self.thread.join(_GRACE_S)  # it looks up between two pieces of a file
         if self.temporary is not None and self.done is None:
-            shutil.rmtree(self.temporary, ignore_errors=True)
+            _remove(self.temporary)
 
 
 class Saver:
@@ -131,6 +132,7 @@ class Saver:
         failure, job = None, _Job(None, None)
         if isinstance(content, Shard):
             new = self._make_folder(folder, saving)
+            job.temporary = None if folder is None else new.path
             try:
                 job = self._sharded(content, folder, saving, new)
             except Exception as error:
@@ -196,7 +198,7 @@ class Saver:
             require_seen(self._world, shared)
         except Exception:
             if new is not None:
-                shutil.rmtree(new.path, ignore_errors=True)
+                _remove(new.path)
             raise
         return NewFolder(shared, [] if new is None else new.notices)
 
@@ -227,6 +229,12 @@ class Saver:
         copies = self._copies.take({str(number): box.tensor for number, box in enumerate(shard.boxes)})
         boxes = [replace(box, tensor=copies[str(number)]) for number, box in enumerate(shard.boxes)]
         return replace(shard, boxes=boxes)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder so that a thread that is still at it cannot publish what is left."""
+    with contextlib.suppress(OSError):
+        leftovers.remove(folder)
 
 
 def _look_for(folder: Path) -> None:

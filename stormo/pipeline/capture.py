@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from stormo.errors import SettingError
 
+_CALLED = "stand_in_call"
+
 
 class _ReachedError(BaseException):
     """The model was called; no `except Exception` of a task may hold it back."""
@@ -76,19 +78,20 @@ def _never(method: str) -> SettingError:
 
 
 def _stand_in(model: nn.Module, called: Callable[..., Any]) -> nn.Module:
-    kind = _kind(type(model))  # type: ignore[arg-type]
-    kind.called = staticmethod(called)
-    found: nn.Module = object.__new__(kind)
+    found: nn.Module = object.__new__(_kind(type(model)))  # type: ignore[arg-type]
     object.__setattr__(found, "__dict__", model.__dict__)
+    object.__setattr__(found, _CALLED, called)
     return found
 
 
 @functools.cache
 def _kind(kind: type[nn.Module]) -> Any:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return type(self).called(*args, **kwargs)
+        return getattr(self, _CALLED)(*args, **kwargs)
 
-    return type(kind.__name__, (kind,), {"__call__": call, "forward": call, "__module__": kind.__module__})
+    # In a slot, beside the attributes that it shares: it ends with the stand-in, and with it the output that it holds.
+    made = {"__slots__": (_CALLED,), "__call__": call, "forward": call, "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), made)
 
 
 def _check_weights(result: Any, output: Any, model: nn.Module, method: str) -> None:

@@ -98,35 +98,44 @@ def choose_graph(
     asked = config.speed.graph
     if asked is False:
         return False, "as set"
-    obstacle: tuple[str, str] | None = None  # and what to set instead
-    if layout.device_type == "cpu":
-        obstacle = "a CUDA graph runs on a GPU and the workers run on CPUs", "leave it out"
-    elif layout.is_spread:
-        obstacle = "workers that share a model speak with each other during a step", "leave it out"
-    elif layout.strategy != "single":
-        obstacle = f"only strategy single is captured and it is {layout.strategy}", "set --strategy single"
-        if layout.world_size > 1:
-            count = layout.world_size
-            obstacle = f"{count} workers exchange gradients during a step", "leave it out, or set --num-gpus 1"
-    elif config.batch.grow_batch is not None:
-        obstacle = "one size of batch is replayed and it is to grow", "leave out --grow-batch"
-    elif accumulate > 1:
-        mend = "leave it out" if config.batch.batch_size == "auto" else "leave out --accumulate"
-        obstacle = f"a replay writes gradients and {accumulate} passes are to be summed", mend
-    elif compiled:
-        obstacle = "a compiled step is not captured", "set --no-compile"
-    elif is_short:
-        obstacle = "a full batch is replayed and there are too few samples for one", "set a smaller batch"
-    elif config.sharding.checkpoint_activations:
-        mend = "leave out --checkpoint-activations"
-        obstacle = "random states are kept for activations that are computed again, which a capture does not allow", mend
-    elif config.optimizer.gradient_noise_batch is not None:
-        obstacle = "a replay repeats what it captured and gradient noise is drawn anew", "leave it out"
-    if obstacle is None:
+    single = f"only strategy single is captured and it is {layout.strategy}", "set --strategy single"
+    if layout.world_size > 1:
+        single = f"{layout.world_size} workers exchange gradients during a step", "leave it out, or set --num-gpus 1"
+    is_auto = config.batch.batch_size == "auto"
+    # What stands against it, why, and what to set instead; the first one holds.
+    obstacles = (
+        (layout.device_type == "cpu", "a CUDA graph runs on a GPU and the workers run on CPUs", "leave it out"),
+        (layout.is_spread, "workers that share a model speak with each other during a step", "leave it out"),
+        (layout.strategy != "single", *single),
+        (
+            config.batch.grow_batch is not None,
+            "one size of batch is replayed and it is to grow",
+            "leave out --grow-batch",
+        ),
+        (
+            accumulate > 1,
+            f"a replay writes gradients and {accumulate} passes are to be summed",
+            "leave it out" if is_auto else "leave out --accumulate",
+        ),
+        (compiled, "a compiled step is not captured", "set --no-compile"),
+        (is_short, "a full batch is replayed and there are too few samples for one", "set a smaller batch"),
+        (
+            config.sharding.checkpoint_activations,
+            "computing activations again keeps random states, which cannot be captured",
+            "leave out --checkpoint-activations",
+        ),
+        (
+            config.optimizer.gradient_noise_batch is not None,
+            "a replay repeats what it captured and gradient noise is drawn anew",
+            "leave it out",
+        ),
+    )
+    found = next(((why, instead) for holds, why, instead in obstacles if holds), None)
+    if found is None:
         return True, "a step is replayed without Python" if asked is None else "as set"
     if asked:
-        raise SettingError("--graph was set", *obstacle)
-    return False, obstacle[0]
+        raise SettingError("--graph was set", *found)
+    return False, found[0]
 
 
 def choose_loader(config: TrainConfig, layout: Layout, facts: Facts) -> tuple[str, str]:

@@ -126,7 +126,7 @@ def _listed(numbers: list[int]) -> str:
     return f"one of {', '.join(named)}" if len(named) > 1 else named[0]
 
 
-def predicted_bubble(schedule: str, stages: int, micro_batches: int) -> float | None:
+def even_bubble(schedule: str, stages: int, micro_batches: int) -> float | None:
     """The idle share of all workers' time if all stages took equally long; None where there is no formula."""
     if schedule == "zero-bubble":
         return None
@@ -141,7 +141,7 @@ def sharding_lines(config: TrainConfig, layout: Layout, pass_samples: int, micro
         per_worker = 1 if schedule == "naive" else STAGES_PER_WORKER[schedule]
         text = f"{counted(stages * per_worker, 'stage')} on {counted(stages, 'worker')}, {schedule}, "
         text += f"{micro_batches} × {counted(-(-pass_samples // micro_batches), 'sample')} a pass"
-        bubble = predicted_bubble("gpipe" if schedule == "naive" else schedule, stages, micro_batches)
+        bubble = even_bubble("gpipe" if schedule == "naive" else schedule, stages, micro_batches)
         if bubble is not None:
             below = f"{per_worker} × {micro_batches}" if per_worker > 1 else f"{micro_batches}"
             text += f"; bubble {bubble:.0%} = ({stages} - 1) / ({below} + {stages} - 1)"
@@ -149,5 +149,6 @@ def sharding_lines(config: TrainConfig, layout: Layout, pass_samples: int, micro
     if sharding.checkpoint_activations:
         lines.append(("activations", "computed again in backward, block by block"))
     if sharding.offload:
-        lines.append(("offload", "weights and optimizer state of the shards are kept and stepped in host memory"))
+        kept = "weights, gradients" if layout.zero == 3 else "the stepped copy of the weights, gradients"
+        lines.append(("offload", f"{kept} and optimizer state of the shards are kept in host memory and stepped there"))
     return lines

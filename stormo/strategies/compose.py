@@ -49,8 +49,7 @@ def compose(
         made.cuts = split_classifier(task, model, grid.line("tensor"))
     elif grid.mesh.tensor > 1:
         made.cuts = split_tensor(model, derive_plan(task, model, grid.mesh.tensor), grid.line("tensor"))
-    for root in roots:
-        units = blocks_of(root, sharding.shard_modules)
+    for root, units in zip(roots, _units(model, roots, sharding.shard_modules), strict=True):
         if sharding.checkpoint_activations:
             recompute(root, units or [""])
         if plan.compile:
@@ -61,3 +60,15 @@ def compose(
             shard(root, units, grid, dtype=dtype, offload=sharding.offload, on_gpu=on_gpu)
         made.units += units
     return made
+
+
+def _units(model: nn.Module, roots: Sequence[nn.Module], asked: str | None) -> list[list[str]]:
+    """Paths of the blocks in each root; those that are asked for go by their names in the whole model."""
+    if asked is None:
+        return [blocks_of(root) for root in roots]
+    wanted = [model.get_submodule(path) for path in blocks_of(model, asked)]
+    found = []
+    for root in roots:
+        paths = {module: path for path, module in root.named_modules()}
+        found.append([paths[module] for module in wanted if module in paths])
+    return found

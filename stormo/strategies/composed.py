@@ -8,7 +8,7 @@ norms are those of whole layers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -50,6 +50,13 @@ class Composed(Strategy):
         self._replica: DistributedDataParallel | None = None
         self._reducer: Reducer | None = None
         self._has_exchanged = True  # whether the pass just done ended with an exchange of gradients
+        if self._zero == 3 and task.find_unused and world.data.size > 1:
+            raise SettingError(
+                f"{type(task).__name__}.find_unused is True and the weights are sharded",
+                "workers gather and sum the weights of a block together, and one whose pass leaves it out would be "
+                "waited for",
+                "set --strategy zero2, or --zero 2 with a --mesh",
+            )
         super().__init__(world, plan, task, settings)
         self._own_parts()
 
@@ -57,6 +64,7 @@ class Composed(Strategy):
 
     def _make_model(self) -> nn.Module:
         model, value = blank_model(self.task, self.notices)
+        _check_dense(model)
         if self._plan.precision == "fp64":
             model = model.double()
         model = self._convert(model)
@@ -179,7 +187,14 @@ class Composed(Strategy):
 
     def parts(self) -> list[Part]:
         """What this worker holds of the model."""
+        self._follow_torch()
         return [part for _, part in self._pairs]
+
+    def _follow_torch(self) -> None:
+        """Have the parts where torch has its shards, which it may lay anew in their first pass."""
+        for one, part in self._pairs if self._zero == 3 else ():
+            if part.local.data_ptr() != one.tensor.data_ptr():
+                part.local.data = one.tensor
 
     def parts_changed(self) -> None:
         """The tensors of `parts` have been given other values."""
@@ -191,22 +206,15 @@ class Composed(Strategy):
 
     # A step
 
-    @contextmanager
-    def _exchange(self, is_last: bool) -> Iterator[None]:
-        for layer in self._sharded():
-            layer.set_requires_gradient_sync(is_last)
-            layer.set_is_last_backward(is_last)
-        yield
-
-    def _sharded(self) -> list[FSDPModule]:
-        """The roots that torch shards."""
-        return [self.module] if isinstance(self.module, FSDPModule) else []
-
     def _gradient_sync(self, is_last: bool) -> AbstractContextManager[Any]:
-        self._has_exchanged = is_last or self._zero < 3
-        if self._replica is not None:
-            return nullcontext() if is_last else self._replica.no_sync()
-        return self._exchange(is_last)
+        is_copied = isinstance(self.module, FSDPModule) and self.world.mesh.replicate > 1
+        self._has_exchanged = is_last or not is_copied
+        if isinstance(self.module, FSDPModule) and is_copied:
+            # Every pass sums to the shards, as whole gradients would not fit; copies are averaged once in a step.
+            self.module.set_requires_all_reduce(is_last)
+        if self._replica is not None and not is_last:
+            return self._replica.no_sync()
+        return nullcontext()
 
     def _backward(self, loss: Tensor) -> None:
         super()._backward(loss)
@@ -214,6 +222,7 @@ class Composed(Strategy):
             self._reducer.finish()
 
     def _collect_gradients(self) -> None:
+        self._follow_torch()
         rows = self._reducer.collected() if self._reducer is not None else {}
         for one, part in self._pairs:
             gradient = one.parameter.grad
@@ -224,10 +233,7 @@ class Composed(Strategy):
             elif self._zero == 3 and gradient is not None:
                 gradient = plain(gradient)
             if self._zero:
-                local = part.local
-                if self._zero == 3 and local.data_ptr() != one.tensor.data_ptr():
-                    local.data = one.tensor  # torch has laid it anew in its first pass
-                local.grad = None if gradient is None else gradient.to(local.device)
+                part.local.grad = None if gradient is None else gradient.to(part.local.device)
 
     def _gradient_norm(self) -> Tensor:
         return self._squares.total([part.local.grad for _, part in self._pairs])
@@ -262,7 +268,9 @@ class Composed(Strategy):
         """Refuse a plan of the axis tensor under which workers would come to different weights."""
         if self._plan.layout.strategy == "hybrid" or not self._has_exchanged:
             return
-        names = unequal_gradients(self.module, self._made.cuts, self.world.grid.line("tensor"))
+        rows = None if self._reducer is None else self._reducer.gradients
+        gradients = ((one.name, one.parameter.grad if rows is None else rows.get(one.parameter)) for one in self._held)
+        names = unequal_gradients(gradients, self._made.cuts, self.world.grid.line("tensor"))
         if names:
             raise SettingError(
                 f"{type(self.task).__name__}.tensor_plan(model) was given",
@@ -278,3 +286,13 @@ class Composed(Strategy):
                 one.name for one in self._held if one.parameter.requires_grad and not self._reducer.has(one.parameter)
             ]
         return without_gradient(self.module) if self._has_exchanged else []
+
+
+def _check_dense(model: nn.Module) -> None:
+    for path, layer in model.named_modules():
+        if getattr(layer, "sparse", False) is True:
+            raise SettingError(
+                f"the layer {path} has sparse gradients",
+                "gradients travel in parts of whole tensors where a model is spread",
+                "make it with sparse=False, or set --strategy ddp",
+            )

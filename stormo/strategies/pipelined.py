@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from stormo.data.batches import batch_length, cut
+from stormo.data.generators import host_states
 from stormo.data.loaders import Batch
 from stormo.errors import SettingError
 from stormo.pipeline.bubble import Span, idle_share, predicted_bubble
@@ -66,7 +66,14 @@ class Pipelined(Composed):
         """How the model is cut, by the task or by what one call of it shows."""
         name, plan = type(self.task).__name__, self._plan
         batch = sample_batch(self.task, max(1, plan.batch_per_pass // plan.micro_batches), self.world.device)
+        before = self._random_state()
         self._call = model_inputs(lambda stand_in: self.task.loss(stand_in, batch), model, f"{name}.loss")
+        if self._random_state() != before:
+            raise SettingError(
+                f"{name}.loss draws random numbers before it calls the model",
+                "in a pipeline it is called once for the inputs and once more for the loss, which would draw others",
+                "draw them in the model's forward, or take those of augment",
+            )
         given = self.task.pieces(model)
         pieces = find_pieces(model, given, name=name, call=self._call)
         is_small = sum(parameter.numel() for parameter in model.parameters()) <= _MOST_CHECKED
@@ -80,6 +87,13 @@ class Pipelined(Composed):
                 f"put them into a module, or set --zero 1 or 2, or give {name} a pieces(model)",
             )
         return pieces
+
+    def _random_state(self) -> str:
+        """Where all generators are that a loss may draw from."""
+        device = self.world.device
+        on_gpu = torch.cuda.get_rng_state(device).tolist() if device.type == "cuda" else None
+        numbers, *others = host_states()
+        return repr((numbers.tolist(), on_gpu, *((kind, list(words), *rest) for kind, words, *rest in others)))
 
     def _costs(self, pieces: Pieces) -> list[float]:
         """Seconds of each piece, as the main worker measures them."""
@@ -110,7 +124,7 @@ class Pipelined(Composed):
         )
         self._is_even = True  # whether all take equally many samples in the pass under way
         self._judged = _through(self._engine, model, 1 if self._is_in_step else None)
-        self._num_passes = 0
+        self._num_full = 0  # passes of a full batch
         self.spans: list[Span] | None = None  # what the workers of this line did in one pass
         return model
 
@@ -119,14 +133,12 @@ class Pipelined(Composed):
         """The model as a validation calls it: a call goes through all stages, and its output to all workers."""
         return self._judged
 
-    def _sharded(self) -> list[FSDPModule]:
-        return [stage for stage in self._stages if isinstance(stage, FSDPModule)]
-
     def _gradient_sync(self, is_last: bool) -> AbstractContextManager[Any]:
         return nullcontext()  # a stage exchanges its gradients in the backward of its last micro-batch
 
     def forward_backward(self, batch: Batch) -> Tensor:
         """Add this pass's part of the global batch's mean-loss gradient; return its part of that loss, detached."""
+        self._num_full += self._is_full(batch)
         self._is_even = batch.span.step_samples % (self.world.data.size * self._plan.accumulate) == 0
         return super().forward_backward(batch)
 
@@ -155,8 +167,18 @@ class Pipelined(Composed):
 
     def _collect_gradients(self) -> None:
         if self._zero < 2:
-            average([one.parameter.grad for one in self._held if one.parameter.grad is not None], self.world.data)
+            average(self._reached(), self.world.data)
         super()._collect_gradients()
+
+    def _reached(self) -> list[Tensor]:
+        """The gradients of this worker's stages; zeros where only passes of others have reached a parameter."""
+        trained = [one.parameter for one in self._held if one.parameter.requires_grad]
+        if self.task.find_unused and trained:
+            is_reached = torch.tensor([float(parameter.grad is not None) for parameter in trained])
+            for parameter, is_anywhere in zip(trained, self.world.data.max(is_reached).tolist(), strict=True):
+                if is_anywhere and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        return [parameter.grad for parameter in trained if parameter.grad is not None]
 
     def without_gradient(self) -> list[str]:
         """The trained parameters of this worker's stages that the pass just done has not reached."""
@@ -167,8 +189,7 @@ class Pipelined(Composed):
     # What the schedule came to
 
     def _watch_pass(self) -> None:
-        self._num_passes += 1
-        if self._num_passes == _WATCHED_PASS:
+        if self._num_full == _WATCHED_PASS and self.spans is None:
             self._engine.watch = Watch(self._line, self.world.device)
 
     def _see_pass(self) -> None:

@@ -7,12 +7,12 @@ Which layers, and how, is said by a plan: patterns of layer paths -> a row of `K
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stormo.errors import SettingError
 from stormo.layers.sync_batch_norm import variant
@@ -187,16 +187,16 @@ def _near_divisors(count: int, size: int) -> str:
     return " or ".join(str(number) for number in below + above)
 
 
-def unequal_gradients(model: nn.Module, cuts: Mapping[str, Cut], line: Line) -> list[str]:
+def unequal_gradients(gradients: Iterable[tuple[str, Tensor | None]], cuts: Mapping[str, Cut], line: Line) -> list[str]:
     """The parameters that are whole but whose gradients differ between the workers of a line, after a pass of all.
 
     A right plan leaves none: such a parameter belongs to a layer that computes with cut activations. Rounding that
     differs from worker to worker, as some kernels of a GPU have it, is let pass.
     """
-    named = [(name, p.grad) for name, p in model.named_parameters() if name not in cuts and p.grad is not None]
+    named = [(name, gradient) for name, gradient in gradients if name not in cuts and gradient is not None]
     if line.size == 1 or not named:
         return []
-    norms = torch.stack([plain(grad).norm().double().cpu() for _, grad in named])
+    norms = torch.stack([plain(gradient).norm().double().cpu() for _, gradient in named])
     largest = line.max(torch.cat((norms, -norms)))
     high, low = largest[: len(named)], -largest[len(named) :]
     return [name for (name, _), differs in zip(named, high - low > 1e-3 * high, strict=True) if differs]

@@ -7,7 +7,7 @@ summed where they are needed alone (`Reducer`), while backward goes on, and thei
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -37,13 +37,10 @@ class Bucket:
         first = self.parameters[0]
         packed = first.new_zeros(self._line.size, self._length, requires_grad=False)
         at = 0
-        for tensor, parameter, width in zip(tensors, self.parameters, self._widths, strict=True):
+        for tensor, width in zip(tensors, self._widths, strict=True):
             if tensor is not None:
-                num_rows, row_width = _rows(parameter)
-                flat = tensor.detach().reshape(-1)
-                for worker in range(self._line.size):
-                    start, length = (n * row_width for n in chunk(num_rows, worker, self._line.size))
-                    packed[worker, at : at + length].copy_(flat[start : start + length])
+                for place, rows in _dealt(packed, at, width, tensor.detach().reshape(-1)):
+                    place.copy_(rows)
             at += width
         return packed
 
@@ -66,12 +63,17 @@ class Bucket:
         self._line.gather(received, send)
         at = 0
         for parameter, width in zip(self.parameters, self._widths, strict=True):
-            num_rows, row_width = _rows(parameter)
-            flat = parameter.detach().view(-1)
-            for worker in range(self._line.size):
-                start, length = (n * row_width for n in chunk(num_rows, worker, self._line.size))
-                flat[start : start + length].copy_(received[worker, at : at + length])
+            for place, rows in _dealt(received, at, width, parameter.detach().view(-1)):
+                rows.copy_(place)
             at += width
+
+
+def _dealt(table: Tensor, at: int, width: int, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Where a parameter lies in [workers, values], and there the same of its own values: as few copies as can be."""
+    num_full, left = divmod(flat.numel(), max(width, 1))  # workers with the longest share, and what the next one has
+    yield table[:num_full, at : at + width], flat[: num_full * width].view(num_full, width)
+    if left:
+        yield table[num_full, at : at + left], flat[num_full * width :]
 
 
 def _rows(parameter: Tensor) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -57,20 +58,30 @@ class Line:
 class Grid:
     """The mesh of a run, seen from one worker. Every worker makes it, and asks it for the same lines in one order."""
 
-    def __init__(self, mesh: Mesh, rank: int, device: torch.device) -> None:
+    def __init__(self, mesh: Mesh, rank: int, device: torch.device, timeout: timedelta | None = None) -> None:
         self.mesh = mesh
         self.rank = rank
         self.at = mesh.coordinates(rank)
         self._device = device
+        self._timeout = timeout
         self._devices: DeviceMesh | None = None
         self._lines: dict[tuple[str, ...], Line] = {}
 
     @property
     def devices(self) -> DeviceMesh:
-        """torch's mesh of all axes, `grid.devices["shard"]` of one; only where there are several workers."""
+        """torch's mesh of the axes with several workers and of `shard`, which torch's sharding asks for in any case."""
         if self._devices is None:
-            self._devices = init_device_mesh(self._device.type, self.mesh.sizes, mesh_dim_names=AXES)
+            axes = tuple(axis for axis in AXES if axis == "shard" or getattr(self.mesh, axis) > 1)
+            sizes = tuple(getattr(self.mesh, axis) for axis in axes)
+            self._devices = init_device_mesh(self._device.type, sizes, mesh_dim_names=axes)
+            for axis in axes:
+                self._limit(self._devices.get_group(axis))
         return self._devices
+
+    def _limit(self, group: dist.ProcessGroup) -> None:
+        """Wait in a group no longer than in that of all workers; torch's mesh leaves groups at torch's own limit."""
+        if self._timeout is not None:
+            dist.distributed_c10d._set_pg_timeout(self._timeout, group)
 
     def line(self, *axes: str) -> Line:
         """The workers along these axes. All workers call it."""
@@ -89,7 +100,7 @@ class Grid:
         if len(long) == 1:
             return Line(ranks, self.rank, self.devices.get_group(long[0]))
         groups = [self.ranks(axes, dict(zip(AXES, at, strict=True))) for at in self._corners(axes)]
-        mine, _ = dist.new_subgroups_by_enumeration([list(group) for group in groups])
+        mine, _ = dist.new_subgroups_by_enumeration([list(group) for group in groups], timeout=self._timeout)
         return Line(ranks, self.rank, mine)
 
     def ranks(self, axes: Sequence[str], at: dict[str, int]) -> tuple[int, ...]:

@@ -52,15 +52,16 @@ class World:
             torch.cuda.set_device(device)
         self._store = store.shared("world") if store else None
         self._has_group = self.size > 1 or needs_group  # torch's sharding asks for one even of a single worker
+        self._timeout = timedelta(seconds=timeout_s)
         if self._has_group:
-            self._join(backend, timedelta(seconds=timeout_s))
+            self._join(backend, self._timeout)
         self.arrange(Mesh(replicate=self.size) if mesh is None else mesh, data_axes)
 
     def arrange(self, mesh: Mesh, data_axes: Sequence[str] = DATA) -> None:
         """Take a place in a mesh, along some of whose axes workers take different samples. All workers call it."""
         self.mesh = mesh
         self._data_axes = tuple(data_axes)
-        self.grid = Grid(mesh, self.rank, self.device)
+        self.grid = Grid(mesh, self.rank, self.device, self._timeout)
         self.data = self.grid.line(*self._data_axes)
 
     def _join(self, backend: str, timeout: timedelta) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from stormo.checkpoint import Saver, Saving, Snapshot, files, find, load, saver, verify
+from stormo.checkpoint import Saver, Saving, Shard, Snapshot, files, find, load, saver, verify, whole_box
 from stormo.errors import StormoError
 from stormo.world.world import World
 from tests.checkpoint.fake_spread import FakeSpread, require_whole
@@ -130,47 +130,52 @@ def test_what_fails_in_a_thread_is_raised_by_all_and_leaves_nothing(
     assert listed(tmp_path) == []
 
 
-def _refused(world: World, folder: str) -> tuple[str, str]:
+def _refused(world: World, folder: str, is_spread: bool) -> str:
     """What no checkpoint can hold is refused before the thread starts, on all workers."""
-    snapshot = Snapshot(model={"w": torch.zeros(2, dtype=torch.complex128)}, optimizer={}, ranks={}, state={})
+    content: Any = None
+    if world.is_main:
+        content = Snapshot(model={"w": torch.zeros(2, dtype=torch.complex128)}, optimizer={}, ranks={}, state={})
+    if is_spread:
+        content = Shard(boxes=[whole_box("model", "w", torch.zeros(2, dtype=torch.complex128))], state={})
     one = Saver(world, in_background=True)
     with pytest.raises(StormoError) as caught:
-        one.begin(snapshot if world.is_main else None, Path(folder) if world.is_main else None, saving(1))
-    return str(caught.value), str(one.settle())
+        one.begin(content, Path(folder) if world.is_main else None, saving(1))
+    one.settle()
+    return str(caught.value)
 
 
-def test_what_cannot_be_stored_is_refused_at_once_by_all(run_ranks: Ranks, tmp_path: Path) -> None:
-    told = run_ranks(_refused, 2, str(tmp_path))
+@pytest.mark.parametrize("is_spread", [False, True])
+def test_what_cannot_be_stored_is_refused_at_once_by_all(run_ranks: Ranks, tmp_path: Path, is_spread: bool) -> None:
+    told = run_ranks(_refused, 2, str(tmp_path), is_spread)
     assert told[0] == told[1]
-    assert "The tensor w has dtype torch.complex128" in told[0][0]
+    assert "w has dtype torch.complex128" in told[0]
+    assert listed(tmp_path) == []
 
 
-def _abandoned(world: World, folder: str, comes_in_time: bool) -> bool:
-    """The run fails while a save is under way."""
+def _abandoned(world: World, folder: str, stuck: int | None) -> bool:
+    """The run fails while a save is under way, and one worker is stuck in it for longer than anybody waits."""
     strategy = FakeSpread(world, "rows 2")
     strategy.fill(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saver, "_GRACE_S", 5.0 if comes_in_time else 0.05)
+        patch.setattr(saver, "_GRACE_S", 10.0 if stuck is None else 0.05)
         gate, one = Gate(patch), Saver(world, in_background=True)
-        if comes_in_time or world.is_main:  # the other one is stuck, as one that is gone is
+        if world.rank != stuck:
             gate.is_open.set()
         one.begin(run_state(strategy, 1).content(world, 0), Path(folder) if world.is_main else None, saving(1))
-        began = time.monotonic()
         one.abandon()
-        took_s = time.monotonic() - began
         world.barrier()
-        gate.is_open.set()
-    assert took_s < 20
+        gate.is_open.set()  # what is still at it goes on, in a folder that is gone
+        for thread in threading.enumerate():
+            if thread.name == "checkpoint":
+                thread.join()
     return one.finished() is not None
 
 
-@pytest.mark.parametrize("comes_in_time", [True, False])
+@pytest.mark.parametrize("stuck", [None, 0, 1])
 def test_a_run_that_fails_publishes_what_is_all_but_done_and_gives_up_the_rest(
-    run_ranks: Ranks, tmp_path: Path, comes_in_time: bool
+    run_ranks: Ranks, tmp_path: Path, stuck: int | None
 ) -> None:
-    assert run_ranks(_abandoned, 2, str(tmp_path), comes_in_time) == [comes_in_time, False]
-    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == (
-        ["step-00000001"] if comes_in_time else []
-    )
+    assert run_ranks(_abandoned, 2, str(tmp_path), stuck) == [stuck is None, False]
+    assert listed(tmp_path) == (["step-00000001"] if stuck is None else [])
     for found in find(tmp_path):
         verify(found.path)

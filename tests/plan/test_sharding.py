@@ -9,8 +9,9 @@ import pytest
 from stormo import options
 from stormo.errors import SettingError
 from stormo.layout import resolve_layout
+from stormo.pipeline.bubble import predicted_bubble
 from stormo.plan import Facts, Plan, resolve
-from stormo.plan.sharding import predicted_bubble
+from stormo.plan.sharding import STAGES_PER_WORKER, even_bubble
 
 FACTS = Facts(num_train=1000, num_validation=100)
 
@@ -73,7 +74,12 @@ def test_micro_batches_are_equal_parts_of_a_pass(flags: dict[str, Any], chosen: 
 def test_the_bubble_is_explained() -> None:
     line = dict(_plan(num_gpus=4, strategy="pipeline", batch_size=32).explanation)["pipeline"]
     assert line == "4 stages on 4 workers, 1f1b, 16 × 2 samples a pass; bubble 16% = (4 - 1) / (16 + 4 - 1)"
-    assert predicted_bubble("interleaved", 4, 8) == pytest.approx(3 / 19)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+def test_the_formula_is_what_the_schedule_comes_to(schedule: str) -> None:
+    played = predicted_bubble(schedule, 4, 4 * STAGES_PER_WORKER[schedule], 8)
+    assert even_bubble(schedule, 4, 8) == pytest.approx(played)
 
 
 @pytest.mark.parametrize(

@@ -178,8 +178,8 @@ class Wrong(Plain):
         return nn.Sequential(nn.Linear(8, width), nn.PReLU(), nn.Identity(), nn.Identity(), nn.Linear(width, 3))
 
 
-def _first_pass(world: World) -> str:
-    parts = build(world, task_class=Wrong, strategy="tensor")
+def _first_pass(world: World, mesh: dict[str, Any]) -> str:
+    parts = build(world, task_class=Wrong, **mesh)
     parts.strategy.forward_backward(next(parts.loader.epoch(1)))
     try:
         parts.strategy.check_first_pass()
@@ -188,9 +188,12 @@ def _first_pass(world: World) -> str:
     return "nothing"
 
 
-def test_a_plan_under_which_workers_drift_apart_is_refused(run_ranks: Ranks) -> None:
-    for said in run_ranks(_first_pass, 2):
-        assert "the workers come to different gradients of 1.weight, which it leaves whole" in said
+@pytest.mark.parametrize(
+    ("size", "mesh"), [(2, {"strategy": "tensor"}), (4, {"mesh": "shard=2,tensor=2", "zero": 2})], ids=str
+)
+def test_a_plan_under_which_workers_drift_apart_is_refused(run_ranks: Ranks, size: int, mesh: dict[str, Any]) -> None:
+    said = run_ranks(_first_pass, size, mesh)[0]  # of a single number the first one holds all rows
+    assert "the workers come to different gradients of 1.weight, which it leaves whole" in said
 
 
 def _validated(world: World, flags: dict[str, Any]) -> dict[str, float]:
@@ -229,3 +232,25 @@ def test_rows_are_cut_as_torch_cuts_them() -> None:
         expected = [len(part) for part in torch.arange(size).chunk(count)] if size else []
         assert [length for _, length in lengths] == expected + [0] * (count - len(expected))
         assert all(start == sum(n for _, n in lengths[:index]) for index, (start, _) in enumerate(lengths))
+
+
+def _given_after_a_pass(world: World, mesh: dict[str, Any]) -> list[float]:
+    parts = build(world, task_class=Plain, precision="fp64", global_batch_size=12, **mesh)
+    parts.strategy.warm_up(parts.loader)
+    with torch.no_grad():
+        for part in parts.strategy.parts():
+            part.local.fill_(0.25)
+    parts.strategy.parts_changed()
+    return steps(parts, 2)
+
+
+@pytest.mark.parametrize(
+    ("size", "mesh"),
+    [(2, {"strategy": "zero2"}), (2, {"strategy": "fsdp"}), (4, {"mesh": "pipeline=2,shard=2"})],
+    ids=str,
+)
+def test_weights_given_after_a_first_pass_are_trained(run_ranks: Ranks, size: int, mesh: dict[str, Any]) -> None:
+    # Three rows over two workers, which torch may lay anew in the first pass.
+    expected = _given_after_a_pass(World(alone(), torch.device("cpu")), {})
+    for losses in run_ranks(_given_after_a_pass, size, mesh):
+        np.testing.assert_allclose(losses, expected, rtol=1e-11)

@@ -97,13 +97,6 @@ def test_one_pass_is_seen_with_its_idle_share(run_ranks: Ranks) -> None:
     assert kinds == sorted((worker, kind, micro) for worker in (0, 1) for kind in "BF" for micro in range(4))
 
 
-class Twice(Words):
-    """Calls the model twice in one loss."""
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        return super().loss(model, batch) + super().loss(model, batch)
-
-
 def _refused(world: World, task: type[Task], flags: dict[str, Any]) -> str:
     try:
         steps(build(world, task_class=task, **flags), 1)
@@ -120,3 +113,53 @@ def test_too_many_stages_are_refused_with_the_arithmetic(run_ranks: Ranks) -> No
 def test_zero_bubble_cannot_have_fully_sharded_stages(run_ranks: Ranks) -> None:
     for said in run_ranks(_refused, 4, Words, {"mesh": "pipeline=2,shard=2", "schedule": "zero-bubble"}):
         assert said.startswith("--schedule zero-bubble was set with fully sharded stages")
+
+
+class Noisy(Plain):
+    """Draws in its loss what the model is called with."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        inputs, labels = batch
+        noise = torch.randn_like(inputs)
+        return super().loss(model, (inputs + noise, labels))
+
+
+def test_a_loss_that_would_draw_twice_is_refused(run_ranks: Ranks) -> None:
+    for said in run_ranks(_refused, 2, Noisy, {"strategy": "pipeline"}):
+        assert "Noisy.loss draws random numbers before it calls the model" in said
+
+
+class Sometimes(Plain):
+    """Has a parameter that passes of odd length do not reach."""
+
+    find_unused = True
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 6), nn.ReLU(), _Gate(), nn.Linear(6, 3))
+
+
+class _Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(6))
+
+    def forward(self, values: Tensor) -> Tensor:
+        return values if len(values) % 2 else values * self.shift
+
+
+def test_passes_that_leave_out_parameters_are_averaged_with_those_that_do_not(run_ranks: Ranks) -> None:
+    # Of 7 samples one worker has 3, which leave out the gate, and the other 4.
+    flags = {**SGD, "global_batch_size": 7, "clip_norm": None}
+    expected = run_ranks(trained, 2, Sometimes, {**flags, "strategy": "ddp"})
+    found = run_ranks(trained, 4, Sometimes, {**flags, "mesh": "pipeline=2,replicate=2", "micro_batches": 1})
+    assert_close(found, expected, LIMIT)
+
+
+def test_sharded_weights_and_unused_parameters_are_refused_together(run_ranks: Ranks) -> None:
+    for said in run_ranks(_refused, 2, Sometimes, {"strategy": "fsdp"}):
+        assert "Sometimes.find_unused is True and the weights are sharded" in said
+
+
+def test_units_are_asked_for_by_their_names_in_the_whole_model(run_ranks: Ranks) -> None:
+    mesh = {"mesh": "pipeline=2,shard=2", "shard_modules": "blocks.0"}
+    assert_close(run_ranks(trained, 4, Words, {**SGD, **mesh}), _expected(Words, SGD), LIMIT)

@@ -60,3 +60,17 @@ def test_a_line_gathers_and_scatters(run_ranks: Ranks) -> None:
     first, second = run_ranks(_gathered, 2)
     assert first[0] == second[0] == [0, 0, 0, 1, 1, 1]
     assert (first[1], second[1]) == ([1, 3, 5], [7, 9, 11])
+
+
+def _limits(world: World) -> list[float]:
+    world.arrange(Mesh(replicate=2, shard=2))
+    lines = [world.grid.line(*axes) for axes in (("replicate",), ("shard",))]
+    return [_seconds(line.group) for line in lines]
+
+
+def _seconds(group: Any) -> float:
+    return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+
+
+def test_nobody_waits_longer_in_a_line_than_among_all(run_ranks: Ranks) -> None:
+    assert run_ranks(_limits, 4) == [[60.0, 60.0]] * 4
