@@ -31,7 +31,7 @@ class Words(Task):
     def model(self) -> nn.Module:
         return Gpt(Size(3, 16, 4, LENGTH), block=LENGTH, vocabulary=VOCABULARY)
 
-    def pieces(self, model: nn.Module) -> Sequence[Any]:
+    def pieces(self, model: nn.Module) -> Sequence[Any] | None:
         return LanguageModel.pieces(self, model)  # type: ignore[arg-type]
 
     def train_data(self) -> TensorData:

@@ -291,17 +291,18 @@ def test_all_workers_learn_of_one_worker_s_loss_at_the_same_step(
 
 def _settled(world: World, lag: int, breaks_weights: bool) -> tuple[str | None, int, list[float]]:
     trend, model = Trend(), nn.Linear(2, 2)
-    model.bias.requires_grad_(False).fill_(-INF)  # a constant of the task, such as a mask
+    trained = [model.weight]  # the bias is a constant of the task, such as a mask
+    model.bias.requires_grad_(False).fill_(-INF)
     with lagging(lag):
         watch = LossWatch(world, trend, is_on=True, batch_size=64, patience=100)
-    assert watch.settle(model.parameters()) is None
+    assert watch.settle(trained) is None
     for step in range(1, lag + 1):
         watch.add(torch.tensor(float(step)))
         watch.note(Moment(epoch=1, step=step, position=0, learning_rate=0.1))
     if breaks_weights and world.rank == 0:
         with torch.no_grad():
             model.weight[0, 0] = NAN
-    diverged = watch.settle(model.parameters())
+    diverged = watch.settle(trained)
     return diverged.kind if diverged else None, diverged.step if diverged else 0, trend.first
 
 

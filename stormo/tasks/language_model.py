@@ -88,11 +88,12 @@ class LanguageModel(Task):
 
         return Gpt(self.size, block=self.block, vocabulary=VOCABULARY, dropout=self.options.dropout)
 
-    def pieces(self, model: nn.Module) -> Sequence[Any]:
+    def pieces(self, model: nn.Module) -> Sequence[Any] | None:
         """The embeddings, every block, and the last norm with the head."""
         from stormo.tasks.gpt import Gpt, embed, score
 
-        assert isinstance(model, Gpt)
+        if not isinstance(model, Gpt):
+            return None  # of a task that is built on this one
         return [
             partial(embed, model.tokens, model.positions, model.dropout),
             *model.blocks,
