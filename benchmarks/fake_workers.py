@@ -133,7 +133,6 @@ def stepped(flags: Mapping[str, Any], size: Size, rank: int, num_ranks: int) -> 
         named = {"precision": "fp32", "optimizer": "adamw", "noise_scale": False}
         config = options.make_config({**given, **named, **flags}, None)
         plan = resolve(config, resolve_layout(config, ()), task.facts())
-        world.arrange(plan.layout.mesh, plan.layout.data_axes)
         kind, fake = strategy_class(plan.layout), FakeTensorMode(allow_non_fake_inputs=True)
         with (
             warnings.catch_warnings(),
@@ -143,6 +142,8 @@ def stepped(flags: Mapping[str, Any], size: Size, rank: int, num_ranks: int) -> 
             mock.patch.object(hybrid._Exchange, "_announce", _all_alike),
         ):
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # only compared
+            warnings.filterwarnings("ignore", "Set timeout is now only supported")  # nobody is waited for
+            world.arrange(plan.layout.mesh, plan.layout.data_axes)
             strategy = _without_values(kind, fake, size)(world, plan, task, config)
             with fake:
                 windows = torch.zeros((_PASS, size.block + 1), dtype=torch.uint8)
