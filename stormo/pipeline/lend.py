@@ -18,9 +18,11 @@ def lent(
 ) -> Iterator[None]:
     """While it is open, what these modules have on the device meta is on a real one; afterwards it is as before.
 
-    `own` names single parameters of other modules.
+    `own` names single parameters and buffers of other modules.
     """
-    tables: list[tuple[dict[str, Any], str]] = [(module._parameters, name) for module, name in own]
+    tables: list[tuple[dict[str, Any], str]] = [
+        (module._parameters if name in module._parameters else module._buffers, name) for module, name in own
+    ]
     for module in {id(child): child for root in modules for child in root.modules()}.values():
         tables += [(table, name) for table in (module._parameters, module._buffers) for name in table]
     before = [(table, name, table[name]) for table, name in tables]

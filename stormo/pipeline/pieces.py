@@ -32,7 +32,7 @@ class Piece:
     name: str
     run: Callable[..., Any]
     modules: tuple[nn.Module, ...]
-    own: tuple[tuple[nn.Module, str], ...] = ()  # parameters that it takes from a module without calling it
+    own: tuple[tuple[nn.Module, str], ...] = ()  # parameters and buffers that it takes without calling their module
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Its parameters, each once."""
@@ -121,6 +121,7 @@ def keep_only(model: nn.Module, kept: Iterable[Piece], pieces: Pieces) -> None:
 
 def _tensors(piece: Piece) -> Iterator[Any]:
     yield from piece.parameters()
+    yield from (module._buffers[name] for module, name in piece.own if name in module._buffers)
     for module in piece.modules:
         yield from module.buffers()
 

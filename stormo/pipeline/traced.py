@@ -55,7 +55,7 @@ class Segment:
                 yield self._traced.model.get_submodule(str(node.target))
 
     def own(self) -> Iterator[tuple[nn.Module, str]]:
-        """The parameters that it takes itself: the module that has each one, and the name there."""
+        """The parameters and buffers that it takes itself: the module that has each one, and the name there."""
         for node in self._nodes():
             if node.op == "get_attr":
                 path, _, name = str(node.target).rpartition(".")
@@ -160,11 +160,21 @@ class _Traced:
         was_training = self.model.training
         self.model.training = is_training  # of the root alone: its layers are not entered
         try:
+            before = self._states()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                return list(_Tracer().trace(self.model, self._fixed or None).nodes)
+                nodes = list(_Tracer().trace(self.model, self._fixed or None).nodes)
+            for name, state in self._states().items():
+                if before.get(name) != state:
+                    raise ValueError(f"forward changes {name} without the input, which a trace would not repeat")
+            return nodes
         finally:
             self.model.training = was_training
+
+    def _states(self) -> dict[str, tuple[int, int]]:
+        """Of each parameter and buffer which tensor it is, and how often that has been changed."""
+        tensors = (*self.model.named_parameters(), *self.model.named_buffers())
+        return {name: (id(tensor), tensor._version) for name, tensor in tensors}
 
 
 def trace(model: nn.Module, call: Call | None = None) -> list[Segment]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from stormo.strategies.deferred import deferred_model
@@ -28,3 +30,18 @@ def blank_model(task: Task, notices: list[str]) -> tuple[nn.Module, Value]:
     model = check_model(task, task.model())
     values = {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     return model.to("meta"), lambda name: values[name]
+
+
+def make_room(model: nn.Module, device: torch.device) -> None:
+    """Give a model on meta memory for its values; unlike torch's `to_empty`, it leaves tied what is tied."""
+    places: dict[int, list[tuple[dict[str, Any], str]]] = {}
+    for module in model.modules():
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for table in tables:
+            for name, tensor in table.items():
+                if tensor is not None:
+                    places.setdefault(id(tensor), []).append((table, name))
+    model.to_empty(device=device)
+    for (first, first_name), *others in places.values():
+        for table, name in others:
+            table[name] = first[first_name]

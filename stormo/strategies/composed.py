@@ -23,7 +23,7 @@ from stormo.optim.local import check_elementwise, localise
 from stormo.optim.scaler import AgreedGradScaler
 from stormo.optim.whole import WholeSquares
 from stormo.plan import Plan
-from stormo.strategies.blank import Value, blank_model
+from stormo.strategies.blank import Value, blank_model, make_room
 from stormo.strategies.compose import Composition, compose
 from stormo.strategies.parts import Held, Part, as_part, held, plain, values_on_host
 from stormo.strategies.replicate import KEEP_BUFFERS
@@ -86,7 +86,7 @@ class Composed(Strategy):
     def _make_room(self, model: nn.Module) -> None:
         """Give the model memory for its values."""
         on_host = self._settings.sharding.offload and self._zero == 3
-        model.to_empty(device="cpu" if on_host else self.world.device)
+        make_room(model, torch.device("cpu") if on_host else self.world.device)
 
     @torch.no_grad()
     def _fill(self, model: nn.Module, value: Value) -> None:

@@ -80,7 +80,8 @@ class Pipelined(Composed):
         if given is not None and is_small and self.world.is_main:
             with lent([model], self.world.device):
                 check_same(model, pieces, self._call, self.world.device)
-        if self._zero == 3 and any(piece.own for piece in pieces.items):
+        own = [place for piece in pieces.items for place in piece.own]
+        if self._zero == 3 and any(attribute in module._parameters for module, attribute in own):
             raise SettingError(
                 f"{name}.model() has parameters that forward takes from the model itself",
                 "fully sharded stages gather the weights of the modules that they call",

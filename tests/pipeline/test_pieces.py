@@ -90,8 +90,24 @@ class OtherWay(Branching):
         return self.layer(x) if self.training else torch.relu(x)
 
 
+class Counting(Branching):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(
-    ("kind", "words"), [(Branching, "control flow"), (Noisy, "does not come from its input"), (OtherWay, "another way")]
+    ("kind", "words"),
+    [
+        (Branching, "control flow"),
+        (Noisy, "does not come from its input"),
+        (OtherWay, "another way"),
+        (Counting, "changes calls without the input"),
+    ],
 )
 def test_untraceable_model_is_told_how_to_name_its_pieces(kind: type[nn.Module], words: str) -> None:
     with pytest.raises(SettingError, match=rf"(?s){words}.*def pieces\(self, model\)"):

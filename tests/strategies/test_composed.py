@@ -129,6 +129,21 @@ def test_a_tasks_own_optimizer_steps_its_parts(run_ranks: Ranks, mesh: dict[str,
     _check(run_ranks, 2, OwnSgd, {}, mesh)
 
 
+class Tied(Plain):
+    """Two layers with one weight, which the model is built with; the last one is apart."""
+
+    def model(self) -> nn.Module:
+        width = self.options.width
+        model = nn.Sequential(nn.Linear(8, width), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+        model[3].weight = model[1].weight
+        return nn.Sequential(model, nn.ReLU(), nn.Linear(width, 3))
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "fsdp"])
+def test_tied_weights_stay_tied(run_ranks: Ranks, strategy: str) -> None:
+    _check(run_ranks, 2, Tied, SGD, {"strategy": strategy})
+
+
 class Unfit(Words):
     """Brings an optimizer that looks at whole layers."""
 

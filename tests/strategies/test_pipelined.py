@@ -77,6 +77,30 @@ class _Skips(nn.Module):
         return self.last(hidden + self.second(hidden).tanh())  # type: ignore[no-any-return]
 
 
+class Centred(Plain):
+    """Takes buffers of its own in forward, before the first layer and after the last."""
+
+    def model(self) -> nn.Module:
+        return _Centred(self.options.width)
+
+
+class _Centred(_Skips):
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.register_buffer("mean", torch.full((8,), 0.25))
+        self.register_buffer("gain", torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - self.mean) * self.gain
+
+
+@pytest.mark.parametrize(
+    ("size", "mesh"), [(2, {"strategy": "pipeline"}), (4, {"mesh": "pipeline=2,shard=2"})], ids=str
+)
+def test_buffers_of_the_model_itself_are_where_they_are_used(run_ranks: Ranks, size: int, mesh: dict[str, Any]) -> None:
+    assert_close(run_ranks(trained, size, Centred, {**SGD, **mesh}), _expected(Centred, SGD), LIMIT)
+
+
 def test_a_plain_model_is_traced(run_ranks: Ranks) -> None:
     assert_close(run_ranks(trained, 2, Skips, {**SGD, "strategy": "pipeline"}), _expected(Skips, SGD), LIMIT)
 
