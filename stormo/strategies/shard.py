@@ -38,9 +38,19 @@ def shard(
     host = CPUOffloadPolicy(pin_memory=on_gpu) if offload else OffloadPolicy()
     # A lone worker has nothing to free between forward and backward.
     frees = grid.mesh.shard > 1
-    for path in units:
+    # Weights of batch norm must be of the type of its running statistics, as in one process: small units of their own.
+    norms = [path for path, layer in model.named_modules() if path and _has_statistics(layer)] if dtype else []
+    for path in (*norms, *(path for path in units if path not in norms)):
         fully_shard(
-            model.get_submodule(path), mesh=mesh, mp_policy=policy, offload_policy=host, reshard_after_forward=frees
+            model.get_submodule(path),
+            mesh=mesh,
+            mp_policy=MixedPrecisionPolicy() if path in norms else policy,
+            offload_policy=host,
+            reshard_after_forward=frees,
         )
     # The root is needed again at once, in backward: its own weights stay gathered in between.
     return fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=host, reshard_after_forward=False)
+
+
+def _has_statistics(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.modules.batchnorm._NormBase) and layer.affine and layer.track_running_stats

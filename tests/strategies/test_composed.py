@@ -112,6 +112,21 @@ def test_synchronised_batch_norm_sees_all_samples(run_ranks: Ranks, strategy: st
             np.testing.assert_allclose(own, expected, rtol=1e-12)
 
 
+def _half(world: World, flags: dict[str, Any]) -> list[float]:
+    parts = build(world, {"dropout": 0.0}, precision="bf16", global_batch_size=16, **flags)
+    losses = steps(parts, 3)
+    validation = Validation(parts.task, parts.task.datasets()[1], 8, world, together=parts.strategy.is_spread)
+    *_, found = validation.run(parts.strategy.validated, parts.strategy.autocast)
+    assert found is not None
+    return [*losses, found["loss"]]
+
+
+@pytest.mark.parametrize("more", [{}, {"sync_batch_norm": True}], ids=str)
+def test_batch_norm_of_sharded_weights_works_in_half_precision(run_ranks: Ranks, more: dict[str, Any]) -> None:
+    copied, cut = (run_ranks(_half, 2, {"strategy": name, **more})[0] for name in ("zero1", "fsdp"))
+    np.testing.assert_allclose(cut, copied, rtol=0.03)
+
+
 class OwnSgd(Words):
     """Brings an optimizer by the names of its layers; the positions stay as they are."""
 
