@@ -16,6 +16,7 @@ from stormo.data.batches import batch_length, cut
 from stormo.data.generators import host_states
 from stormo.data.loaders import Batch
 from stormo.errors import SettingError
+from stormo.layers.norm_act import NormAct
 from stormo.pipeline.bubble import Span, idle_share, predicted_bubble
 from stormo.pipeline.capture import model_inputs, with_output
 from stormo.pipeline.engine import Engine
@@ -33,7 +34,7 @@ from stormo.tasks.returned import check_loss
 
 _WATCHED_PASS = 3  # the first ones are slower than all later ones
 _MOST_CHECKED = 50_000_000  # parameters of a model whose pieces are compared with it: it is whole in memory then
-_BATCH_NORMS = nn.modules.batchnorm._BatchNorm
+_BATCH_NORMS = (nn.modules.batchnorm._BatchNorm, NormAct)
 
 
 class Pipelined(Composed):

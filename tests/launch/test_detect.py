@@ -193,7 +193,9 @@ def test_the_workers_of_an_agent_see_the_agents_own_flags() -> None:
 def test_the_real_torchrun_is_recognised(tmp_path: Path) -> None:
     script = tmp_path / "who.py"
     script.write_text(
-        "import os\nfrom stormo.launch.detect import detect\nprint(*detect(os.environ).__getstate__(), flush=True)\n"
+        "import os\nfrom stormo.launch.detect import detect\n"
+        # One write, as lines of two workers would run into each other otherwise.
+        "os.write(1, (' '.join(map(str, detect(os.environ).__getstate__())) + '\\n').encode())\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}

@@ -383,9 +383,9 @@ def test_a_size_that_could_fill_the_host_is_not_tried(monkeypatch: pytest.Monkey
 
 def test_the_growth_of_this_process_is_seen() -> None:
     host = memory.HostMemory(1)
-    held = torch.ones(2**24)  # 64 MiB
-    assert host.peak_bytes() >= 60 * 2**20
-    assert len(held) == 2**24
+    held = torch.ones(2**26)  # 256 MiB; the kernel may take cold pages of this process away meanwhile
+    assert host.peak_bytes() >= 128 * 2**20
+    assert len(held) == 2**26
     assert host.room_bytes // 4 <= memory.HostMemory(4).room_bytes * 2
 
 
