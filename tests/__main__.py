@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 BESIDE = (
-    ("tests/launch", "tests/system"),
+    ("tests/launch", "tests/pipeline", "tests/system"),
     ("tests/benchmarks", "tests/docs", "tests/layers", "tests/test_run.py", "tests/test_train.py"),
 )
 MOST_AGAIN = 8  # more failures than these are no matter of load
