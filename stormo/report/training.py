@@ -164,7 +164,7 @@ def _waiting(histories: Sequence[History]) -> Panel:
             Chart(
                 id="wait-communication", title="Exposed communication", y_title="% of training time", series=exposed,
                 from_zero=True,
-                why_empty="Exposed communication was not measured: it needs two workers under ddp, and an epoch that is done.",
+                why_empty="Exposed communication was not measured: it needs two workers under ddp and a whole epoch.",
             ),
         ],
     )  # fmt: skip
