@@ -134,4 +134,6 @@ def preset_mesh(strategy: str, world_size: int, workers_per_node: int) -> tuple[
         mesh = Mesh(replicate=world_size // workers_per_node, shard=workers_per_node)
         return mesh, "shards within a node, copies between nodes"
     axis = PRESETS[strategy]
+    if strategy == "hybrid":
+        return Mesh(**{axis: world_size}), "copies of all layers but the classifier, which is cut into parts"
     return Mesh(**{axis: world_size}), MEANINGS[axis]

@@ -124,7 +124,10 @@ def _train(
 ) -> int:
     seed = config.run.seed
     torch.manual_seed(derive_seed(seed, "model"))  # every worker builds the same model
-    strategy = strategy_class(plan.layout)(world, plan, task, config)
+    # To cut its layers into stages, a pipeline calls the model once.
+    calls_model = plan.layout.mesh.pipeline > 1
+    with explained(task, "train_data", "loss", world.device) if calls_model else contextlib.nullcontext():
+        strategy = strategy_class(plan.layout)(world, plan, task, config)
     seed_generators(derive_seed(seed, "worker", world.draws))  # and has its own dropout
     set_up.done("model")
     loader = make_loader(config, plan, task, world)

@@ -136,7 +136,7 @@ def norm_text(config: TrainConfig, layout: Layout, step_samples: int, accumulate
     if size is None:
         is_synchronised = config.speed.sync_batch_norm and layout.data_size > 1
         whose = f"all {counted(layout.data_size, layout.sharer)}" if is_synchronised else "each worker's own samples"
-        return f"statistics over {whose}"
+        return f"statistics over {whose}" + ", micro-batch by micro-batch" * (layout.mesh.pipeline > 1)
     num_samples = math.ceil(math.ceil(step_samples / layout.data_size) / accumulate / layout.devices_per_worker)
     count = num_ghosts(num_samples, size)
     low, uneven = divmod(num_samples, count)
