@@ -15,7 +15,7 @@ from stormo.data.loaders import Batch, Loader, ResidentLoader, Share
 from stormo.data.order import derive_seed, seed_generators
 from stormo.data.tensors import TensorData
 from stormo.hardware import visible_gpus
-from stormo.launch import Place
+from stormo.launch import alone
 from stormo.layout import resolve_layout
 from stormo.plan import Plan, resolve
 from stormo.strategies.strategy import Strategy
@@ -83,19 +83,7 @@ def _loader(config: TrainConfig, plan: Plan, task: Task, world: World) -> Loader
 
 def world_alone(device: torch.device) -> World:
     """A world of this process alone, with the group that sharding asks for even there."""
-    place = Place(
-        launcher="alone",
-        rank=0,
-        world_size=1,
-        local_rank=0,
-        local_size=1,
-        node_id=0,
-        num_nodes=1,
-        master_addr="127.0.0.1",
-        master_port=29500,
-        host="localhost",
-    )
-    return World(place, device, backend="nccl" if device.type == "cuda" else "gloo", needs_group=True)
+    return World(alone(), device, backend="nccl" if device.type == "cuda" else "gloo", needs_group=True)
 
 
 def batches(loader: Loader) -> Iterator[Batch]:

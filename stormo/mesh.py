@@ -19,7 +19,7 @@ MEANINGS: dict[str, str] = {
     "shard": "weights, gradients and optimizer state cut into parts",
     "tensor": "every large layer cut into parts that compute together",
 }
-# The axis that takes all workers of a preset; hsdp has two and is in `_preset`.
+# The axis that takes all workers of a preset; hsdp has two, see `preset_mesh`.
 PRESETS: dict[str, str] = {
     "zero1": "shard",
     "zero2": "shard",

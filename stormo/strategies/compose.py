@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-import torch
 from torch import nn
 
 from stormo.config import TrainConfig
@@ -15,25 +13,18 @@ from stormo.strategies.hybrid import split_classifier
 from stormo.strategies.recompute import recompute
 from stormo.strategies.shard import shard
 from stormo.strategies.split_layers import Cut
+from stormo.strategies.strategy import HALVES
 from stormo.strategies.tensor import derive_plan, split_tensor
 from stormo.tasks.task import Task
 from stormo.world.grid import Grid
 
-_GATHERED = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(kw_only=True)
-class Composition:
-    """What has become of a model."""
-
-    cuts: dict[str, Cut] = field(default_factory=dict)  # parameters that the axis tensor has cut
-    units: list[str] = field(default_factory=list)  # paths of the blocks
-
 
 def compose(
     model: nn.Module, roots: Sequence[nn.Module], plan: Plan, settings: TrainConfig, task: Task, grid: Grid
-) -> Composition:
+) -> dict[str, Cut]:
     """Tensor, recomputing, compiling, sharding, in this order and in place; a pipeline has cut the model before.
+
+    Returns what the axis tensor has cut, by the names of the parameters.
 
     Args:
         model: the whole tree, on meta.
@@ -44,11 +35,11 @@ def compose(
         grid: of the workers.
     """
     layout, sharding = plan.layout, settings.sharding
-    made = Composition()
+    cuts: dict[str, Cut] = {}
     if layout.strategy == "hybrid":
-        made.cuts = split_classifier(task, model, grid.line("tensor"))
+        cuts = split_classifier(task, model, grid.line("tensor"))
     elif grid.mesh.tensor > 1:
-        made.cuts = split_tensor(model, derive_plan(task, model, grid.mesh.tensor), grid.line("tensor"))
+        cuts = split_tensor(model, derive_plan(task, model, grid.mesh.tensor), grid.line("tensor"))
     for root, units in zip(roots, _units(model, roots, sharding.shard_modules), strict=True):
         if sharding.checkpoint_activations:
             recompute(root, units or [""])
@@ -56,10 +47,9 @@ def compose(
             for path in units or [""]:
                 root.get_submodule(path).compile(dynamic=False)
         if layout.zero == 3:
-            dtype, on_gpu = _GATHERED.get(plan.precision), layout.device_type == "cuda"
+            dtype, on_gpu = HALVES.get(plan.precision), layout.device_type == "cuda"
             shard(root, units, grid, dtype=dtype, offload=sharding.offload, on_gpu=on_gpu)
-        made.units += units
-    return made
+    return cuts
 
 
 def _units(model: nn.Module, roots: Sequence[nn.Module], asked: str | None) -> list[list[str]]:

@@ -7,7 +7,6 @@ norms are those of whole layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -24,9 +23,10 @@ from stormo.optim.scaler import AgreedGradScaler
 from stormo.optim.whole import WholeSquares
 from stormo.plan import Plan
 from stormo.strategies.blank import Value, blank_model, make_room
-from stormo.strategies.compose import Composition, compose
+from stormo.strategies.compose import compose
 from stormo.strategies.parts import Held, Part, as_part, held, plain, values_on_host
 from stormo.strategies.replicate import KEEP_BUFFERS
+from stormo.strategies.split_layers import Cut
 from stormo.strategies.strategy import Strategy
 from stormo.strategies.tensor import unequal_gradients
 from stormo.strategies.zero import Reducer, make_buckets, own_rows, own_span
@@ -72,16 +72,12 @@ class Composed(Strategy):
         self._make_optimizer(model)
         self._whole = dict(model.named_parameters())
         self._whole_shapes = {name: tuple(parameter.shape) for name, parameter in self._whole.items()}
-        self._made = self._transform(model)
+        self._cuts = self._transform(model)
         self._fill(model, value)
         return model
 
-    def _transform(self, model: nn.Module) -> Composition:
+    def _transform(self, model: nn.Module) -> dict[str, Cut]:
         return compose(model, [model], self._plan, self._settings, self.task, self.world.grid)
-
-    def _named_parameters(self, model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
-        """The parameters of which this worker has something, by the names that one process gives them."""
-        return model.named_parameters()
 
     def _make_room(self, model: nn.Module) -> None:
         """Give the model memory for its values."""
@@ -91,24 +87,17 @@ class Composed(Strategy):
     @torch.no_grad()
     def _fill(self, model: nn.Module, value: Value) -> None:
         self._make_room(model)
-        for one in held(self._named_parameters(model), self._whole_shapes, self._made.cuts, self.world.grid):
+        for one in held(model.named_parameters(), self._whole_shapes, self._cuts, self.world.grid):
             one.tensor.copy_(one.of(value(one.name)))
-        for name, buffer in self._named_buffers(model):
+        for name, buffer in model.named_buffers():
             buffer.data = value(name).to(self.world.device, buffer.dtype, copy=True)
-
-    def _named_buffers(self, model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-        return model.named_buffers()
-
-    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """The buffers that this worker holds, by the names that one process gives them."""
-        return iter(self._named_buffers(self.module))
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         line = self.world.data
         if self._zero > 1 or line.size == 1:
             return model
         if self._plan.layout.strategy == "hybrid":  # these are cut, not copied
-            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(self._made.cuts))
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(self._cuts))
         self._replica = DistributedDataParallel(
             model,
             device_ids=[self.world.device] if self.world.device.type == "cuda" else None,
@@ -133,7 +122,7 @@ class Composed(Strategy):
         """Let the optimizer step this worker's parts, by norms of whole layers."""
         check_elementwise(self.optimizer)
         grid = self.world.grid
-        self._held = held(self._named_parameters(self.module), self._whole_shapes, self._made.cuts, grid)
+        self._held = held(self.module.named_parameters(), self._whole_shapes, self._cuts, grid)
         made = [(one, self._part(one)) for one in self._held]
         self._pairs = [(one, part) for one, part in made if part is not None]
         own = {part.name: part.local for _, part in self._pairs}
@@ -270,7 +259,7 @@ class Composed(Strategy):
             return
         rows = None if self._reducer is None else self._reducer.gradients
         gradients = ((one.name, one.parameter.grad if rows is None else rows.get(one.parameter)) for one in self._held)
-        names = unequal_gradients(gradients, self._made.cuts, self.world.grid.line("tensor"))
+        names = unequal_gradients(gradients, self._cuts, self.world.grid.line("tensor"))
         if names:
             raise SettingError(
                 f"{type(self.task).__name__}.tensor_plan(model) was given",

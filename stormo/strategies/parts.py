@@ -31,11 +31,6 @@ class Part:
     is_counted: bool  # whether this worker speaks for it: of equal boxes of one copy of the model, one is counted
     is_saved: bool  # the same of all workers: one of them writes it
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the box is the parameter."""
-        return tuple(self.local.shape) == self.whole_shape
-
     def of(self, whole: Tensor) -> Tensor:
         """The box of a tensor that is as large as the whole parameter."""
         return box(whole, self.offset, self.local.shape)

@@ -26,9 +26,10 @@ from stormo.pipeline.pieces import Pieces, StageModule, find_pieces, keep_only
 from stormo.pipeline.split import check_same, into_stages, measured_costs
 from stormo.pipeline.watching import Watch
 from stormo.plan.sharding import STAGES_PER_WORKER
-from stormo.strategies.compose import Composition, compose
+from stormo.strategies.compose import compose
 from stormo.strategies.composed import Composed
 from stormo.strategies.sample import sample_batch
+from stormo.strategies.split_layers import Cut
 from stormo.strategies.zero import average
 from stormo.tasks.returned import check_loss
 
@@ -42,7 +43,7 @@ class Pipelined(Composed):
 
     name = "pipeline"
 
-    def _transform(self, model: nn.Module) -> Composition:
+    def _transform(self, model: nn.Module) -> dict[str, Cut]:
         plan, grid = self._plan, self.world.grid
         self._line = grid.line("pipeline")
         self._schedule = "naive" if plan.layout.strategy == "naive" else self._settings.sharding.schedule
@@ -59,9 +60,9 @@ class Pipelined(Composed):
         self._numbers = stages_of(self._line.rank, self._line.size, self._num_stages)
         self._stages = [StageModule(stages[number]) for number in self._numbers]
         self.notices += self._batch_norm_notice(model)
-        made = compose(model, self._stages, plan, self._settings, self.task, grid)
+        cuts = compose(model, self._stages, plan, self._settings, self.task, grid)
         keep_only(model, [piece for number in self._numbers for piece in stages[number]], pieces)
-        return made
+        return cuts
 
     def _find_pieces(self, model: nn.Module) -> Pieces:
         """How the model is cut, by the task or by what one call of it shows."""

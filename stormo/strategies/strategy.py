@@ -32,7 +32,7 @@ from stormo.tasks.returned import check_loss, check_model, without_gradient
 from stormo.tasks.task import Task
 from stormo.world.world import World
 
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Clock(Protocol):
@@ -58,7 +58,7 @@ class Strategy:
         self.task = task
         self._plan = plan
         self._settings = settings
-        self._autocast_dtype = _AUTOCAST.get(plan.precision)
+        self._autocast_dtype = HALVES.get(plan.precision)
         self.notices: list[str] = []  # what the user should know once the run has begun
         self.module = self._make_model()  # the user's model itself
         # Every group keeps its ratio to the first, whose rate is given to `step`.
