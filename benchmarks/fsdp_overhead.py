@@ -1,6 +1,6 @@
 """Time of a step under fsdp on one GPU, where it has nobody to share with, against a step of plain single.
 
-    python -m benchmarks.fsdp_overhead [--preset 350m] [--batch-size 8] [--pairs 30] [--steps 5] [--compile]
+    python -m benchmarks.fsdp_overhead [--preset 350m] [--batch-size 32] [--pairs 30] [--steps 5] [--compile]
 
 Both are stormo's own strategies in one process, with a GPT each, bf16, AdamW and clipping; fsdp speaks to itself over
 NCCL. They take turns of a few steps in random order within a pair, so that whatever else the machine does hits both
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="350m", help="size of the GPT (default: 350m)")
-    parser.add_argument("--batch-size", type=int, default=8, help="windows in a step (default: 8)")
+    parser.add_argument("--batch-size", type=int, default=32, help="windows in a step (default: 32)")
     parser.add_argument("--pairs", type=int, default=30, help="turns of each side (default: 30)")
     parser.add_argument("--steps", type=int, default=5, help="optimizer steps of a turn (default: 5)")
     parser.add_argument("--compile", action="store_true", help="both with torch.compile")

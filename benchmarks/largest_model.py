@@ -1,11 +1,11 @@
 """The largest GPT of the presets that trains one step on one GPU: plain, recomputing activations, offloading, both.
 
-    python -m benchmarks.largest_model [--batch-size 1] [--budget-s 540] [--memory-gib 24]
+    python -m benchmarks.largest_model [--batch-size 1] [--budget-s 540] [--memory-gib 24] [--ways plain,offload]
 
 bf16 with weights, gradients and the state of AdamW in float32: 16 bytes for each parameter, on the device, or, with
 --offload (under fsdp on one worker), in the host's memory. Every try is a process of its own that builds the model,
-takes one whole step and tells the peak of the device's memory; the presets are tried from the smallest, until one does
-not fit. What cannot fit by these 16 bytes alone is not tried. `--memory-gib` lets the device's memory seem smaller.
+takes one whole step and tells the peak of the device's memory; the presets are tried from the largest, until one fits.
+What cannot fit by these 16 bytes alone is not tried. `--memory-gib` lets the device's memory seem smaller.
 `--device cpu` is for trying the command: nothing but the presets that are named then bounds it.
 """
 
@@ -117,9 +117,9 @@ def attempt(way: str, preset: str, options: argparse.Namespace, timeout_s: float
 
 
 def tries_of(way: str, options: argparse.Namespace, memory: tuple[float, float], deadline_s: float) -> list[Try]:
-    """From the smallest preset until one does not fit."""
+    """From the largest preset until one fits."""
     found: list[Try] = []
-    for preset in options.presets:
+    for preset in reversed(options.presets):
         reason = too_large(preset, way, *memory)
         left_s = deadline_s - time.monotonic()
         if reason or left_s <= 0:
@@ -128,7 +128,7 @@ def tries_of(way: str, options: argparse.Namespace, memory: tuple[float, float],
         else:
             print(f"trying {preset}, {way} ...", file=sys.stderr, flush=True)
             found.append(attempt(way, preset, options, left_s))
-        if not found[-1].fits:
+        if found[-1].fits:
             break
     return found
 
@@ -150,9 +150,9 @@ def result(found: Sequence[Try]) -> str:
     """The last line: the name of the largest preset of each way, and its parameters."""
     words = ["RESULT"]
     for way in WAYS:
-        names = [one.preset for one in found if one.way == way and one.fits] or ["none"]
-        count = 0 if names == ["none"] else num_parameters(names[-1])
-        words += [f"{way.replace('-', '_')}={names[-1]}", f"{way.replace('-', '_')}_parameters={count}"]
+        name = next((one.preset for one in found if one.way == way and one.fits), "none")
+        count = 0 if name == "none" else num_parameters(name)
+        words += [f"{way.replace('-', '_')}={name}", f"{way.replace('-', '_')}_parameters={count}"]
     return " ".join(words)
 
 
@@ -163,6 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--budget-s", type=float, default=540.0, help="seconds for all (default: 540)")
     parser.add_argument("--memory-gib", type=float, help="use so much of the device's memory; default all")
     parser.add_argument("--presets", type=lambda text: text.split(","), default=list(PRESETS), help="smallest first")
+    parser.add_argument("--ways", type=lambda text: text.split(","), default=list(WAYS), help=", ".join(WAYS))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--try-preset", help=argparse.SUPPRESS)
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
@@ -174,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.try_preset:
         return train_one_step(options)
     deadline_s, memory = time.monotonic() + options.budget_s, _memory(options)
-    found = [one for way in WAYS for one in tries_of(way, options, memory, deadline_s)]
+    found = [one for way in options.ways for one in tries_of(way, options, memory, deadline_s)]
     rows = [[one.way, one.preset, "yes" if one.fits else "no", one.told] for one in found]
     print("\n".join(spaced([["way", "preset", "trains", "what it took, or why not"], *rows])))
     print(result(found))

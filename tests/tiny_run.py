@@ -14,6 +14,7 @@ from stormo.config import TrainConfig
 from stormo.data.loaders import Batch, Loader, ResidentLoader, Share, StreamedLoader
 from stormo.data.order import derive_seed
 from stormo.data.tensors import TensorData
+from stormo.hardware import visible_gpus
 from stormo.layout import resolve_layout
 from stormo.plan import Plan, resolve
 from stormo.progress import Progress
@@ -41,17 +42,18 @@ class Parts:
 def build(
     world: World, task_options: dict[str, Any] | None = None, *, task_class: type[Task] = Tiny, **flags: Any
 ) -> Parts:
-    """A run of the tiny task on the CPU, not yet warmed up; sets torch's default type where the precision asks."""
+    """A run of the tiny task, not yet warmed up; sets torch's default type where the precision asks."""
     flags = {"warmup_epochs": 0.0, "lr_rule": "none", "base_lr": 0.1, "num_gpus": world.size, **flags}
     config = options.make_config(flags, None)
     task = task_class(TinyOptions(**(task_options or {})))
-    plan = resolve(config, resolve_layout(config, ()), task.facts())
+    gpus = visible_gpus() if world.device.type == "cuda" else ()
+    plan = resolve(config, resolve_layout(config, gpus), task.facts())
     world.arrange(plan.layout.mesh, plan.layout.data_axes)
     torch.set_default_dtype(torch.float64 if plan.precision == "fp64" else torch.float32)
     torch.manual_seed(derive_seed(config.run.seed, "model"))
     strategy = strategy_class(plan.layout)(world, plan, task, config)
     torch.manual_seed(derive_seed(config.run.seed, "worker", world.draws))
-    loss_sum = torch.zeros((), dtype=torch.float64)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     return Parts(
         world=world,
         config=config,
@@ -85,7 +87,7 @@ def steps(parts: Parts, num_steps: int) -> list[float]:
                 return losses
             loss = torch.zeros((), dtype=torch.float64)
         part = parts.strategy.forward_backward(batch)
-        loss += part
+        loss += part.cpu()
         parts.state.loss_sum += part * batch.span.step_samples
         if batch.span.is_last:
             parts.strategy.step(parts.plan.learning_rate)

@@ -48,7 +48,9 @@ def compose(
                 root.get_submodule(path).compile(dynamic=False)
         if layout.zero == 3:
             dtype, on_gpu = HALVES.get(plan.precision), layout.device_type == "cuda"
-            shard(root, units, grid, dtype=dtype, offload=sharding.offload, on_gpu=on_gpu)
+            # What computes again in backward does so unit by unit, and what was asked for stays as it is.
+            merges = grid.mesh.size == 1 and not sharding.checkpoint_activations and sharding.shard_modules is None
+            shard(root, units, grid, dtype=dtype, offload=sharding.offload, on_gpu=on_gpu, merges=merges)
     return cuts
 
 

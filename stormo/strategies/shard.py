@@ -11,9 +11,18 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from stormo.errors import SettingError
 from stormo.world.grid import Grid
 
+_LONE_GROUPS = 4  # every unit costs the host some milliseconds a step; what is summed at once needs memory
+
 
 def shard(
-    model: nn.Module, units: Sequence[str], grid: Grid, *, dtype: torch.dtype | None, offload: bool, on_gpu: bool
+    model: nn.Module,
+    units: Sequence[str],
+    grid: Grid,
+    *,
+    dtype: torch.dtype | None,
+    offload: bool,
+    on_gpu: bool,
+    merges: bool,
 ) -> FSDPModule:
     """Shard a model in place: its units, then what is left of it.
 
@@ -24,6 +33,7 @@ def shard(
         dtype: in which weights are gathered and used; gradients are summed in float32 then. None: as they are.
         offload: keep what belongs to this worker in host memory.
         on_gpu: whether the workers compute on GPUs.
+        merges: let neighbours be one unit, where nothing is freed between them.
     """
     for name, parameter in model.named_parameters():
         if not parameter.ndim:
@@ -40,16 +50,25 @@ def shard(
     frees = grid.mesh.shard > 1
     # Weights of batch norm must be of the type of its running statistics, as in one process: small units of their own.
     norms = [path for path, layer in model.named_modules() if path and _has_statistics(layer)] if dtype else []
-    for path in (*norms, *(path for path in units if path not in norms)):
+    groups = [[path] for path in units if path not in norms]
+    if merges and not (frees or both or offload):
+        groups = _merged([path for (path,) in groups], _LONE_GROUPS)
+    for paths in (*([path] for path in norms), *groups):
         fully_shard(
-            model.get_submodule(path),
+            [model.get_submodule(path) for path in paths],
             mesh=mesh,
-            mp_policy=MixedPrecisionPolicy() if path in norms else policy,
+            mp_policy=MixedPrecisionPolicy() if paths[0] in norms else policy,
             offload_policy=host,
             reshard_after_forward=frees,
         )
     # The root is needed again at once, in backward: its own weights stay gathered in between.
     return fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=host, reshard_after_forward=False)
+
+
+def _merged(paths: list[str], num_groups: int) -> list[list[str]]:
+    """Neighbours together, in so many groups at most."""
+    size = -(-len(paths) // num_groups)
+    return [paths[start : start + size] for start in range(0, len(paths), size)] if paths else []
 
 
 def _has_statistics(layer: nn.Module) -> bool:

@@ -22,20 +22,25 @@ def test_what_cannot_fit_is_told_by_arithmetic() -> None:
     assert too_large("6.7b", "offload", 1e15, 64 * GIB) == "needs 96 GiB of the 64 of the host"
 
 
-def test_presets_are_tried_until_one_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_presets_are_tried_from_the_largest_until_one_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     def attempt(way: str, preset: str, *_: object) -> Try:
-        return Try(way=way, preset=preset, fits=preset != "1b", told="")
+        return Try(way=way, preset=preset, fits=preset != "2.7b", told="")
 
     monkeypatch.setattr(largest_model, "attempt", attempt)
     options, later_s = argparse.Namespace(presets=["125m", "350m", "1b", "2.7b"]), time.monotonic() + 60
     found = tries_of("plain", options, (1e15, 1e15), later_s)
-    assert [(one.preset, one.fits) for one in found] == [("125m", True), ("350m", True), ("1b", False)]
+    assert [(one.preset, one.fits) for one in found] == [("2.7b", False), ("1b", True)]
     small = tries_of("plain", options, (4 * GIB, 1e15), later_s)
-    assert [(one.preset, one.fits) for one in small] == [("125m", True), ("350m", False)]
+    assert [(one.preset, one.fits) for one in small] == [
+        ("2.7b", False),
+        ("1b", False),
+        ("350m", False),
+        ("125m", True),
+    ]
     late = tries_of("both", options, (1e15, 1e15), time.monotonic() - 1)
-    assert [one.told for one in late] == ["not known: the budget of time is spent"]
+    assert [one.told for one in late] == ["not known: the budget of time is spent"] * 4
     words = result([*found, *late]).split()
-    assert words[:3] == ["RESULT", "plain=350m", f"plain_parameters={num_parameters('350m')}"]
+    assert words[:3] == ["RESULT", "plain=1b", f"plain_parameters={num_parameters('1b')}"]
     assert words[-2:] == ["both=none", "both_parameters=0"]
 
 

@@ -89,4 +89,5 @@ def test_a_window_by_kernels(tmp_path: Path) -> None:
         assert step["compute_s"] > 0
         assert step["overlapped_s"] == step["exposed_s"] == 0
     assert sum(step["input_s"] for step in rank["steps"]) > 0.05
-    assert any("gemm" in row["name"].lower() or "sgemm" in row["name"] for row in rank["operations"])
+    names = " ".join(row["name"].lower() for row in rank["operations"])
+    assert any(word in names for word in ("gemm", "nvjet", "cutlass")), names

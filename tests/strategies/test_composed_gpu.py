@@ -12,7 +12,7 @@ from stormo.world.world import World
 from tests.spread import Words, assert_close, trained
 
 pytestmark = pytest.mark.gpu
-SGD = {"momentum": 0.9, "nesterov": True, "num_gpus": 1}
+SGD = {"momentum": 0.9, "nesterov": True, "num_gpus": 1, "graph": False}
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "lamb"])
