@@ -24,7 +24,11 @@ Trains a PyTorch model on one device or on thousands: fast, exact, and with its 
   stormo watch RUN                the same page, live while the run goes on
   stormo export RUN [FILE]        the weights of a run as one safetensors file
   stormo scale [TASK] [options]   train on more and more workers: do they pay, for time and for energy?
+  stormo submit [TASK] [options]  train as a Slurm job, which goes on over its time limit until it is done
+  stormo status [RUN]             how submitted runs are doing
+  stormo cancel RUN               end the job of a submitted run
   stormo monitor                  GPUs, processors, memory, disks and network of this node, live or as CSV
+  stormo doctor                   what of this machine, or of a job, would cost hours, and how to mend it
 
 stormo VERB --help shows the options of a verb; stormo --version the version.
 """
@@ -149,6 +153,30 @@ def _scale(arguments: list[str]) -> int:
     return command.main(arguments)
 
 
+def _doctor(arguments: list[str]) -> int:
+    from stormo.doctor import command
+
+    return command.main(arguments)
+
+
+def _submit(arguments: list[str]) -> int:
+    from stormo.submit import command
+
+    return command.main(arguments)
+
+
+def _status(arguments: list[str]) -> int:
+    from stormo.submit import status
+
+    return status.main(arguments)
+
+
+def _cancel(arguments: list[str]) -> int:
+    from stormo.submit import status
+
+    return status.cancel(arguments)
+
+
 _VERBS: dict[str, Callable[[list[str]], int]] = {
     "new": _new,
     "train": _train,
@@ -159,5 +187,9 @@ _VERBS: dict[str, Callable[[list[str]], int]] = {
     "watch": _watch,
     "export": _export,
     "scale": _scale,
+    "submit": _submit,
+    "status": _status,
+    "cancel": _cancel,
     "monitor": _monitor,
+    "doctor": _doctor,
 }

@@ -21,12 +21,48 @@ def option(default: Any, help_text: str, *, metavar: str | None = None, optional
     return field(default=default, metadata={"help": help_text, "metavar": metavar, "optional_value": optional_value})
 
 
+class NodeRange(int):
+    """Nodes that may come and go: as a number the most there may be, as text `least:most`."""
+
+    least: int
+
+    def __new__(cls, least: int, most: int) -> NodeRange:
+        """Both at least 1."""
+        made = super().__new__(cls, most)
+        made.least = least
+        return made
+
+    def __reduce__(self) -> tuple[type[NodeRange], tuple[int, int]]:  # for copies
+        return NodeRange, (self.least, int(self))
+
+    def __repr__(self) -> str:
+        return f"{self.least}:{int(self):d}"
+
+    __str__ = __repr__
+
+
+def least_nodes(num_nodes: int) -> int:
+    """How many nodes must take part at least."""
+    return num_nodes.least if isinstance(num_nodes, NodeRange) else num_nodes
+
+
 @dataclass(frozen=True, kw_only=True)
 class Workers:
     """Workers: where the training runs."""
 
     num_gpus: int | None = option(None, "workers on this node: GPUs, or processes on a machine without; default all")
-    num_nodes: int = option(1, "nodes that take part; start the same command on each")
+    num_nodes: int | NodeRange = option(
+        1, "nodes that take part; start the same command on each; 1:4 lets them come and go", metavar="N|MIN:MAX"
+    )
+    max_restarts: int | None = option(
+        None, "restarts from the last checkpoint after a failure; default 0, or 3 for a range of nodes"
+    )
+    launcher: Literal["auto", "mpi", "ssh"] = option(
+        "auto", "start the workers of all --hosts from here, by mpirun or over ssh; auto is for this node alone"
+    )
+    hosts: str | None = option(None, "with --launcher: node1,node2 or node[1-4]", metavar="NAMES")
+    hostfile: str | None = option(None, "with --launcher: a file of hosts, as mpirun reads it", metavar="FILE")
+    print_commands: bool = option(False, "with --launcher: print what it would start, then stop")
     node_id: int = option(0, "which of the nodes this one is, from 0")
     master_addr: str = option("localhost", "address of node 0")
     master_port: int | None = option(None, "port on node 0, 1024 to 49151; default 29500, or any free one on one node")
@@ -42,6 +78,16 @@ class Workers:
     zero: int | None = option(
         None, "what the axis shard of a --mesh cuts: 1 optimizer state, 2 gradients too, 3 weights too (default)"
     )
+
+    @property
+    def restarts(self) -> int:
+        """How often the workers are restarted after a failure."""
+        return (3 if isinstance(self.num_nodes, NodeRange) else 0) if self.max_restarts is None else self.max_restarts
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether an agent of torch is to start the workers again when one fails or a node comes or goes."""
+        return isinstance(self.num_nodes, NodeRange) or self.restarts > 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +107,9 @@ class Batch:
     )
     max_batch_size: int | None = option(
         None, "most samples of one worker in one pass of a batch that has grown; default as at the start"
+    )
+    on_resize: Literal["keep", "scale"] = option(
+        "keep", "where the number of workers changes: keep the global batch, or scale batch and rate with the workers"
     )
     epoch_samples: int | None = option(
         None, "samples that make an epoch, for a stream whose length is not known; it goes on from epoch to epoch"
@@ -218,6 +267,16 @@ class Command:
         metavar="FILE",
         optional_value=True,
     )
+    preflight: bool = option(
+        False, "measure every device and every link of the job for a few seconds first, and name a bad one"
+    )
+    stage: str | None = option(
+        None,
+        "copy the data to this folder of every node first and read it there; default $SLURM_TMPDIR, $TMPDIR or /tmp",
+        metavar="FOLDER",
+        optional_value=True,
+    )
+    keep_staged: bool = option(False, "leave that copy for later runs on the node")
     profile: str | None = option(
         None,
         "record steps with torch's profiler: 10:20 for steps 10 to 19, 10 for ten steps; nvtx marks ranges for Nsight",
@@ -233,6 +292,8 @@ class Effective:
     learning_rate: float
     warmup_start: float
     data_sha256: str | None = None  # of what it was trained on, where the task knows it
+    num_workers: int | None = None  # that shared the batch at the start; unknown of runs before it was noted
+    batch_per_pass: int | None = None  # the most samples of one worker in one pass at the start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,7 +316,10 @@ class TrainConfig:
     auto_batch_size: int = 32  # samples per worker on which batch and rate rest under --batch-size auto
 
 
+# Of the workers, what only the process knows that the user has typed; no part of the run.
+OF_ONE_CALL = ("launcher", "hosts", "hostfile", "print_commands")
 EFFECTIVE = "effective"  # the section of a run's config.toml that holds its `Effective`
+OF_OTHER_VERBS = ("slurm",)  # sections of a TOML file that `train` leaves to `submit`
 SECTIONS: dict[str, type[Any]] = {
     "workers": Workers,
     "batch": Batch,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -17,10 +18,11 @@ from typing import IO, Any
 import torch
 
 from stormo import checkpoint
-from stormo.config import Effective, TrainConfig
+from stormo.config import TrainConfig
 from stormo.divergence import STEADYING
 from stormo.energy.summary import energy_sentence
 from stormo.errors import SettingError, StormoError, counted
+from stormo.launch.torchrun import launch_id
 from stormo.measuring import AnyKeeper
 from stormo.options import to_toml
 from stormo.plan import Plan
@@ -29,7 +31,18 @@ from stormo.profiling.ranges import range_of
 from stormo.state import RunState
 from stormo.summary import make_summary, pipeline_sentence
 from stormo.telemetry.console import PlainConsole, make_console
-from stormo.telemetry.files import EventFile, RunFolder, collect_environment, read_summary, write_json, write_whole
+from stormo.telemetry.files import (
+    EventFile,
+    RunFolder,
+    collect_environment,
+    default_run_name,
+    read_environment,
+    read_summary,
+    require_new_run,
+    write_json,
+    write_whole,
+)
+from stormo.telemetry.job import scheduler_job
 from stormo.telemetry.prometheus import PrometheusSink
 from stormo.telemetry.record import CheckpointSaved, Notice, Record, RunEnded, RunStarted, Sink
 from stormo.telemetry.tensorboard import TensorBoardFile
@@ -74,20 +87,15 @@ class Journal:
             path = parent / run.run_name
             path.mkdir(parents=True, exist_ok=True)  # it may have been killed before it wrote anything
             return RunFolder(path)
-        name = run.run_name or f"{_slug(self._config.task)}-{time.strftime('%Y%m%d-%H%M%S')}"
+        name = run.run_name or default_run_name(self._config.task)
         for attempt in range(1, 1000):
             folder = parent / (name if attempt == 1 else f"{name}-{attempt}")
             try:
                 folder.mkdir(parents=True)
             except FileExistsError:
-                if run.run_name is not None and not RunFolder(folder).is_run:
-                    return RunFolder(folder)  # killed before it wrote anything; the lock keeps others out
                 if run.run_name is not None:
-                    raise SettingError(
-                        f"--run-name {name} was set",
-                        f"{folder} is there already",
-                        f"go on with it by --resume {name}, or set another name",
-                    ) from None
+                    require_new_run(parent, name)
+                    return RunFolder(folder)  # killed before it wrote anything; the lock keeps others out
                 continue
             except OSError as error:
                 raise SettingError(
@@ -133,21 +141,19 @@ class Journal:
     def start(self) -> None:
         """Write the settings and open every sink. All workers call it."""
         self._open_account()
+        launches = self._world.gather_json(launch_id(os.environ))
         if not self._world.is_main:
             return
         config, plan, progress = self._config, self._plan, self._state.progress
         named = replace(config, run=replace(config.run, run_name=self.folder.name))
-        effective = Effective(
-            global_batch_size=plan.global_batch_size,
-            learning_rate=plan.learning_rate,
-            warmup_start=plan.warmup_start,
-            data_sha256=plan.facts.data_sha256,
-        )
         summary: Mapping[str, Any] = {}
         with contextlib.suppress(StormoError):  # one that cannot be read is about to be replaced
             summary = read_summary(self.folder) or {}
-        write_whole(self.folder.config, to_toml(named, effective))
-        write_json(self.folder.environment, collect_environment(_versions(self._world)))
+        write_whole(self.folder.config, to_toml(named, plan.beginning))
+        before = (read_environment(self.folder) or {}).get("launches") or []
+        known = sorted({*before, *(one for one in launches or [] if one is not None)})
+        environment = collect_environment(_versions(self._world) | ({"launches": known} if known else {}))
+        write_json(self.folder.environment, environment)
         self._sinks = [EventFile(self.folder)]
         if sys.stdout is not None:  # it may have been closed
             # mpirun gives rank 0 a terminal of its own making, whatever the user looks at.
@@ -168,6 +174,7 @@ class Journal:
                 steps_per_epoch=plan.steps_per_epoch,
                 resumed_at_step=progress.step if progress.num_resumes else None,
                 explanation=plan.lines(),
+                job=scheduler_job(os.environ),
             )
         )
         if self._metrics is not None:
@@ -176,7 +183,8 @@ class Journal:
             text = f"{self.folder.name} has done its {counted(plan.epochs, 'epoch')}; raise --epochs to train on"
             self.record(Notice(kind="info", text=text))
         lost_at = summary.get("diverged_at_step") if summary.get("stopped_by") == "divergence" else None
-        if config.run.resume is not None and not progress.num_resumes and lost_at is None:
+        is_first = self._world.place.launcher == "elastic" and config.resumed is None  # told to go on from the start
+        if config.run.resume is not None and not progress.num_resumes and lost_at is None and not is_first:
             text = f"{self.folder.name} has no checkpoint yet: it starts from the beginning"
             self.record(Notice(kind="info", text=text))
         if progress.num_rollbacks:
@@ -335,12 +343,7 @@ def _lock(folder: RunFolder) -> IO[bytes] | None:
     return file
 
 
-def _slug(task: str) -> str:
-    name = task.rpartition("/")[2].replace(".py", "").replace(":", "-").replace(".", "-")
-    return name or "run"
-
-
-def _versions(world: World) -> Mapping[str, Any]:
+def _versions(world: World) -> dict[str, Any]:
     versions: dict[str, Any] = {
         "torch": torch.__version__,
         "world_size": world.size,

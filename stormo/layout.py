@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stormo.config import TrainConfig
+from stormo.config import NodeRange, TrainConfig
 from stormo.errors import SettingError, counted
 from stormo.hardware import Gpu
 from stormo.mesh import PRESETS, ZERO_STAGES, Mesh, mesh_of, parse_mesh, preset_mesh
@@ -26,6 +26,7 @@ class Launched:
     world_size: int
     local_size: int
     num_nodes: int
+    gpus_on_node: int | None = None  # of all workers of this node together, where the launcher counts them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +75,8 @@ def resolve_layout(config: TrainConfig, gpus: Sequence[Gpu], launched: Launched 
     if launched:
         per_node, num_nodes, world_size = launched.local_size, launched.num_nodes, launched.world_size
         origin = f"started by {launched.launcher}"
+        if device_type == "cuda" and per_node < len(gpus):
+            origin += f", which leaves GPUs idle: {per_node} of {len(gpus)} that it shows are used on this node"
     else:
         per_node = workers.num_gpus or (len(gpus) if device_type == "cuda" else 1)
         num_nodes = workers.num_nodes
@@ -89,7 +92,8 @@ def resolve_layout(config: TrainConfig, gpus: Sequence[Gpu], launched: Launched 
     strategy, mesh, zero, strategy_reason = _strategy(config, world_size, per_node, devices_per_worker, origin)
     unit = "GPU" if device_type == "cuda" else "CPU process"
     count = per_node * devices_per_worker
-    total = f"{world_size} = {counted(num_nodes, 'node')} × {counted(count, unit)}"
+    most = "at most " if isinstance(num_nodes, NodeRange) else ""
+    total = f"{most}{world_size} = {counted(num_nodes, 'node')} × {counted(count, unit)}"
     if strategy_is_dp:
         total = f"1 process that drives {counted(count, 'GPU')}"
     elif world_size != per_node * num_nodes:
@@ -116,6 +120,7 @@ def _check_workers(config: TrainConfig) -> None:
     workers = config.workers
     at_least("--num-gpus", workers.num_gpus, 1)
     at_least("--num-nodes", workers.num_nodes, 1)
+    at_least("--max-restarts", workers.max_restarts, 0)
     if not 0 <= workers.node_id < workers.num_nodes:
         raise SettingError(
             f"--node-id {workers.node_id} was set with --num-nodes {workers.num_nodes}",
@@ -162,14 +167,22 @@ def _device(config: TrainConfig, gpus: Sequence[Gpu]) -> tuple[str, str]:
 
 
 def _check_gpus(config: TrainConfig, per_node: int, num_visible: int, launched: Launched | None) -> None:
-    bound_one_each = launched is not None and num_visible == 1  # srun --gpus-per-task and the like
+    if launched is not None and launched.gpus_on_node is not None:
+        num_visible = max(num_visible, launched.gpus_on_node)  # srun --gpus-per-task and --gpu-bind show each its own
+    bound_one_each = launched is not None and launched.gpus_on_node is None and num_visible == 1
     shared_on_purpose = config.workers.backend == "gloo"  # NCCL refuses two ranks on a GPU, Gloo takes them
     if per_node > num_visible and not bound_one_each and not shared_on_purpose:
         raise SettingError(
             f"{counted(per_node, 'worker')} {'was' if per_node == 1 else 'were'} asked for on this node",
             f"it shows {num_visible} GPU{'s' * (num_visible != 1)} and each worker needs its own",
-            f"set --num-gpus {num_visible}, or --device cpu, or --backend gloo to let workers share a GPU",
+            _fewer_workers(num_visible, launched) + ", or --device cpu, or --backend gloo to let workers share a GPU",
         )
+
+
+def _fewer_workers(num_gpus: int, launched: Launched | None) -> str:
+    if launched is not None and launched.launcher == "slurm":
+        return f"start srun with --ntasks-per-node {num_gpus}, or ask for more --gpus-per-node"
+    return f"set --num-gpus {num_gpus}"
 
 
 def _check_data_parallel(config: TrainConfig, device_type: str, num_nodes: int, launched: Launched | None) -> None:

@@ -124,7 +124,9 @@ def _train(run: Training, watch: Stopwatch) -> Outcome:
                 _tend_profile(run, watch)
             # At its end an epoch is validated before it is saved.
             is_within = progress.position < run.loader.num_samples
-            losses.owes_checkpoint |= is_within and plan.is_checkpoint_due(progress.epoch, progress.step)
+            losses.owes_checkpoint |= is_within and plan.is_checkpoint_due(
+                progress.epoch, progress.step, progress.position
+            )
             if diverged is None and (stop or (is_within and losses.owes_checkpoint and losses.is_calm)):
                 watch.pause()
                 diverged = losses.settle(strategy.weights())
@@ -226,7 +228,7 @@ def _finish_epoch(
     if _target_held(run):
         run.record(Notice(kind="stop", text=f"Early stopping after epoch {done.epoch}"))
     is_end = progress.epoch > plan.epochs or _target_held(run)
-    is_due = plan.is_checkpoint_due(done.epoch, progress.step)
+    is_due = plan.is_checkpoint_due(done.epoch, progress.step, run.loader.num_samples)
     is_best = plan.checkpoint_steps is not None and progress.best_validation is progress.validation
     losses.owes_checkpoint |= is_due
     pays = losses.owes_checkpoint and losses.is_calm

@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from stormo.config import EFFECTIVE, SECTIONS, Effective, TrainConfig
+from stormo.config import EFFECTIVE, OF_ONE_CALL, OF_OTHER_VERBS, SECTIONS, Effective, NodeRange, TrainConfig
 from stormo.errors import SettingError, StormoError, unknown_name
 
 _NEGATIVE = re.compile(r"-\.?\d")
+_RANGE = re.compile(r"([0-9]+)\s*:\s*([0-9]+)")
 _KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 # Sections and options that a task's own defaults leave alone: where it runs, under which name, and what one call does.
 _NOT_FOR_TASKS = ("workers", "command", "task", "run_name", "runs_folder", "resume")
@@ -37,6 +38,7 @@ class Option:
     kind: type[Any]
     choices: tuple[str, ...]
     words: tuple[str, ...] = ()  # that a number's place may be taken by
+    takes_range: bool = False  # such as 1:4
     default: Any
     help: str
     metavar: str | None
@@ -61,6 +63,8 @@ class Option:
             raise unknown_name(source, str(value), self.choices)
         if value in self.words or (self.kind is bool and isinstance(value, bool)):
             return value
+        if self.takes_range and isinstance(value, str) and ":" in value:
+            return _range(value, source)
         if self.kind in (int, float) and isinstance(value, str | int | float) and not isinstance(value, bool):
             number = _number(self.kind, value)
             if number is not None:
@@ -84,6 +88,19 @@ def _number(kind: type[Any], value: str | float) -> Any:
     return number if is_good else None
 
 
+def _range(text: str, source: str) -> NodeRange:
+    found = _RANGE.fullmatch(text.strip())
+    if found is None:
+        raise SettingError(f"{source} was set to {text!r}", "it takes a number or MIN:MAX", "set it to 4 or 1:4")
+    least, most = int(found[1]), int(found[2])
+    if not 1 <= least <= most:
+        why = "at least one node must take part" if least < 1 else f"the least, {least}, is more than the most, {most}"
+        raise SettingError(
+            f"{source} {text} was set", why, f"set {source} {max(1, min(least, most))}:{max(1, least, most)}"
+        )
+    return NodeRange(least, most)
+
+
 def _example(option: Option) -> str:
     if option.default is not None:
         return str(option.default).lower() if option.kind is bool else str(option.default)
@@ -98,10 +115,13 @@ def options_of(section: str, cls: type[Any]) -> list[Option]:
 
 def _option(section: str, field: dataclasses.Field[Any], hint: Any) -> Option:
     words: tuple[str, ...] = ()
+    takes_range = False
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         members = [member for member in typing.get_args(hint) if member is not type(None)]
         if len(members) == 2 and members[0] in (int, float) and typing.get_origin(members[1]) is typing.Literal:
             words = typing.get_args(members.pop())  # a number, or a word in its place
+        if members[1:] == [NodeRange]:
+            takes_range = bool(members.pop())
         (hint,) = members
     choices: tuple[str, ...] = ()
     if typing.get_origin(hint) is typing.Literal:
@@ -122,6 +142,7 @@ def _option(section: str, field: dataclasses.Field[Any], hint: Any) -> Option:
         kind=hint,
         choices=choices,
         words=words,
+        takes_range=takes_range,
         default=field.default,
         help=field.metadata.get("help", ""),
         metavar=field.metadata.get("metavar"),
@@ -211,14 +232,26 @@ def build_parser(
         allow_abbrev=False,
         add_help=add_help,
         argument_default=argparse.SUPPRESS,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=110),
+        formatter_class=_wide_help,
     )
     parser.add_argument(positional.name, nargs="?", metavar=positional.metavar, help=positional.help)
+    _add_flags(parser, options, {name: _title(cls) for name, cls in SECTIONS.items()} | {"task": task_title})
+    return parser
+
+
+def _wide_help(prog: str) -> argparse.HelpFormatter:
+    return argparse.HelpFormatter(prog, max_help_position=32, width=110)
+
+
+def _title(section: type[Any]) -> str:
+    return (section.__doc__ or "").rstrip(".")
+
+
+def _add_flags(parser: argparse.ArgumentParser, options: Iterable[Option], titles: Mapping[str, str]) -> None:
     groups: dict[str, Any] = {}
     for option in options:
         if option.section not in groups:
-            title = task_title if option.section == "task" else (SECTIONS[option.section].__doc__ or "").rstrip(".")
-            groups[option.section] = parser.add_argument_group(title)
+            groups[option.section] = parser.add_argument_group(titles[option.section])
         group = groups[option.section]
         help_text = option.help.replace("%", "%%") + _default_note(option)
         if option.kind is bool:
@@ -232,7 +265,24 @@ def build_parser(
             help=help_text,
             **({"nargs": "?", "const": ""} if option.optional_value else {}),
         )
-    return parser
+
+
+def take_flags(
+    program: str, usage: str, description: str, argv: Sequence[str], section: tuple[str, type[Any]]
+) -> tuple[dict[str, Any], list[str]]:
+    """What a command line says of a verb's own section, by key, and the words that are left for `stormo train`."""
+    parser = Parser(
+        prog=program,
+        usage=usage,
+        description=description,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=_wide_help,
+    )
+    options = options_of(*section)
+    _add_flags(parser, options, {section[0]: _title(section[1])})
+    namespace, rest = parser.parse_known_args([_dashed(argument) for argument in argv])
+    return _converted(namespace, options), rest
 
 
 def _default_note(option: Option) -> str:
@@ -323,8 +373,8 @@ def settings_from_toml(document: Mapping[str, Any], options: Sequence[Option], s
                     f"task in {source} is no text", "it names what is trained", "put its options under [task_options]"
                 )
             settings["task"] = value
-        if name in ("task", EFFECTIVE):  # what was derived is derived anew
-            continue
+        if name in ("task", EFFECTIVE, *OF_OTHER_VERBS) and name not in sections - {"task"}:
+            continue  # what was derived is derived anew, and what is said to another verb is none of this one's
         section = "task" if name == "task_options" else name
         if section not in sections or not isinstance(value, Mapping):
             raise unknown_name(f"section of {source}", name, sections | {"task_options"})
@@ -372,7 +422,8 @@ def flat_settings(config: TrainConfig) -> dict[str, Any]:
         settings |= dataclasses.asdict(getattr(config, section))
     if config.task_options is not None:
         settings |= {f"task.{key}": value for key, value in dataclasses.asdict(config.task_options).items()}
-    return {key: value for key, value in settings.items() if key not in ("node_id", "task.data_folder")}
+    own = ("node_id", "task.data_folder", "stage", *OF_ONE_CALL)
+    return {key: value for key, value in settings.items() if key not in own}
 
 
 def to_toml(config: TrainConfig, effective: Effective) -> str:
@@ -383,6 +434,8 @@ def to_toml(config: TrainConfig, effective: Effective) -> str:
         del sections["batch"]["batch_size"]  # only one of the two is ever set
     if config.stop.on_divergence != "rollback":
         del sections["stop"]["rollback_factor"], sections["stop"]["max_rollbacks"]  # without effect
+    for name in OF_ONE_CALL:
+        del sections["workers"][name]
     del sections["run"]["resume"]  # said of one call, not of the run
     del sections["run"]["run_name"]  # the folder's own name; a run that repeats this one has another
     if config.task_options is not None:
@@ -396,4 +449,5 @@ def to_toml(config: TrainConfig, effective: Effective) -> str:
 
 def _toml(value: Any) -> str:
     # JSON's text is TOML's but for one character, which TOML wants escaped.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    text = str(value) if isinstance(value, NodeRange) else value
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

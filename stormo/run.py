@@ -13,6 +13,7 @@ from stormo import __version__, options
 from stormo.config import TrainConfig, Workers
 from stormo.errors import SettingError
 from stormo.hardware import visible_gpus
+from stormo.hosts import hosts_of, start_on_hosts
 from stormo.launch import Patience, run_node
 from stormo.layout import Layout, resolve_layout
 from stormo.nodes import BACKEND, DEVICE, TIMEOUT, find_place, launched_by, node_of
@@ -34,7 +35,15 @@ def main(arguments: list[str]) -> int:
     settings = options.parse_flags("stormo run", own, _OPTIONS, "", _SCRIPT)
     command = _command(settings.pop("script", None), theirs)
     config = options.make_config(settings, None)
+    if config.workers.is_elastic:
+        raise SettingError(
+            f"--num-nodes {config.workers.num_nodes} and --max-restarts {config.workers.restarts} were set",
+            "stormo run starts a script once, and only the script could go on with what it has saved",
+            "start it by torchrun, whose workers stormo.World joins, or train a task with stormo train",
+        )
     place = find_place(config)
+    if hosts := hosts_of(config):
+        return start_on_hosts(config, hosts, "run", arguments)
     layout = resolve_layout(config, visible_gpus(), launched_by(place))
     os.environ |= _told(config)
     if place is not None or layout.world_size == 1:

@@ -15,7 +15,7 @@ from typing import Any
 
 from stormo.energy import read_bill
 from stormo.energy.summary import joules_text
-from stormo.errors import StormoError
+from stormo.errors import StormoError, counted
 from stormo.runs import MISSING, RunOverview, align, last_event, overview
 from stormo.telemetry.files import (
     RunFolder,
@@ -27,6 +27,7 @@ from stormo.telemetry.files import (
     speed_of,
     to_json,
 )
+from stormo.telemetry.job import job_words
 from stormo.telemetry.text import (
     encodable,
     format_duration,
@@ -53,6 +54,7 @@ class _Run:
     summary: Mapping[str, Any] | None
     environment: Mapping[str, Any]
     started: Mapping[str, Any]
+    starts: Sequence[Mapping[str, Any]]
     steps: Sequence[Mapping[str, Any]]
     epochs: Sequence[Mapping[str, Any]]
     notices: Sequence[Mapping[str, Any]]
@@ -106,6 +108,7 @@ def _read(folder: RunFolder) -> _Run:
         summary=read_summary(folder),
         environment=read_environment(folder) or {},
         started=last_event(events, "run_started"),
+        starts=[event for event in events if event["event"] == "run_started"],
         steps=[event for event in events if event["event"] == "step_done"],
         epochs=[event for event in events if event["event"] == "epoch_done"],
         notices=[event for event in events if event["event"] == "notice"],
@@ -120,6 +123,7 @@ def _as_json(run: _Run) -> dict[str, Any]:
         {
             "run": asdict(run.overview),
             "started": run.started or None,
+            "jobs": [event["job"] for event in run.starts if event.get("job")],
             "environment": run.environment or None,
             "epochs": run.epochs,
             "last_step": run.steps[-1] if run.steps else None,
@@ -141,6 +145,7 @@ def _lines(run: _Run) -> Iterator[tuple[str, str]]:
     sections = {
         "Configuration": _configuration(run),
         "Result": _result(run.summary),
+        "Attempts": _attempts(run.starts),
         "Energy": _energy(run.folder),
         "Epochs": _epoch_table(run.epochs),
         "Curves": _curves(run),
@@ -226,6 +231,15 @@ def _result(summary: Mapping[str, Any] | None) -> list[str]:
         ("weights SHA-256", _show(summary.get("weights_sha256"), str)),
     ]
     return align(rows, num_text_columns=2)
+
+
+def _attempts(starts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The jobs of a scheduler that have carried the run, in order."""
+    return [
+        f"from step {start.get('resumed_at_step') or 0} with {counted(start.get('world_size', '?'), 'worker')}: {job}"
+        for start in starts
+        if (job := job_words(start.get("job")))
+    ]
 
 
 def _energy(folder: RunFolder) -> list[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import importlib
 import os
 import sys
 from dataclasses import replace
@@ -10,19 +12,33 @@ from pathlib import Path
 from typing import Any
 
 from stormo import __version__, dry_run, options
-from stormo.config import EFFECTIVE, Effective, Optimizer, TrainConfig
-from stormo.errors import EXIT_FAILURE, SettingError, StormoError, full_disk
+from stormo.ahead import started_ahead
+from stormo.config import EFFECTIVE, Effective, Optimizer, TrainConfig, least_nodes
+from stormo.errors import EXIT_DIVERGED, EXIT_FAILURE, SettingError, StormoError, full_disk
 from stormo.hardware import visible_gpus
+from stormo.hosts import hosts_of, on_hosts, start_on_hosts
 from stormo.launch import Place, alone, open_lifeline, run_node
+from stormo.launch.elastic import becomes_agent, check_elastic, elastic_node, open_meeting_point
+from stormo.launch.torchrun import check_restarts, end_with_agent, launch_id, note_failure
+from stormo.launch.waiting import WaitingWorkers, starts_ahead, wait_until_needed
 from stormo.layout import Layout, resolve_layout
 from stormo.mesh import PRESETS
 from stormo.nodes import find_place, launched_by, node_of
 from stormo.plan import resolve
 from stormo.process import STARTED, process_start_unix_s
+from stormo.staging import of_task as staging
 from stormo.tasks.check import check_made, check_options, check_task, note_method
 from stormo.tasks.find import TASKS, find_task
 from stormo.tasks.task import Task
-from stormo.telemetry.files import RunFolder, find_run, list_runs
+from stormo.telemetry.files import (
+    RunFolder,
+    default_run_name,
+    find_run,
+    list_runs,
+    read_environment,
+    read_summary,
+    require_new_run,
+)
 
 # What makes a run the run it is: a resume cannot change it.
 _FIXED = ("task", "seed", "optimizer", "epoch_samples", "grow_batch")
@@ -30,14 +46,33 @@ _BATCH_AND_RATE = ("batch_size", "global_batch_size", "base_lr", "base_batch_siz
 
 
 def main(arguments: list[str]) -> int:
+    """Start the workers ahead of time where that pays, or be one of them, and go."""
+    if starts_ahead(os.environ):  # torch takes seconds, which the agent needs too to read the task
+        wait_until_needed(os.environ, load=lambda: importlib.import_module("stormo.worker"))
+    flags = options.peek_flags(arguments, options.train_options(), _looks_like_task)
+    with started_ahead(_command(arguments), flags) as ahead:
+        return _main(arguments, ahead)
+
+
+def _main(arguments: list[str], ahead: WaitingWorkers | None) -> int:
     """Read the settings, see who this process is, and go."""
     config, task_class = read_settings(arguments)
     check_task(task_class)
     place = find_place(config)
-    layout = resolve_layout(config, visible_gpus(), launched_by(place))
+    hosts = hosts_of(config)
+    if hosts and not config.command.dry_run:
+        return start_on_hosts(config, hosts, "train", arguments)
+    config = on_hosts(config, hosts)
+    is_agent = becomes_agent(config, place)
+    if place is not None and place.launcher == "torchrun" and "max_restarts" in config.given:
+        check_restarts(os.environ, config.workers.restarts)
+    layout = resolve_layout(config, visible_gpus(), None if is_agent else launched_by(place))
     task = task_class(config.task_options)
     check_made(task)
     dry_run.check(config)
+    staging.check(config.command, task)
+    if is_agent:
+        check_elastic(config, place)
     if config.run.prometheus is not None:
         from stormo.telemetry import prometheus
 
@@ -49,10 +84,14 @@ def main(arguments: list[str]) -> int:
             has_own = task_class.optimizer is not Task.optimizer
             dry_run.show(config, resolve(config, layout, task.facts()), sys.stdout, has_own=has_own)
         return 0
+    if is_agent:
+        with staging.cleaned_up(config.command):
+            return _start_agent(arguments, config, layout, task, place)
     if place is None and layout.world_size > 1:
         if not task.needs_data_for_facts():
             resolve(config, layout, task.facts())  # whatever is wrong is said before any process starts
-        return _start_workers(arguments, config, layout)
+        with staging.cleaned_up(config.command):
+            return _start_workers(arguments, config, layout, ahead)
     return _work(config, layout, task, place or alone())
 
 
@@ -83,6 +122,7 @@ def read_settings(arguments: list[str]) -> tuple[TrainConfig, type[Task]]:
             "leave one of them out",
         )
     settings["run_name"], settings["runs_folder"] = resumed.name, str(resumed.path.parent)
+    settings.setdefault("resume", "")  # a round of torchrun that goes on without being told to
     # What --batch-size auto rests on is not in the file, which says auto.
     number = {"batch_size": defaults["batch_size"]} if "batch_size" in defaults else {}
     config = options.make_config(before | settings, task_class.Options, number)
@@ -122,9 +162,9 @@ def _looks_like_task(argument: str) -> bool:
 
 def _resumed_run(flags: dict[str, Any]) -> RunFolder | None:
     """The run to go on with; None for a new one, also where `--run-name NAME --resume` finds that NAME never began."""
-    if "resume" not in flags:
-        return None
-    folder, named = Path(flags.get("runs_folder", "runs")), flags["resume"]
+    folder, named = Path(flags.get("runs_folder", "runs")), flags.get("resume")
+    if named is None:
+        return _restarted_run(folder, flags.get("run_name"))
     if named:
         path = Path(named)
         if (path / "manifest.json").is_file():
@@ -137,6 +177,22 @@ def _resumed_run(flags: dict[str, Any]) -> RunFolder | None:
     if not runs:
         raise SettingError("--resume was set", f"there is no run in {folder}", "name one with --resume RUN")
     return runs[0]
+
+
+def _restarted_run(folder: Path, name: str | None) -> RunFolder | None:
+    """The run that an earlier round of this very torchrun has begun; it need not be told to go on with it."""
+    own = launch_id(os.environ)
+    runs = [run for run in list_runs(folder) if name in (None, run.name)] if own is not None else []
+    for run in runs:
+        if own not in ((read_environment(run) or {}).get("launches") or ()) or not run.config.is_file():
+            continue
+        ended = (read_summary(run) or {}).get("stopped_by")
+        if ended == "divergence":
+            error = StormoError(f"run {run.name} has diverged, and would again if torchrun restarted it.")
+            error.exit_code = EXIT_DIVERGED
+            raise error
+        return None if ended in ("target", "epochs") else run
+    return None
 
 
 def _run_of_checkpoint(path: Path) -> RunFolder:
@@ -176,15 +232,44 @@ def _check_resumed(
             )
 
 
-def _start_workers(arguments: list[str], config: TrainConfig, layout: Layout) -> int:
+def _start_workers(arguments: list[str], config: TrainConfig, layout: Layout, ahead: WaitingWorkers | None) -> int:
     """Become the agent of this node: the workers run this very command again, told who they are."""
     os.environ[STARTED] = str(process_start_unix_s())
-    command = [sys.executable, "-m", "stormo", "train", *arguments]
-    return run_node(command, node_of(config, layout), timeout_s=config.workers.timeout, **_same_on_all(config, layout))
+    same, timeout_s = _same_on_all(config, layout), config.workers.timeout
+    return run_node(_command(arguments), node_of(config, layout), timeout_s=timeout_s, ahead=ahead, **same)
+
+
+def _command(arguments: list[str]) -> list[str]:
+    return [sys.executable, "-m", "stormo", "train", *arguments]
+
+
+def _start_agent(arguments: list[str], config: TrainConfig, layout: Layout, task: Task, outer: Place | None) -> int:
+    """Become torch's elastic agent of this node: every start of the workers goes on with one run."""
+    least = replace(config.workers, num_nodes=least_nodes(config.workers.num_nodes))
+    for sized in (replace(config, workers=least), config):
+        at_size = resolve_layout(sized, visible_gpus())
+        if not task.needs_data_for_facts():
+            resolve(sized, at_size, task.facts())
+    run = config.run
+    name = run.run_name or default_run_name(config.task)
+    node = elastic_node(config, layout.workers_per_node, Path(run.runs_folder) / name, outer)
+    meeting_point = open_meeting_point(node)
+    if run.resume is None and meeting_point is not None:  # the first node: who comes later finds the run begun
+        with contextlib.ExitStack() as opened:
+            opened.enter_context(meeting_point)
+            require_new_run(Path(run.runs_folder), name)
+            opened.pop_all()
+    os.environ[STARTED] = str(process_start_unix_s())
+    from stormo.elastic import run_agent
+
+    going_on = ["--runs-folder", run.runs_folder, "--run-name", name, "--resume"]
+    return run_agent(node, meeting_point, [sys.executable, "-m", "stormo", "train", *arguments, *going_on])
 
 
 def _work(config: TrainConfig, layout: Layout, task: Task, place: Place) -> int:
     """Be a worker; whatever goes wrong is told to the others before this process ends."""
+    if place.launcher in ("torchrun", "elastic"):
+        end_with_agent(os.environ)
     # Taken up before torch is imported where it can be: an agent wants signs of life from the start.
     lifeline = open_lifeline(place) if place.launcher in ("local", "alone") else None
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's sockets warn of every name they cannot look up
@@ -192,6 +277,10 @@ def _work(config: TrainConfig, layout: Layout, task: Task, place: Place) -> int:
         from stormo.worker import run_worker
         from stormo.world.store import Store
 
+        if config.command.preflight:
+            from stormo.doctor.reach import require_meeting_point
+
+            require_meeting_point(place)
         store = Store(place, config.workers.timeout) if place.world_size > 1 else None
         if lifeline is None:
             lifeline = open_lifeline(
@@ -207,9 +296,12 @@ def _work(config: TrainConfig, layout: Layout, task: Task, place: Place) -> int:
         if not isinstance(error, StormoError):
             note_method(error, task)
         if lifeline is None or not lifeline.shows_failures:
+            note_failure(os.environ, error)
             raise error from None if error is not raised else raised.__cause__
         from stormo.world.store import is_secondary
 
+        if not is_secondary(error):
+            note_failure(os.environ, error)
         lifeline.report_failure(error, secondary=is_secondary(error))
         return error.exit_code if isinstance(error, StormoError) else EXIT_FAILURE
     lifeline.close()

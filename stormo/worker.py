@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -34,6 +35,8 @@ from stormo.profiling.window import ProfileWindow
 from stormo.progress import Progress
 from stormo.recovery import Recovery
 from stormo.rehearsal import explained, rehearse
+from stormo.staging.copying import StoppedError
+from stormo.staging.of_task import staged_task
 from stormo.state import RunState
 from stormo.strategies.fit import find_passes
 from stormo.strategies.table import strategy_class
@@ -53,28 +56,42 @@ def run_worker(
     set_up.done("imports")
     share_cores(place)
     with stop_flag(announces=place.launcher == "alone", is_last=True) as flag:
-        device, timeout_s = device_of(layout.device_type, place), config.workers.timeout
-        world = World(
+        device = device_of(layout.device_type, place, store, may_share=layout.backend == "gloo")
+        join = partial(
+            World,
             place,
             device,
             store=store,
             backend=layout.backend,
-            timeout_s=timeout_s,
+            timeout_s=config.workers.timeout,
             mesh=layout.mesh,
             data_axes=layout.data_axes,
             needs_group=layout.is_spread,
         )
+        if config.command.preflight:
+            from stormo.doctor.training import join_after_preflight
+
+            world, notices = join_after_preflight(join, device, config, layout, place, store, lifeline)
+        else:
+            world, notices = join(), []
         keeper = open_keeper(world, devices_per_worker=layout.devices_per_worker, is_on=config.energy.energy)
         with contextlib.closing(keeper):
             set_up.done("joining")
+            fetched = None
             with world.once_per_node() as is_fetcher:
                 if is_fetcher:
-                    task.fetch()
+                    fetched = task.fetch()
             set_up.done("fetching")
-            plan = resolve(config, layout, task.facts())
-            _require_same_plan(plan, world)
-            set_arithmetic(config, plan)
-            code = _train(config, plan, task, world, flag, lifeline.alive, set_up, keeper)
+            try:
+                with staged_task(config.command, task, fetched, world, lambda: flag.signal_number) as (near, said):
+                    set_up.done("staging")
+                    plan = resolve(config, layout, near.facts())
+                    _require_same_plan(plan, world)
+                    set_arithmetic(config, plan)
+                    notices = [*notices, *(Notice(kind="info", text=text) for text in said)]
+                    code = _train(config, plan, near, world, flag, lifeline.alive, set_up, keeper, notices)
+            except StoppedError as stopped:  # all workers alike, before anything was trained
+                code = stopped.exit_code
         # Only in order: after a failure nothing may stand between it and its report, and the process ends anyway.
         world.close()
     return code
@@ -121,6 +138,7 @@ def _train(
     sign_of_life: Callable[[int], None],
     set_up: SetUp,
     keeper: AnyKeeper,
+    notices: Sequence[Notice],
 ) -> int:
     seed = config.run.seed
     torch.manual_seed(derive_seed(seed, "model"))  # every worker builds the same model
@@ -169,8 +187,8 @@ def _train(
     journal.start()
     recovery = Recovery(config, plan, world, state, journal)
     profile = ProfileWindow(spec, world, journal.run_folder)
-    for text in strategy.notices:
-        journal.record(Notice(kind="warning", text=text))
+    for notice in (*notices, *(Notice(kind="warning", text=text) for text in strategy.notices)):
+        journal.record(notice)
     try:
         recovery.prepare()
         outcome = train(

@@ -31,6 +31,8 @@ FLOORS = {
     "launch": 2,
     "divergence": 3,
     "nodes": 3,
+    "hosts": 3,
+    "ahead": 3,
     "data": 3,
     "layers": 3,
     "optim": 3,
@@ -40,6 +42,7 @@ FLOORS = {
     "pipeline": 4,
     "profiling": 4,
     "strategies": 5,
+    "staging": 5,
     "metrics": 6,
     "checkpoint": 6,
     "progress": 6,
@@ -53,6 +56,7 @@ FLOORS = {
     "summary": 8,
     "recovery": 8,
     "worker": 9,
+    "elastic": 8,
     "script": 8,
     "train": 9,
     "run": 9,
@@ -62,8 +66,11 @@ FLOORS = {
     "show": 9,
     "export": 9,
     "monitor": 9,
+    "doctor": 9,
     "report": 9,
     "scale": 9,
+    "submit": 9,
+    "torchx": 9,
     "cli": 10,
     "__main__": 11,
     "__init__": 11,
@@ -71,11 +78,12 @@ FLOORS = {
 # Neighbours on one floor that may be imported, and only in this direction.
 SIDEWAYS = {
     *(("plan", "layout"), ("train", "worker"), ("recovery", "journal"), ("journal", "summary")),
-    *(("show", "runs"), ("report", "runs"), ("scale", "train")),
+    *(("show", "runs"), ("report", "runs"), ("scale", "train"), ("submit", "train"), ("submit", "runs")),
+    *(("worker", "doctor"), ("train", "doctor")),
 }
 WITHOUT_TORCH = {
     *("errors", "hardware", "nvml", "process", "mesh", "config", "layout", "plan", "options", "telemetry", "launch"),
-    *("energy", "vitals", "keeper", "monitor", "report", "scale"),
+    *("nodes", "hosts", "ahead", "energy", "vitals", "keeper", "monitor", "report", "scale", "submit", "doctor", "staging"),
     *("dry_run", "runs", "show", "export", "train", "new", "cli"),  # `train` is also what the agent of a node runs
 }
 

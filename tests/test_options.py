@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stormo import options
-from stormo.config import EFFECTIVE, SECTIONS, Effective, TrainConfig, option
+from stormo.config import EFFECTIVE, OF_ONE_CALL, SECTIONS, Effective, TrainConfig, option
 from stormo.errors import SettingError, StormoError
 from stormo.options import UsageError
 from stormo.tasks.find import find_task
@@ -300,7 +300,7 @@ def test_sections_keys_and_spellings_of_a_toml_file() -> None:
             "[batch]\nbatch_sise = 1",
             "key in section [batch] of my.toml 'batch_sise' was asked for, but there is none of that name; "
             "did you mean batch_size? choose one of: accumulate, batch_size, epoch_samples, "
-            "ghost_batch_size, global_batch_size, grow_batch, max_batch_size.",
+            "ghost_batch_size, global_batch_size, grow_batch, max_batch_size, on_resize.",
         ),
         ("[task_options]\nwidht = 1", "key in section [task_options] of my.toml 'widht' was asked for"),
         ("[batch]\nbatch_size = 1.5", "batch_size in my.toml was set to 1.5, but it takes a whole number or "),
@@ -486,7 +486,7 @@ def _values(one: options.Option) -> st.SearchStrategy[Any]:
     return st.one_of(values, st.sampled_from(one.words)) if one.words else values
 
 
-_NOT_STORED = ("resume", "run_name", "global_batch_size")
+_NOT_STORED = ("resume", "run_name", "global_batch_size", *OF_ONE_CALL)
 _STORED = [one for one in EVERY if one.section != "command" and one.name not in _NOT_STORED]
 
 
@@ -511,7 +511,8 @@ def test_the_file_of_a_run_leaves_out_what_belongs_to_one_call() -> None:
     document = tomllib.loads(options.to_toml(options.make_config(given_settings, None), EFFECT))
     assert "resume" not in document["run"]
     assert "command" not in document
-    assert document["batch"] == {"global_batch_size": 64, "accumulate": 1}  # only one of the two batch sizes is set
+    batch = {"global_batch_size": 64, "accumulate": 1, "on_resize": "keep"}  # only one of the two batch sizes is set
+    assert document["batch"] == batch
 
 
 def test_a_run_whose_passes_are_searched_goes_on_so_until_a_number_is_set(

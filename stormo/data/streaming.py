@@ -38,7 +38,7 @@ def open_loader(data: Dataset[Any], device: torch.device, num_workers: int, **re
     """torch's loader with processes that can be relied on; `reading` says how it makes batches."""
     context = multiprocessing.get_context("forkserver") if num_workers else None
     if context is not None:
-        context.set_forkserver_preload(["torch"])  # imported once, not by every process
+        context.set_forkserver_preload(["torch", "stormo.data.undisturbed"])  # imported once, not by every process
     return DataLoader(
         data,
         num_workers=num_workers,
@@ -166,6 +166,10 @@ def _ending_with_this_process() -> Callable[[int], None]:
 
 
 def _end_with(trainer_pid: int, _: int) -> None:
+    from stormo.data.undisturbed import ignore_stop_signals  # not in the trainer, whose signals these are
+
+    ignore_stop_signals()  # again, as torch has just set handlers of its own
+
     def wait() -> None:
         waiting = select.poll()
         waiting.register(trainer, select.POLLIN)

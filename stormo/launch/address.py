@@ -110,11 +110,11 @@ def _free_port(number: str) -> int:
 
 
 def _address_towards_others() -> str | None:
-    number = _address_towards(_SOMEWHERE_ELSE)
+    number = address_towards(_SOMEWHERE_ELSE)
     return None if number is None or is_loopback(number) else number
 
 
-def _address_towards(number: str) -> str | None:
+def address_towards(number: str) -> str | None:
     """The address this machine would send from; connecting a datagram socket sends nothing, it looks up the route."""
     family = socket.AF_INET6 if ":" in number else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
@@ -126,7 +126,7 @@ def _address_towards(number: str) -> str | None:
 
 def interface_towards(name: str) -> str | None:
     """The network interface by which this machine reaches a host; None where that cannot be told."""
-    own = _address_towards(resolve(name)[0])
+    own = address_towards(resolve(name)[0])
     return next((interface for _, interface in socket.if_nameindex() if own in _addresses_of(interface)), None)
 
 

@@ -24,6 +24,7 @@ from stormo.launch.meeting import Meeting, StoppedError, meet
 from stormo.launch.place import host_name
 from stormo.launch.screen import Screen
 from stormo.launch.verdict import Ending, Settling, Sign, Weight, cause, decide_at, is_orderly, weigh
+from stormo.launch.waiting import WaitingWorkers
 from stormo.launch.worker import Stream, Worker, start_worker
 
 _SIGNALS = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -54,6 +55,7 @@ def run_node(
     timeout_s: float = 600.0,
     environ: Mapping[str, str] | None = None,
     patience: Patience | None = None,
+    ahead: WaitingWorkers | None = None,
 ) -> int:
     """Run the workers of one node to their end and return the exit code of the whole job.
 
@@ -63,6 +65,7 @@ def run_node(
         digest: stands for everything that must be the same on all nodes.
         options: what the digest is made of, to name a difference.
         timeout_s: for all nodes to come together, and for a worker without a sign of life.
+        ahead: workers that wait already; they are let go if they are what the command and the node ask for.
     """
     patience = patience or Patience()
     hello = Hello(
@@ -81,14 +84,20 @@ def run_node(
         inbox = stack.enter_context(SignalInbox(_SIGNALS))
         timing = replace(patience.timing, join_s=timeout_s)
         screen = Screen(patience.hold_s)
+        if ahead is not None and not ahead.fit(command, node):
+            ahead.close()
+            ahead = None
         try:
-            meeting = meet(command, node, hello=hello, timing=timing, inbox=inbox, stack=stack)
+            if ahead is not None:
+                meeting = ahead.meeting
+            else:
+                meeting = meet(command, node, hello=hello, timing=timing, inbox=inbox, stack=stack)
         except StoppedError as stopped:
             screen.say(str(stopped))
             return stopped.exit_code
         agent = Agent(node, hello.host, meeting, inbox=inbox, screen=screen, timeout_s=timeout_s, patience=patience)
         stack.callback(agent.close)
-        agent.start(command, os.environ if environ is None else environ)
+        agent.start(command, os.environ if environ is None else environ, ahead)
         return agent.watch()
 
 
@@ -119,6 +128,8 @@ class Agent:
         self._endings: list[Ending] = []
         self._forwarded: set[int] = set()
         self._stop_deadline: float | None = None
+        # Nobody is told of workers that met on their own; whether they did is seen on node 0 alone.
+        self._may_be_apart = not patience.first_sign and node.node_id == 0
         self._left = False  # the other nodes know that this one has ended in order
         self._exit_code: int | None = None  # once known, the loop ends
         self._selector = selectors.DefaultSelector()
@@ -126,14 +137,14 @@ class Agent:
         if self._control is not None:
             self._selector.register(self._control, selectors.EVENT_READ)
 
-    def start(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Start every worker of the node."""
+    def start(self, command: Sequence[str], environ: Mapping[str, str], ahead: WaitingWorkers | None) -> None:
+        """Start every worker of the node, or let those go that wait already."""
+        if ahead is not None:
+            self._workers = ahead.go()
         for local_rank in range(self._node.num_workers):
-            try:
-                worker = start_worker(self._node, local_rank, command, environ=environ, meeting=self._meeting)
-            except OSError as error:
-                raise StormoError(f"The worker command {command[0]} could not be started: {error}.") from error
-            self._workers.append(worker)
+            if ahead is None:
+                self._workers.append(self._start_worker(local_rank, command, environ))
+            worker = self._workers[local_rank]
             self._selector.register(worker.channel, selectors.EVENT_READ, worker)
             for stream in worker.streams:
                 self._selector.register(stream, selectors.EVENT_READ, stream)
@@ -141,10 +152,17 @@ class Agent:
         if self._meeting.store is not None:
             self._meeting.store.close()  # rank 0 holds it now: without rank 0, nobody may seem to listen
 
+    def _start_worker(self, local_rank: int, command: Sequence[str], environ: Mapping[str, str]) -> Worker:
+        try:
+            return start_worker(self._node, local_rank, command, environ=environ, meeting=self._meeting)
+        except OSError as error:
+            raise StormoError(f"The worker command {command[0]} could not be started: {error}.") from error
+
     def watch(self) -> int:
         """Watch the workers to their end."""
         while self._exit_code is None:
             self._wait()
+            self._look_for_meeting()
             self._look_for_exits()
             self._look_for_silence()
             self._look_at_stop_deadline()
@@ -260,6 +278,11 @@ class Agent:
         if self._control is not None and failure.secondary and not from_other_node:
             self._control.report(failure)
 
+    def _look_for_meeting(self) -> None:
+        if self._may_be_apart:
+            has_world = any(worker.heard_at is not None for worker in self._workers)
+            self._may_be_apart = not has_world and not self._meeting.script_has_met()
+
     def _look_for_exits(self) -> None:
         for worker in self._workers:
             if not worker.look() or worker.failure is not None:
@@ -351,7 +374,7 @@ class Agent:
         if pipes_open and now - max(worker.ended_at for worker in self._workers) < self._patience.leftover_s:
             return
         exit_code = combined_exit_code(worker.exit_code or 0 for worker in self._workers)
-        if not self._patience.first_sign and all(worker.heard_at is None for worker in self._workers):
+        if self._may_be_apart:
             count = self._node.world_size
             self._screen.say(
                 f"no worker called stormo.World(), so that each of the {count} ran alone (a task is for stormo train)"

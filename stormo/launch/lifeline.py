@@ -70,7 +70,7 @@ class AgentLifeline:
         channel = socket.socket(fileno=int(environ.pop(CHANNEL_FD)))
         channel.set_inheritable(False)
         self._link = Link(channel)
-        _die_with_parent()
+        die_with_parent()
         os.register_at_fork(after_in_child=self._link.close)  # a forked helper must not keep the line open
         self._send({"event": "alive", "step": 0})
         self._thread = threading.Thread(target=self._keep_in_touch, name="stormo-lifeline", daemon=True)
@@ -134,7 +134,7 @@ def open_lifeline(
     return RanksLifeline(place, publish=publish, lookup=lookup, timeout_s=timeout_s, digest=digest, options=options)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Have the kernel kill this process the moment its agent is gone, however that came about."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)

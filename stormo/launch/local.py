@@ -13,6 +13,7 @@ from stormo.launch.place import DEFAULT_MASTER_PORT, Place, check_port, host_nam
 
 CHANNEL_FD = "STORMO_CHANNEL_FD"  # one end of a socket pair to the agent of the node
 STORE_FD = "STORMO_STORE_FD"  # rank 0 only: bound and listening, for the store all ranks meet in
+STORE_PORT = "STORMO_STORE_PORT"  # of that store; MASTER_PORT is left to a script that opens torch's own
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +67,7 @@ def environment(
     environ: Mapping[str, str],
     store_addr: str,
     store_port: int,
+    script_port: int,
     channel_fd: int,
     store_fd: int | None,
     num_cores: int,
@@ -81,7 +83,8 @@ def environment(
         "GROUP_RANK": str(node.node_id),
         "NODE_RANK": str(node.node_id),
         "MASTER_ADDR": store_addr,
-        "MASTER_PORT": str(store_port),
+        "MASTER_PORT": str(script_port),
+        STORE_PORT: str(store_port),
         "STORMO_LAUNCHER": "local",
         "STORMO_NUM_NODES": str(node.num_nodes),
         CHANNEL_FD: str(channel_fd),
@@ -116,6 +119,6 @@ def place(environ: Mapping[str, str]) -> Place:
         node_id=read_int(environ, "NODE_RANK"),
         num_nodes=read_int(environ, "STORMO_NUM_NODES"),
         master_addr=environ.get("MASTER_ADDR", ""),
-        master_port=read_int(environ, "MASTER_PORT"),
+        master_port=read_int(environ, STORE_PORT),
         host=host_name(),
     )

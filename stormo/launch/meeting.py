@@ -39,6 +39,15 @@ class Meeting:
     store_addr: str
     store_port: int
     store: socket.socket | None  # node 0 listens already, so that nobody can take the port in between
+    script_port: int  # for a script that calls torch.distributed itself
+
+    def script_has_met(self) -> bool:
+        """Whether somebody listens on the port that was set aside on this machine."""
+        try:
+            _hold(self.store_addr, self.script_port).close()
+        except OSError:
+            return True
+        return False
 
 
 def meet(
@@ -46,8 +55,7 @@ def meet(
 ) -> Meeting:
     """Come together with the agents of the other nodes; what is opened is closed by the stack."""
     if node.num_nodes == 1:
-        store = stack.enter_context(listen(LOOPBACK, node.store_port, backlog=_BACKLOG))
-        return Meeting(control=None, store_addr=LOOPBACK, store_port=store.getsockname()[1], store=store)
+        return meet_alone(node, stack)
     assert node.master_addr is not None, "Node has checked this"
     if node.node_id != 0:
         client = Client(node.master_addr, node.master_port, hello, timing=timing)
@@ -59,12 +67,44 @@ def meet(
     server = Server(
         listener,
         hello,
-        payload={"store_addr": number, "store_port": store.getsockname()[1]},
+        payload={
+            "store_addr": number,
+            "store_port": store.getsockname()[1],
+            "script_port": _set_aside(number, stack),
+        },
         timing=timing,
         how_to_start=lambda missing: f"start there: {command_for(command, missing[0])}",
     )
     stack.callback(server.close)
     return _meeting(server, _join(server, inbox), store)
+
+
+def meet_alone(node: Node, stack: ExitStack) -> Meeting:
+    """What one node agrees on with itself."""
+    store = stack.enter_context(listen(LOOPBACK, node.store_port, backlog=_BACKLOG))
+    return Meeting(
+        control=None,
+        store_addr=LOOPBACK,
+        store_port=store.getsockname()[1],
+        store=store,
+        script_port=_set_aside(LOOPBACK, stack),
+    )
+
+
+def _set_aside(number: str, stack: ExitStack) -> int:
+    """A port that nobody else is given, being bound, and that torch can still listen on, as nobody does yet."""
+    return int(stack.enter_context(_hold(number, 0)).getsockname()[1])
+
+
+def _hold(number: str, port: int) -> socket.socket:
+    held = socket.socket(socket.AF_INET6 if ":" in number else socket.AF_INET)
+    try:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind((number, port))
+    except OSError:
+        held.close()
+        raise
+    return held
 
 
 def _join(control: Control, inbox: SignalInbox) -> Mapping[str, Any]:
@@ -83,10 +123,10 @@ def _join(control: Control, inbox: SignalInbox) -> Mapping[str, Any]:
 
 
 def _meeting(control: Control, payload: Mapping[str, Any], store: socket.socket | None) -> Meeting:
-    address, port = payload.get("store_addr"), payload.get("store_port")
-    if not isinstance(address, str) or not isinstance(port, int):
+    address, port, script_port = (payload.get(name) for name in ("store_addr", "store_port", "script_port"))
+    if not isinstance(address, str) or not isinstance(port, int) or not isinstance(script_port, int):
         raise StormoError("Node 0 did not say where the ranks meet; install the same release of stormo on every node.")
-    return Meeting(control=control, store_addr=address, store_port=port, store=store)
+    return Meeting(control=control, store_addr=address, store_port=port, store=store, script_port=script_port)
 
 
 def command_for(command: Sequence[str], node_id: int) -> str:

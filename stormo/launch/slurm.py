@@ -15,6 +15,8 @@ from stormo.launch.place import Place, derived_port, host_name, read_int
 # Slurm numbers the steps nobody asked for (batch script, interactive shell, extern, pending) from the top of 32 bits.
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 _MAX_HOSTS = 1_000_000
+_TASKS_NAMES = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+_LIST_NAMES = ("SLURM_STEP_NODELIST", "SLURM_NODELIST")
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
@@ -22,24 +24,27 @@ _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 def detect(environ: Mapping[str, str]) -> bool:
     """Whether this process is one of several tasks of an srun step."""
-    if "SLURM_PROCID" not in environ:
-        return False
-    step_id = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
-    if not step_id.isdecimal() or int(step_id) >= _FIRST_SPECIAL_STEP:
+    if "SLURM_PROCID" not in environ or not is_step(environ):
         return False
     num_tasks = environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", ""))
     return num_tasks.isdecimal() and int(num_tasks) > 1
+
+
+def is_step(environ: Mapping[str, str]) -> bool:
+    """Whether somebody typed srun; the body of a batch script and the shell of a salloc are steps of Slurm's own."""
+    step_id = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
+    return step_id.isdecimal() and int(step_id) < _FIRST_SPECIAL_STEP
 
 
 def place(environ: Mapping[str, str]) -> Place:
     """Who this process is, according to srun; MASTER_ADDR and MASTER_PORT are taken where the user set them."""
     num_nodes = read_int(environ, _present(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES"))
     node_id = read_int(environ, "SLURM_NODEID")
-    tasks_name = _present(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-    tasks_per_node = expand_tasks(environ.get(tasks_name, ""), tasks_name)
+    tasks_per_node = step_tasks(environ)
     if not 0 <= node_id < len(tasks_per_node):
+        name = _present(environ, *_TASKS_NAMES)
         raise SettingError(
-            f"{tasks_name}={environ.get(tasks_name)!r} was set",
+            f"{name}={environ.get(name)!r} was set",
             f"it lists {counted(len(tasks_per_node), 'node')} and this is node {node_id}",
             "start again with srun, which sets both",
         )
@@ -50,10 +55,10 @@ def place(environ: Mapping[str, str]) -> Place:
         rank=read_int(environ, "SLURM_PROCID"),
         world_size=read_int(environ, _present(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")),
         local_rank=read_int(environ, "SLURM_LOCALID"),
-        local_size=tasks_per_node[node_id],
+        local_size=tasks_per_node[_listed_at(environ, node_id, len(tasks_per_node))],
         node_id=node_id,
         num_nodes=num_nodes,
-        master_addr=environ.get("MASTER_ADDR") or _first_host(environ, num_nodes),
+        master_addr=environ.get("MASTER_ADDR") or _first_host(environ, num_nodes, node_id),
         master_port=read_int(environ, "MASTER_PORT")
         if environ.get("MASTER_PORT")
         else derived_port(read_int(environ, job_name), read_int(environ, step_name)),
@@ -61,17 +66,59 @@ def place(environ: Mapping[str, str]) -> Place:
     )
 
 
-def _first_host(environ: Mapping[str, str], num_nodes: int) -> str:
-    """The host of task 0: srun numbers nodes in the order of its node list."""
+def step_tasks(environ: Mapping[str, str]) -> tuple[int, ...]:
+    """Tasks of the step on each node, in the order of its node list."""
+    name = _present(environ, *_TASKS_NAMES)
+    return expand_tasks(environ.get(name, ""), name)
+
+
+def _listed_at(environ: Mapping[str, str], node_id: int, num_listed: int) -> int:
+    """Where the list of nodes names this one: a step over several groups of a job sorts it, and not the node ids."""
+    hosts, own = _hosts(environ), environ.get("SLURMD_NODENAME")
+    return hosts.index(own) if own in hosts and len(hosts) == num_listed else node_id
+
+
+def _hosts(environ: Mapping[str, str]) -> tuple[str, ...]:
+    return expand_hosts(environ.get(_present(environ, *_LIST_NAMES), ""))
+
+
+def _first_host(environ: Mapping[str, str], num_nodes: int, node_id: int) -> str:
+    """The host of task 0, which is on node 0 unless the user has placed every task by hand."""
     if num_nodes == 1:
         return "127.0.0.1"
-    name = _present(environ, "SLURM_STEP_NODELIST", "SLURM_NODELIST")
-    hosts = expand_hosts(environ.get(name, ""))
+    if environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):
+        raise SettingError(
+            "srun was given --distribution=arbitrary and no --master-addr was set",
+            "Slurm does not tell a task where task 0 is then",
+            "set --master-addr to the name of the host of task 0",
+        )
+    hosts, own = _hosts(environ), environ.get("SLURMD_NODENAME")
     if not hosts:
         raise SettingError(
-            f"{name} is empty", f"the first of {num_nodes} nodes must be known", "set --master-addr to its name"
+            f"{_present(environ, *_LIST_NAMES)} is empty",
+            f"the first of {num_nodes} nodes must be known",
+            "set --master-addr to its name",
         )
-    return hosts[0]
+    for order in (hosts, _by_group(environ, hosts)):
+        if own not in hosts or order[node_id : node_id + 1] == (own,):
+            return order[0]
+    raise SettingError(
+        f"Slurm made host {own} node {node_id} and lists the nodes as {', '.join(hosts)}",
+        "it does not tell which of them is node 0",
+        "set --master-addr to the name of the host of task 0",
+    )
+
+
+def _by_group(environ: Mapping[str, str], hosts: tuple[str, ...]) -> tuple[str, ...]:
+    """The hosts of a step in the order of the groups of a heterogeneous job, which is that of the node ids."""
+    groups = (environ.get(f"SLURM_JOB_NODELIST_HET_GROUP_{group}", "") for group in range(num_groups(environ)))
+    return tuple(host for group in groups for host in expand_hosts(group) if host in hosts)
+
+
+def num_groups(environ: Mapping[str, str]) -> int:
+    """Groups of a heterogeneous job; 1 for any other."""
+    size = environ.get("SLURM_HET_SIZE", "")
+    return int(size) if size.isdecimal() else 1
 
 
 def _present(environ: Mapping[str, str], *names: str) -> str:
@@ -92,15 +139,32 @@ def expand_tasks(text: str, name: str = "SLURM_STEP_TASKS_PER_NODE") -> tuple[in
     return tuple(counts)
 
 
-def expand_hosts(text: str) -> tuple[str, ...]:
-    """Host names, in order, out of Slurm's short form: `n[1-3,07-09],gpu5-[1-2]a`."""
+def expand_hosts(text: str, *, source: str | None = None, instead: str | None = None) -> tuple[str, ...]:
+    """Host names, in order, out of Slurm's short form: `n[1-3,07-09],gpu5-[1-2]a`.
+
+    Args:
+        source: where the text stands, and
+        instead: what to set instead, for the sentence about a broken one.
+    """
     hosts: list[str] = []
-    for expression in _split_outside_brackets(text):
-        for host in _expand_expression(expression, text):
-            hosts.append(host)
-            if len(hosts) > _MAX_HOSTS:
-                raise _bad_host_list(text, f"it names more than {_MAX_HOSTS} hosts")
+    try:
+        for expression in _split_outside_brackets(text):
+            for host in _expand_expression(expression):
+                hosts.append(host)
+                if len(hosts) > _MAX_HOSTS:
+                    raise _BrokenListError(f"it names more than {_MAX_HOSTS} hosts")
+    except _BrokenListError as error:
+        shown = text if len(text) <= 80 else f"{text[:77]}..."
+        raise SettingError(
+            source or f"The Slurm node list {shown!r} was given",
+            str(error),
+            instead or "set --master-addr to the first node's name",
+        ) from None
     return tuple(hosts)
+
+
+class _BrokenListError(Exception):
+    """Why a list of hosts cannot be read."""
 
 
 def _split_outside_brackets(text: str) -> Iterator[str]:
@@ -108,43 +172,38 @@ def _split_outside_brackets(text: str) -> Iterator[str]:
     for position, character in enumerate(text):
         depth += (character == "[") - (character == "]")
         if depth not in (0, 1):
-            raise _bad_host_list(text, "its brackets do not match")
+            raise _BrokenListError("its brackets do not match")
         if character == "," and depth == 0:
             yield text[start:position]
             start = position + 1
     if depth != 0:
-        raise _bad_host_list(text, "its brackets do not match")
+        raise _BrokenListError("its brackets do not match")
     if text:
         yield text[start:]
 
 
-def _expand_expression(expression: str, text: str) -> Iterator[str]:
+def _expand_expression(expression: str) -> Iterator[str]:
     """Every name of one expression; of several bracket groups the last one varies fastest, as Slurm counts."""
     match = _BRACKETS.search(expression)
     if match is None:
         if not expression.strip():
-            raise _bad_host_list(text, "a name in it is empty")
+            raise _BrokenListError("a name in it is empty")
         yield expression.strip()
         return
     head, tail = expression[: match.start()].strip(), expression[match.end() :]
-    tails = tuple(_expand_expression(tail, text)) if tail.strip() else ("",)
-    for number in _expand_ranges(match[1], text):
+    tails = tuple(_expand_expression(tail)) if tail.strip() else ("",)
+    for number in _expand_ranges(match[1]):
         for end in tails:
             yield head + number + end
 
 
-def _expand_ranges(ranges: str, text: str) -> Iterator[str]:
+def _expand_ranges(ranges: str) -> Iterator[str]:
     for part in ranges.split(","):
         match = _RANGE.fullmatch(part.strip())
         if match is None:
-            raise _bad_host_list(text, f"{part!r} is no range of numbers")
+            raise _BrokenListError(f"{part!r} is no range of numbers")
         first, last = int(match[1]), int(match[2] or match[1])
         if not first <= last < first + _MAX_HOSTS:
-            raise _bad_host_list(text, f"the range {part!r} runs from {first} to {last}")
+            raise _BrokenListError(f"the range {part!r} runs from {first} to {last}")
         for number in range(first, last + 1):
             yield f"{number:0{len(match[1])}d}"  # leading zeros of the first bound are part of the name
-
-
-def _bad_host_list(text: str, why: str) -> SettingError:
-    shown = text if len(text) <= 80 else f"{text[:77]}..."
-    return SettingError(f"The Slurm node list {shown!r} was given", why, "set --master-addr to the first node's name")

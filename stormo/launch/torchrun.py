@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import time
 from collections.abc import Mapping
+from pathlib import Path
 
+from stormo.errors import EXIT_FAILURE, SettingError
 from stormo.launch.place import Place, host_name, read_int
+
+AGENT = "STORMO_ELASTIC"  # the process id of stormo's own elastic agent, for the workers that it starts
+_NO_ID = "none"  # what torchrun calls a job without --rdzv-id
+_PR_SET_PDEATHSIG = 1
 
 
 def detect(environ: Mapping[str, str]) -> bool:
@@ -26,3 +38,45 @@ def place(environ: Mapping[str, str]) -> Place:
         master_port=read_int(environ, "MASTER_PORT"),
         host=host_name(),
     )
+
+
+def check_restarts(environ: Mapping[str, str], max_restarts: int) -> None:
+    """Refuse a number of restarts that is not the one torchrun was told: it is the one who restarts."""
+    told = environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if told != str(max_restarts):
+        raise SettingError(
+            f"--max-restarts {max_restarts} was set",
+            f"torchrun starts the workers, with --max-restarts {told}",
+            "give it to torchrun instead",
+        )
+
+
+def launch_id(environ: Mapping[str, str]) -> str | None:
+    """What all rounds of one torchrun have in common: its --rdzv-id or, without, the agent of this node."""
+    if not detect(environ) or "TORCHELASTIC_MAX_RESTARTS" not in environ:
+        return None
+    run_id = environ["TORCHELASTIC_RUN_ID"]
+    if run_id != _NO_ID:
+        return run_id
+    try:
+        started = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return None
+    return f"{host_name()} {os.getppid()} {started}"
+
+
+def note_failure(environ: Mapping[str, str], error: BaseException) -> None:
+    """Leave the agent a word on why this worker fails, where it looks for one."""
+    path = environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        text = json.dumps({"message": f"{type(error).__name__}: {error}", "timestamp": int(time.time())})
+        with contextlib.suppress(OSError):
+            Path(path).write_text(text, encoding="utf-8")
+
+
+def end_with_agent(environ: Mapping[str, str]) -> None:
+    """Have the kernel kill this process the moment its agent is gone: nobody else would end it."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if environ.get(AGENT, str(os.getppid())) != str(os.getppid()):  # gone before that
+        os._exit(EXIT_FAILURE)

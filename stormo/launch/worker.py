@@ -173,7 +173,13 @@ def _stat_fields(pid: int) -> list[str]:
 
 
 def start_worker(
-    node: local.Node, local_rank: int, command: Sequence[str], *, environ: Mapping[str, str], meeting: Meeting
+    node: local.Node,
+    local_rank: int,
+    command: Sequence[str],
+    *,
+    environ: Mapping[str, str],
+    meeting: Meeting,
+    more_fds: Sequence[int] = (),
 ) -> Worker:
     """Start one worker and tell it who it is; rank 0 gets the socket that all ranks will meet at."""
     rank = node.rank(local_rank)
@@ -186,11 +192,12 @@ def start_worker(
             environ=environ,
             store_addr=meeting.store_addr,
             store_port=meeting.store_port,
+            script_port=meeting.script_port,
             channel_fd=theirs.fileno(),
             store_fd=store_fd,
             num_cores=len(os.sched_getaffinity(0)),
         )
-        pass_fds = [theirs.fileno()] if store_fd is None else [theirs.fileno(), store_fd]
+        pass_fds = [theirs.fileno(), *more_fds, *([] if store_fd is None else [store_fd])]
         try:
             return Worker(rank, command, environ=variables, channel=own, pass_fds=pass_fds)
         except OSError:

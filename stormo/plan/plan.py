@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from stormo.config import TrainConfig
+from stormo.config import Effective, TrainConfig
 from stormo.errors import counted
 from stormo.layout import Layout
 from stormo.plan.batch import SEARCHED, choose_batch, choose_stages, growth_line, norm_text, num_train
@@ -29,6 +29,7 @@ from stormo.plan.facts import Facts
 from stormo.plan.noise import check_noise, choose_noise_scale, noise_lines
 from stormo.plan.profile import check_profile
 from stormo.plan.rate import choose_rate, schedule_text, warmup_fraction
+from stormo.plan.resize import beginning, resize
 from stormo.plan.sharding import check_sharding, choose_micro_batches, sharding_lines
 from stormo.plan.stages import Stage, num_steps, recut, stage_of
 
@@ -58,6 +59,7 @@ class Plan:
     micro_batches: int = 1  # of a full pass in a pipeline
     noise_scale: bool = False  # whether it is measured
     noise_scale_reason: str = ""
+    beginning: Effective  # what batch and rate are reckoned from when the run goes on with other workers
     explanation: tuple[tuple[str, str], ...]
 
     @property
@@ -74,14 +76,17 @@ class Plan:
         """How far training is, in steps of the first batch: what warm-up and decay are counted in."""
         return (epoch - 1) * self.steps_per_epoch + position / self.global_batch_size
 
-    def is_checkpoint_due(self, epoch: int, step: int) -> bool:
-        """Whether a checkpoint is to be saved after a step of an epoch."""
+    def is_checkpoint_due(self, epoch: int, step: int, position: int) -> bool:
+        """Whether a checkpoint is to be saved after a step, which ends at a position of an epoch."""
         if self.checkpoint_steps is None:
             return False
         if self.checkpoint_epochs is None:
             return step % self.checkpoint_steps == 0
+        # Counted back from the end of the epoch: before, the batch may have been another.
         stage = stage_of(self.stages, epoch)
-        return (step - stage.first_step) % max(1, round(self.checkpoint_epochs * stage.steps_per_epoch)) == 0
+        to_go = math.ceil((stage.num_train - position) / stage.global_batch_size)
+        done = (epoch + 1 - stage.first_epoch) * stage.steps_per_epoch - to_go
+        return done % max(1, round(self.checkpoint_epochs * stage.steps_per_epoch)) == 0
 
     def mfu(self, samples_per_s: float) -> float | None:
         """The share of all devices' peak that training at this speed makes use of, where both are known."""
@@ -122,13 +127,17 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
     check_data(config, facts)
     check_sharding(config, layout)
     facts = replace(facts, num_train=num_train(config, facts))
+    begun, resized = config, resize(config, layout, facts)
+    config = resized.config
     global_batch_size, batch_text = choose_batch(config, layout, facts)
+    batch_text = (resized.batch_text or batch_text) + resized.batch_note
     steps_per_epoch = math.ceil(facts.num_train / global_batch_size)
     stages = choose_stages(config, layout, facts, global_batch_size)
     check_noise(config, stages)
     if config.command.profile is not None:
         check_profile(config.command.profile, num_steps(stages, config.stop.epochs))
     learning_rate, rate_text = choose_rate(config, global_batch_size)
+    rate_text = resized.rate_text or rate_text
     warmup_steps = round(config.optimizer.warmup_epochs * steps_per_epoch)
     start = learning_rate * warmup_fraction(config, layout, learning_rate)
     if config.resumed:
@@ -147,6 +156,8 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
     pass_samples = math.ceil(share / config.batch.accumulate)
     micro_batches = choose_micro_batches(config, layout, pass_samples)
     last = facts.num_train - (steps_per_epoch - 1) * global_batch_size
+    start = start if warmup_steps else learning_rate
+    found = Effective(global_batch_size=global_batch_size, learning_rate=learning_rate, warmup_start=start)
     on_off = {True: "on", False: "off"}
     return Plan(
         layout=layout,
@@ -158,7 +169,7 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
         epochs=config.stop.epochs,
         learning_rate=learning_rate,
         warmup_steps=warmup_steps,
-        warmup_start=start if warmup_steps else learning_rate,
+        warmup_start=start,
         precision=precision,
         compile=compiled,
         graph=graph,
@@ -170,6 +181,7 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
         micro_batches=micro_batches,
         noise_scale=noise_scale,
         noise_scale_reason=noise_scale_reason,
+        beginning=beginning(begun, layout, facts, found, pass_samples),
         explanation=(
             *layout.explanation,
             *sharding_lines(config, layout, pass_samples, micro_batches),

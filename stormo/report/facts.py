@@ -10,6 +10,7 @@ from stormo.errors import counted
 from stormo.report.history import History, Line
 from stormo.report.panel import Panel, Table
 from stormo.report.summary import ENDS
+from stormo.telemetry.job import job_words
 from stormo.telemetry.text import format_duration
 
 _NOT_COMPARED = ("run.run_name", "run.runs_folder")  # always different
@@ -24,7 +25,8 @@ def happenings(history: History) -> Iterator[tuple[int, Line, str, str]]:
             step = event.get("resumed_at_step")
             words = "started" if step is None else f"resumed at step {step}"
             kind = "start" if step is None else "resume"
-            yield at, event, kind, f"{words} with {counted(event.get('world_size', '?'), 'worker')}"
+            job = f", {words_of}" if (words_of := job_words(event.get("job"))) else ""
+            yield at, event, kind, f"{words} with {counted(event.get('world_size', '?'), 'worker')}{job}"
         elif name == "checkpoint_saved":
             took = event.get("save_time_s")
             yield at, event, "checkpoint", f"{event.get('path')}{f', {took:.2f} s' if took is not None else ''}"

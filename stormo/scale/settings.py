@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stormo import train
-from stormo.config import TrainConfig
+from stormo.config import OF_ONE_CALL, TrainConfig
 from stormo.errors import SettingError, counted
 from stormo.hardware import visible_gpus
 from stormo.nodes import find_place
@@ -22,7 +22,7 @@ _EPOCHS = 3  # where nothing says how long to train: a warm-up and two that are 
 _SECONDS = 60.0
 _NO_TARGET = "2"  # an accuracy that no run reaches
 # What a study sets itself, for each of its runs.
-_ITS_OWN = ("num_gpus", "run_name", "runs_folder", "resume", "dry_run", "plot_schedule", "grow_batch")
+_ITS_OWN = ("num_gpus", "run_name", "runs_folder", "resume", "dry_run", "plot_schedule", "grow_batch", *OF_ONE_CALL)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,7 +199,7 @@ def _sizes(own: argparse.Namespace) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _check_alone(config: TrainConfig, num_nodes: Sequence[int], output: str | None) -> None:
-    place = find_place(config)
+    place = find_place(config, is_meant_alone=True)
     if place is not None:
         raise SettingError(
             f"stormo scale was started by {place.launcher}",

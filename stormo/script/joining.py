@@ -19,6 +19,7 @@ from stormo import config
 from stormo.errors import EXIT_FAILURE, SettingError, StormoError
 from stormo.hardware import visible_gpus
 from stormo.launch import Lifeline, Place, alone, open_lifeline
+from stormo.launch.allocation import gpus_on_node
 from stormo.launch.detect import detect
 from stormo.layout import Launched, Layout, resolve_layout
 from stormo.nodes import BACKEND, DEVICE, TIMEOUT
@@ -58,7 +59,8 @@ def join(device: str | None, backend: str | None, timeout_s: float | None) -> Jo
             **_same_on_all(layout),
         )
         _tell_failures(place, lifeline)
-    world = World(place, device_of(layout.device_type, place), store=store, backend=layout.backend, timeout_s=limit_s)
+    own = device_of(layout.device_type, place, store, may_share=layout.backend == "gloo")
+    world = World(place, own, store=store, backend=layout.backend, timeout_s=limit_s)
     return Joined(world=world, lifeline=lifeline)
 
 
@@ -67,7 +69,11 @@ def _layout(place: Place, device: str | None, backend: str | None, timeout_s: fl
     for name, given, variable in (("device", device, DEVICE), ("backend", backend, BACKEND)):
         choices[name] = _one_of(name, given, os.environ.get(variable))
     launched = Launched(
-        launcher=place.launcher, world_size=place.world_size, local_size=place.local_size, num_nodes=place.num_nodes
+        launcher=place.launcher,
+        world_size=place.world_size,
+        local_size=place.local_size,
+        num_nodes=place.num_nodes,
+        gpus_on_node=gpus_on_node(os.environ) if place.launcher == "slurm" else None,
     )
     workers = config.Workers(**choices)
     return resolve_layout(config.TrainConfig(workers=workers), visible_gpus(), launched)
@@ -138,6 +144,20 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
+
+
+def at_any_end(release: Callable[[], None]) -> None:
+    """Before an error that ends this script is told, which ends the process at once, let go of something."""
+    inner: _Hook = sys.excepthook
+    pid = os.getpid()
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if os.getpid() == pid:
+            with contextlib.suppress(Exception):
+                release()
+        inner(kind, error, trace)
+
+    sys.excepthook = hook
 
 
 def at_exit(close: Callable[[], None]) -> None:

@@ -35,6 +35,8 @@ from stormo.script.plain import pack, unpack
 from stormo.script.reductions import described, reduced
 from stormo.script.refusals import check_new, check_optimizers, check_parts, late_group
 from stormo.script.stepping import Group
+from stormo.staging.locks import Hold
+from stormo.staging.nodes import local_folder, stage_on_nodes
 from stormo.world.signals import STOP_SIGNALS, StopFlag
 from stormo.world.world import World as Workers
 
@@ -82,6 +84,7 @@ class World:
         self._listens = False
         self._seen_casts = 0
         self._asked = 0
+        self._staged: list[Hold] = []
         self._is_apart = False
         agreement = Agreement(self._workers, lambda: self._flag.signal_number or self._asked)
         self._loop = Loop(world=self._workers, agreement=agreement, begin=self._part_ways)
@@ -282,6 +285,24 @@ class World:
             finally:
                 self._loop.agreement.is_barred = False
 
+    def stage(self, path: str | Path, folder: str | Path = "", *, keep: bool = False) -> Path:
+        """Copy a data set to this node's own storage, once for all its workers; the path of the copy.
+
+        A verified copy that is there already is used. It is removed when the last script that uses it ends.
+
+        Args:
+            path: a folder or a file.
+            folder: on this node; default $SLURM_TMPDIR, $TMPDIR or /tmp.
+            keep: leave the copy for later scripts on the node.
+        """
+        self._agree("world.stage")
+        near = stage_on_nodes(self._workers, path, local_folder(str(folder)), keep=keep)
+        joining.at_any_end(near.hold.release)
+        self._staged.append(near.hold)
+        if near.sentence is not None:
+            self.print(near.sentence)
+        return near.path
+
     # Saving, loading, stopping
 
     def save(self, folder: str | Path, *, keep: int = 2, **extra: Any) -> None:
@@ -345,6 +366,8 @@ class World:
         """Leave; happens by itself when the script ends."""
         for group in self._loop.groups:
             group.exchange.close()
+        for hold in self._staged:
+            hold.release()
         self._workers.close()
         self._lifeline.close()
 

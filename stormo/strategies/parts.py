@@ -6,17 +6,19 @@ axis tensor has cut first, and the axis shard cuts the rows of what is left.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from stormo.world.grid import Grid
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
     from stormo.strategies.split_layers import Cut
 
 
@@ -59,7 +61,13 @@ class Held:
 
 def plain(tensor: Tensor) -> Tensor:
     """What this worker holds of a tensor that torch may have spread."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+    return tensor._local_tensor if _is_spread(tensor) else tensor.detach()
+
+
+def _is_spread(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether torch has spread a tensor; its module takes a second to import, and without it no tensor is."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def box(whole: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
@@ -89,7 +97,7 @@ def held(
         offset, shape = [0] * len(whole), list(whole)
         if cut is not None:
             offset[cut.dim], shape[cut.dim] = cut.start, parameter.shape[cut.dim]
-        if isinstance(parameter, DTensor):
+        if _is_spread(parameter):
             start, shape[0] = chunk(shape[0], grid.at["shard"], grid.mesh.shard)
             offset[0] += start
         found.append(

@@ -222,12 +222,34 @@ def list_runs(folder: Path) -> list[RunFolder]:
     return sorted(runs, key=lambda run: (_start_unix_s(run), run.name), reverse=True)
 
 
+def default_run_name(task: str) -> str:
+    """The name of a run that the user gives none: its task and the time."""
+    slug = task.rpartition("/")[2].replace(".py", "").replace(":", "-").replace(".", "-")
+    return f"{slug or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def require_new_run(parent: Path, name: str) -> None:
+    """Refuse the name of a run that is there already."""
+    if RunFolder(parent / name).is_run:
+        raise SettingError(
+            f"--run-name {name} was set",
+            f"{parent / name} is there already",
+            f"go on with it by --resume {name}, or set another name",
+        ) from None
+
+
 def find_run(folder: Path, name_or_path: str) -> RunFolder:
     """The run of that name in the folder, or the one at that path."""
     for candidate in (folder / name_or_path, Path(name_or_path)):
         run = RunFolder(candidate)
         if run.is_run:
             return run
+    if any((path / "slurm.json").is_file() for path in (folder / name_or_path, Path(name_or_path))):
+        raise SettingError(
+            f"run {name_or_path!r} was asked for",
+            "it was submitted and has not begun",
+            f"see stormo status {name_or_path}",
+        )
     runs = list_runs(folder)
     if not runs:
         raise SettingError(

@@ -23,6 +23,7 @@ class RunStarted:
     steps_per_epoch: int
     resumed_at_step: int | None = None
     explanation: tuple[str, ...] = ()  # every effective value with its arithmetic, one line each
+    job: Mapping[str, Any] | None = None  # of the scheduler, where there is one: its number, restarts and nodes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
+import time
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -12,6 +15,8 @@ from stormo.launch import STORE_FD, Place
 from stormo.launch.address import listen, listening_address
 
 _LIFELINE = "lifeline"
+_WHERE = "stormo/where"
+_LOOK_AGAIN_S = 0.2
 _BACKLOG = 4096
 
 
@@ -28,28 +33,57 @@ class Store:
 
     def __init__(self, place: Place, timeout_s: float) -> None:
         self._timeout = timedelta(seconds=timeout_s)
-        # A torchrun agent serves a store already; attempts after a restart must not read the keys of the one before.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and place.launcher == "torchrun"
-        self._store = dist.PrefixStore(f"stormo/{attempt}", self._open(place, serves=place.is_main and not is_served))
+        store = self._open_beside(place) if is_served else self._open(place, place.master_addr, place.master_port)
+        self._store = dist.PrefixStore("stormo", store)
 
-    def _open(self, place: Place, *, serves: bool) -> dist.Store:
-        address, port = place.master_addr, place.master_port
-        if serves:
+    def _open_beside(self, place: Place) -> dist.Store:
+        """A store of this round alone; the one that torchrun's agent serves keeps what earlier rounds have left in it.
+
+        No variable tells one round from the next on all nodes, so rank 0 says there where it now listens, and an
+        address at which nobody listens any more is an earlier round's.
+        """
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        board = dist.TCPStore(place.master_addr, place.master_port, is_master=False, timeout=self._timeout)
+        if place.is_main:
+            number = listening_address(place.master_addr, all_on_this_host=place.all_on_this_host)
+            listener = listen(number, 0, backlog=_BACKLOG)
+            port = listener.getsockname()[1]
+            store = self._serve(number, port, listener.detach())
+            board.set(_WHERE, f"{number} {port}")
+            return store
+        while time.monotonic() < deadline:
+            with contextlib.suppress(dist.DistError):
+                board.wait([_WHERE], timedelta(seconds=max(1.0, min(5.0, deadline - time.monotonic()))))
+                number, port = board.get(_WHERE).decode().split()
+                if _answers(number, int(port)):
+                    return self._open(place, number, int(port))
+            time.sleep(_LOOK_AGAIN_S)
+        raise StormoError(
+            f"rank {place.rank} waited {self._timeout.total_seconds():g} s for rank 0 to say where it listens; after "
+            "nodes have changed, torch gives workers an address of before unless torchrun is started with "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."
+        )
+
+    def _serve(self, address: str, port: int, descriptor: int) -> dist.Store:
+        return dist.TCPStore(
+            address,
+            port,
+            is_master=True,
+            timeout=self._timeout,
+            wait_for_workers=False,
+            master_listen_fd=descriptor,
+        )
+
+    def _open(self, place: Place, address: str, port: int) -> dist.Store:
+        if place.is_main:
             inherited = os.environ.pop(STORE_FD, None)  # the agent of the node has bound it
             if inherited:
                 descriptor = int(inherited)
             else:
                 number = listening_address(address, all_on_this_host=place.all_on_this_host)
                 descriptor = listen(number, port, backlog=_BACKLOG).detach()  # the store owns it from here
-            return dist.TCPStore(
-                address,
-                port,
-                is_master=True,
-                timeout=self._timeout,
-                wait_for_workers=False,
-                master_listen_fd=descriptor,
-            )
+            return self._serve(address, port, descriptor)
         try:
             return dist.TCPStore(address, port, is_master=False, timeout=self._timeout)
         except dist.DistError:
@@ -70,6 +104,14 @@ class Store:
         """Rank 0's line, when it has published it."""
         self._store.wait([_LIFELINE], timedelta(seconds=timeout_s))
         return self._store.get(_LIFELINE).decode()
+
+
+def _answers(number: str, port: int) -> bool:
+    try:
+        socket.create_connection((number, port), timeout=2.0).close()
+    except OSError:
+        return False
+    return True
 
 
 _PEER_IS_GONE = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -114,6 +114,21 @@ class World:
         if failure:
             raise PeerFailedError(f"rank {self.rank - self.place.local_rank} failed while this one waited: {failure}")
         yield False
+
+    def on_each_node(self, work: Callable[[], Any]) -> Any:
+        """What one process of each node came to, JSON-able, on all processes of that node once every node is done."""
+        with self.once_per_node() as is_mine:
+            result = work() if is_mine else None
+        if self._store is None:
+            return result
+        # Through the store, which waits longer than a collective for a node that is slower than the others.
+        key = f"node/{self._num_fetches}"
+        if is_mine:
+            self._store.set(f"{key}/{self.place.node_id}", json.dumps(result))
+            if self._store.add(f"{key}/done", 1) == self.place.num_nodes:
+                self._store.set(f"{key}/all", "")
+        self._store.wait([f"{key}/all"], _FETCH_TIMEOUT)
+        return json.loads(self._store.get(f"{key}/{self.place.node_id}"))
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum in place over all workers."""

@@ -88,6 +88,7 @@ def test_the_innermost_launcher_wins(outer: str) -> None:
         environ=recorded(outer),
         store_addr="127.0.0.1",
         store_port=12345,
+        script_port=23456,
         channel_fd=5,
         store_fd=None,
         num_cores=4,

@@ -37,6 +37,7 @@ def start_worker(start_program: Callable[..., Any]) -> Iterator[StartWorker]:
                 environ={},
                 store_addr="127.0.0.1",
                 store_port=12345,
+                script_port=23456,
                 channel_fd=theirs.fileno(),
                 store_fd=None,
                 num_cores=2,

@@ -15,6 +15,7 @@ def told(node: Node, local_rank: int, environ: dict[str, str] | None = None, **m
     settings: dict[str, Any] = {
         "store_addr": "n1",
         "store_port": 12345,
+        "script_port": 23456,
         "channel_fd": 5,
         "store_fd": None,
         "num_cores": 16,
@@ -34,6 +35,7 @@ def test_a_worker_reads_what_its_agent_wrote(node_id: int, local_rank: int) -> N
     assert (place.local_rank, place.local_size) == (local_rank, 3)
     assert (place.node_id, place.num_nodes) == (node_id, 2)
     assert (place.master_addr, place.master_port) == ("n1", 12345)
+    assert environ["MASTER_PORT"] == "23456"  # a script that calls torch.distributed finds it free
 
 
 def test_a_shell_without_the_launcher_is_not_detected() -> None:

@@ -98,7 +98,9 @@ def test_a_task_of_a_step_knows_its_place() -> None:
     assert (place.local_rank, place.local_size) == (1, 2)
     assert (place.node_id, place.num_nodes) == (2, 4)
     assert (place.master_addr, place.host) == ("gpu007", "gpu009")
-    last = slurm.place({**STEP, "SLURM_PROCID": "6", "SLURM_LOCALID": "0", "SLURM_NODEID": "3"})
+    last = slurm.place(
+        {**STEP, "SLURM_PROCID": "6", "SLURM_LOCALID": "0", "SLURM_NODEID": "3", "SLURMD_NODENAME": "login1"}
+    )
     assert last.local_size == 1
 
 

@@ -307,6 +307,24 @@ def test_srun_with_one_visible_gpu_for_each_task_is_taken_as_it_is() -> None:
         layout_of([H200] * 2, launched)
 
 
+def test_srun_that_binds_gpus_to_tasks_is_judged_by_all_of_the_node() -> None:
+    bound = Launched(launcher="slurm", world_size=4, local_size=4, num_nodes=1, gpus_on_node=4)
+    for num_visible in (1, 2, 4):  # --gpus-per-task=1, --gpu-bind=closest on two sockets, none
+        assert layout_of([H200] * num_visible, bound).world_size == 4
+    too_few = Launched(launcher="slurm", world_size=4, local_size=4, num_nodes=1, gpus_on_node=1)
+    with pytest.raises(SettingError) as caught:
+        layout_of([H200], too_few)
+    assert str(caught.value) == (
+        "4 workers were asked for on this node, but it shows 1 GPU and each worker needs its own; start srun with "
+        "--ntasks-per-node 1, or ask for more --gpus-per-node, or --device cpu, or --backend gloo to let workers share "
+        "a GPU."
+    )
+    idle = Launched(launcher="slurm", world_size=2, local_size=1, num_nodes=2, gpus_on_node=8)
+    assert "leaves GPUs idle: 1 of 8 that it shows are used on this node" in said(
+        layout_of([H200] * 8, idle), "workers"
+    )
+
+
 def test_nodes_with_unequal_numbers_of_ranks_are_said_as_they_are() -> None:
     launched = Launched(launcher="mpi", world_size=5, local_size=3, num_nodes=2)
     layout = layout_of((), launched)

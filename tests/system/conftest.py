@@ -18,6 +18,7 @@ from tests.system import hosts as machines
 from tests.system.hosts import Host, wait_until
 from tests.system.runs import Digests, Train, digests_of
 from tests.system.slurm import Cluster
+from tests.system.ssh import Ssh
 
 Need = Callable[..., None]
 
@@ -72,7 +73,7 @@ def hosts(need: Need, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tupl
     try:
         for name, address in both.items():
             names = both | ({"n2": "127.0.1.1"} if name == "n2" else {})
-            made.append(Host(switch, name, address, _hosts_file(names), folder / name))
+            made.append(Host(switch, name, address, hosts_file(names), folder / name))
         yield made[0], made[1]
     finally:
         for host in made:
@@ -80,7 +81,7 @@ def hosts(need: Need, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tupl
         switch.close()
 
 
-def _hosts_file(names: dict[str, str]) -> str:
+def hosts_file(names: dict[str, str]) -> str:
     lines = [f"{address} {name}" for name, address in {"localhost": "127.0.0.1", **names}.items()]
     # torch looks up the mapped form of an address for its messages; without it, every rank would complain.
     return "\n".join([*lines, *(f"::ffff:{line}" for line in lines)]) + "\n"
@@ -106,6 +107,13 @@ def cluster(hosts: tuple[Host, Host], need: Need, tmp_path_factory: pytest.TempP
     """Slurm on both hosts, which end it when they are closed."""
     need("slurmctld", "slurm-wlm", "munge")
     return Cluster(hosts, tmp_path_factory.mktemp("slurm") / "cluster")
+
+
+@pytest.fixture(scope="session")
+def ssh(hosts: tuple[Host, ...], need: Need, tmp_path_factory: pytest.TempPathFactory) -> Ssh:
+    """An ssh server on every host, which ends it when it is closed."""
+    need("sshd", "openssh-server", "openssh-client")
+    return Ssh(hosts, tmp_path_factory.mktemp("ssh"))
 
 
 @pytest.fixture

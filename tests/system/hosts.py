@@ -127,7 +127,7 @@ class Host:
 
     def __init__(self, switch: Switch, name: str, address: str, hosts_file: str, folder: Path) -> None:
         self.name, self.address = name, address
-        self._switch, self._folder = switch, folder
+        self.switch, self._folder = switch, folder
         self._port = f"port-{name}"
         self.holder = _holder(*_NAMESPACES, "--propagation", "private")
         self._enter = ["nsenter", "--target", str(self.holder.pid), *_NAMESPACES, f"--wd={Path.cwd()}"]
@@ -177,11 +177,11 @@ class Host:
 
     def leave_network(self) -> None:
         """The cable still looks plugged in, but no packet passes: nobody is told."""
-        self._switch.command("ip", "link", "set", self._port, "nomaster")
+        self.switch.command("ip", "link", "set", self._port, "nomaster")
 
     def join_network(self) -> None:
         """Undo `leave_network`."""
-        self._switch.command("ip", "link", "set", self._port, "master", "switch")
+        self.switch.command("ip", "link", "set", self._port, "master", "switch")
 
     def listeners(self) -> list[Listener]:
         """Every listening TCP socket of this host, without those of its daemons."""

@@ -14,7 +14,7 @@ SlurmctldHost={first.name}({first.address})
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
 CredType=cred/munge
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
@@ -22,6 +22,10 @@ TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SchedulerType=sched/builtin
+SchedulerParameters=sched_interval=1,builtin_interval=1
+EnforcePartLimits=ALL
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 ReturnToService=2
 SlurmdParameters=config_overrides
 StateSaveLocation={folder}/state
@@ -32,6 +36,8 @@ SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
 {nodes}
 PartitionName=all Nodes=ALL Default=YES State=UP
+PartitionName=urgent Nodes=ALL State=UP PriorityTier=10
+PartitionName=physics Nodes=ALL State=UP AllowAccounts=physics
 """
 
 
@@ -41,7 +47,7 @@ class Cluster:
     def __init__(self, hosts: Sequence[Host], folder: Path) -> None:
         self._hosts = hosts
         self._folder = folder
-        nodes = "\n".join(f"NodeName={host.name} NodeAddr={host.address} CPUs=2 RealMemory=1000" for host in hosts)
+        nodes = "\n".join(f"NodeName={host.name} NodeAddr={host.address} CPUs=4 RealMemory=1000" for host in hosts)
         (folder / "state").mkdir(parents=True)
         (folder / "slurm.conf").write_text(_CONF.format(first=hosts[0], folder=folder, nodes=nodes))
         self.environ = {"SLURM_CONF": str(folder / "slurm.conf")}
@@ -80,7 +86,7 @@ class Cluster:
         return found
 
     def _num_idle(self) -> int:
-        job = self.start("sinfo", "--noheader", "--Node", "--format=%t")
+        job = self.start("sinfo", "--noheader", "--Node", "--partition=all", "--format=%t")
         return job.out.split().count("idle") if job.wait(20.0) == 0 else 0
 
     def _logs(self) -> str:

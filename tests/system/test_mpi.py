@@ -1,16 +1,18 @@
-"""The ranks of Open MPI's mpirun train and fail as one job."""
+"""The ranks of mpirun train and fail as one job, typed by hand or started by `--launcher mpi`."""
 
 from __future__ import annotations
 
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from tests.system.conftest import Need
 from tests.system.hosts import Host, process_of_rank, wait_until
 from tests.system.runs import ENDS_WITHIN_S, SLOW, Digests, Train, digests_of
+from tests.system.ssh import Ssh
 
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2")
 
@@ -37,6 +39,38 @@ def test_a_rank_that_is_killed_ends_the_job(hosts: tuple[Host, Host], train: Tra
     os.kill(process_of_rank(hosts[0], 1), signal.SIGKILL)
     assert job.wait(ENDS_WITHIN_S) != 0
     assert "Traceback" not in job.err
+
+
+@pytest.fixture
+def told_by_ssh(ssh: Ssh, tmp_path: Path) -> dict[str, str]:
+    """What makes each mpirun reach the other host as this user may."""
+    program = tmp_path / "ssh"
+    program.write_text(f'#!/bin/sh\nexec {ssh.client} "$@"\n')
+    program.chmod(0o755)
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return {**as_root, "OMPI_MCA_plm_rsh_agent": str(program), "HYDRA_LAUNCHER_EXEC": str(program)}
+
+
+@pytest.mark.parametrize(("program", "package"), [("mpirun", "openmpi-bin"), ("mpiexec.hydra", "mpich")])
+def test_the_launcher_starts_ranks_on_the_hosts_of_a_file_to_the_same_bits_as_two_local_workers(
+    program: str,
+    package: str,
+    hosts: tuple[Host, Host],
+    need: Need,
+    told_by_ssh: dict[str, str],
+    train: Train,
+    tmp_path: Path,
+    local_digests: Callable[[int], Digests],
+) -> None:
+    need(program, package)
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("# the host where it is typed comes second\nn2 slots=1\nn1 slots=1\n")
+    command = train("--launcher", "mpi", "--hostfile", str(hostfile))
+    job = hosts[0].start(*command, **told_by_ssh, STORMO_MPIRUN=program)
+    assert job.wait() == 0, job.err
+    assert job.err == ""
+    assert "2 = 2 nodes × 1 CPU process (started by mpi" in job.out
+    assert digests_of(train.folder) == local_digests(2)
 
 
 def test_flags_that_contradict_mpirun_are_refused(hosts: tuple[Host, Host], train: Train) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -83,16 +84,35 @@ def test_a_step_on_two_nodes_stopped_by_a_signal_ends_with_75_and_goes_on_to_the
     assert summary_of(train.folder)["num_resumes"] == 1
 
 
-def test_what_is_no_step_of_several_tasks_is_one_process(cluster: Cluster, train: Train, tmp_path: Path) -> None:
+def test_what_is_no_step_of_several_tasks_is_one_process_and_told_so(
+    cluster: Cluster, train: Train, tmp_path: Path
+) -> None:
     dry_run = train("--dry-run")
-    script = tmp_path / "job.sh"
-    script.write_text("#!/bin/sh\n" + " ".join(dry_run) + "\n")
-    output = tmp_path / "batch.txt"
+    script, output = tmp_path / "job.sh", tmp_path / "batch.txt"
+    script.write_text(f"#!/bin/sh\n{shlex.join(dry_run)}\necho $?\n{shlex.join(dry_run)} --num-gpus 2\n")
     batch = cluster.start("sbatch", "-N2", "--ntasks-per-node=1", "--wait", f"--output={output}", str(script))
-    assert batch.wait() == 0, batch.err
     allocation = cluster.start("salloc", "-N2", "--ntasks-per-node=1", *dry_run)
-    assert allocation.wait() == 0, allocation.err
     one_task = cluster.start("srun", "--quiet", "-N1", "-n1", *dry_run)
-    assert one_task.wait() == 0, one_task.err
-    for text in (output.read_text(), allocation.out, one_task.out):
-        assert text.startswith("workers        1 = 1 node × 1 CPU process (the default; ")
+    for job in (batch, allocation, one_task):
+        assert job.wait() == 0, job.err
+    one = "workers        1 = 1 node × 1 CPU process (the default; "
+    # In a script it is a mistake, unless it says how many workers it wants.
+    refused, code, started, *_ = output.read_text().splitlines()
+    assert refused.startswith(
+        "stormo: stormo was started in the body of a Slurm batch script without srun, but the job asks for "
+        "2 tasks on 2 nodes and only this one process would train; write srun in front of it"
+    )
+    assert code == "2"
+    assert started.startswith("workers        2 = 1 node × 2 CPU processes (as set; ")
+    assert allocation.out.startswith(one)
+    assert "stormo: this Slurm job has 2 tasks on 2 nodes, and this is one process; srun in front" in allocation.err
+    assert one_task.out.startswith(one)
+    assert one_task.err == ""
+
+
+def test_an_uneven_step_trains_and_says_so(cluster: Cluster, train: Train) -> None:
+    job = cluster.start("srun", "--quiet", "-N2", "-n3", *train("--dry-run"))
+    assert job.wait() == 0, job.err
+    assert job.err == "stormo: srun put 2, 1 tasks on the 2 nodes\n"
+    assert job.out.startswith("workers        3 on 2 nodes, 2 of them on this one (started by slurm; ")
+    assert job.out.count("workers   ") == 1

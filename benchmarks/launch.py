@@ -1,0 +1,134 @@
+"""Seconds from a command to its first training step on two CPU workers: stormo against torchrun.
+
+    python -m benchmarks.launch [--pairs 10] [--also world,train]
+
+The same script (`launch_script.py`, DDP by hand, nothing of stormo in it) is started by torchrun and by `stormo run`;
+the time runs from just before the command is started until rank 0 has ended its first optimizer step. They take turns,
+in random order within a pair, after one round that is not measured and leaves all files in memory. A ratio is stormo's
+time over torchrun's, pair by pair; its median must not exceed 1. Beside it, against the same torchrun: the script
+with stormo.World under `stormo run`, and the same network and data as a task of `stormo train` with everything that is
+on by default: checks, rehearsal, run folder, energy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks.command import one_thread, result_line, train_command
+from benchmarks.turns import ratios
+
+PROMISED = 1.0
+NUM_WORKERS = 2
+_ROOT = Path(__file__).parents[1]
+_SCRIPT = Path(__file__).with_name("launch_script.py")
+_TASK = f"{Path(__file__).with_name('launch_task.py')}:OneStep"
+_TIMEOUT_S = 300.0
+
+
+def torchrun(file: Path) -> list[str]:
+    """The plain script by torch's launcher."""
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(NUM_WORKERS),
+        str(_SCRIPT),
+        str(file),
+    ]
+
+
+def stormo_run(file: Path, *flags: str) -> list[str]:
+    """The same script by stormo's."""
+    own = ["--num-gpus", str(NUM_WORKERS), "--device", "cpu"]
+    return [sys.executable, "-m", "stormo", "run", str(_SCRIPT), *own, "--", str(file), *flags]
+
+
+def stormo_world(file: Path) -> list[str]:
+    """The script with stormo.World."""
+    return stormo_run(file, "--world")
+
+
+def stormo_train(file: Path) -> list[str]:
+    """The task, whose one epoch is one step."""
+    flags = ["--num-gpus", str(NUM_WORKERS), "--device", "cpu", "--epochs", "1"]
+    flags += ["--task.file", str(file), "--runs-folder", str(file.parent), "--run-name", f"{file.name}-run"]
+    return train_command(_TASK, *flags)
+
+
+SIDES: dict[str, tuple[str, Callable[[Path], list[str]]]] = {
+    "torchrun": ("torchrun script.py", torchrun),
+    "run": ("stormo run script.py", stormo_run),
+    "world": ("stormo run script.py, with stormo.World", stormo_world),
+    "train": ("stormo train task.py", stormo_train),
+}
+
+
+def start(command: list[str], file: Path) -> float:
+    """Seconds until the first step; the command is run to its end, and ends the benchmark if it fails."""
+    began_s = time.monotonic()
+    done = subprocess.run(
+        command, cwd=_ROOT, env=one_thread(), capture_output=True, text=True, check=False, timeout=_TIMEOUT_S
+    )
+    if done.returncode or not file.exists():
+        sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+    return float(file.read_text(encoding="utf-8")) - began_s
+
+
+def measure(names: Sequence[str], num_pairs: int, num_warm_ups: int) -> list[list[float]]:
+    """Seconds of every side in every pair."""
+    draw = random.Random(0)
+    times_s: list[list[float]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for pair in range(-num_warm_ups, num_pairs):
+            taken_s = [0.0] * len(names)
+            for side in draw.sample(range(len(names)), len(names)):
+                file = Path(folder, f"{names[side]}-{pair}")
+                taken_s[side] = start(SIDES[names[side]][1](file), file)
+            print(
+                "  ".join(f"{name} {seconds:.2f} s" for name, seconds in zip(names, taken_s, strict=True)), flush=True
+            )
+            if pair >= 0:
+                times_s.append(taken_s)
+    return times_s
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, and print what came out."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=10, help="measured starts of each side (default: 10)")
+    parser.add_argument("--warm-ups", type=int, default=1, help="starts of each side before them (default: 1)")
+    parser.add_argument("--also", default="world,train", help="what else is started (default: world,train; or none)")
+    options = parser.parse_args(arguments)
+    also = [] if options.also == "none" else options.also.split(",")
+    if not set(also) <= {"world", "train"}:
+        parser.error(f"--also {options.also}: choose among world, train and none")
+    names = ["torchrun", "run", *also]
+    times_s = measure(names, options.pairs, options.warm_ups)
+    figures: dict[str, float | int] = {}
+    for side, name in enumerate(names):
+        seconds = statistics.median(pair[side] for pair in times_s)
+        print(f"{SIDES[name][0]}: {seconds:.2f} s (median)", end="")
+        if side == 0:
+            print()
+            continue
+        median, lower, upper = ratios(times_s if len(times_s) > 1 else times_s * 2, side)
+        print(f"; over torchrun's: {median:.3f}, quartiles {lower:.3f} to {upper:.3f}")
+        if name == "run":
+            figures = {"median_ratio": median, "q25": lower, "q75": upper, "pairs": len(times_s)}
+        else:
+            figures[f"{name}_median_ratio"] = median
+    print(result_line(figures))
+    return 0 if figures["median_ratio"] <= PROMISED else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""One thing that a check found, and a list of them as text, as JSON and as an exit code."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TextIO, get_args
+
+from stormo.errors import EXIT_FAILURE, counted
+from stormo.telemetry.text import write_text
+
+Level = Literal["ok", "note", "warning", "error"]
+Fact = float | int | str | bool | None
+
+_LEVELS: tuple[Level, ...] = get_args(Level)
+_COLOURS: dict[Level, str] = {"ok": "32", "note": "36", "warning": "33", "error": "1;31"}
+_HELD = "\xa0"
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=\S)")
+_WIDEST = 120  # lines longer than this are hard to read, however wide the screen is
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """What one check found, and what to do about it."""
+
+    check: str  # a short name that stays: "gpu-driver", "open-files"
+    level: Level
+    text: str  # what was found, with its numbers
+    mend: str = ""  # what to do about it; a warning and an error always have one
+    facts: Mapping[str, Fact] = field(default_factory=dict)  # for scripts; names carry units
+    where: str = ""  # host, rank, link, GPU; empty for this machine
+    group: str = ""  # the heading it is shown under
+
+    def __post_init__(self) -> None:
+        assert self.level in _LEVELS, self.level
+        assert self.mend or self.level in ("ok", "note"), f"{self.check}: a {self.level} without a mend"
+
+
+def exit_code(findings: Iterable[Finding]) -> int:
+    """0 where nothing is an error, else 1."""
+    return EXIT_FAILURE if any(finding.level == "error" for finding in findings) else 0
+
+
+def as_json(findings: Sequence[Finding]) -> str:
+    """All findings, how many there are of each level, and the exit code, as strict JSON."""
+    document = {
+        "exit_code": exit_code(findings),
+        "counts": {level: sum(one.level == level for one in findings) for level in _LEVELS},
+        "findings": [_plain(finding) for finding in findings],
+    }
+    return json.dumps(document, indent=2, allow_nan=False)
+
+
+def show(findings: Sequence[Finding], stream: TextIO) -> None:
+    """Everything found, group by group; then what to mend, once more, and how many there are of each level."""
+    paint = _painter(stream)
+    width = min(shutil.get_terminal_size((100, 24)).columns, _WIDEST)
+    lines = [*_listing(findings, width, paint), *_mends(findings, width, paint), _count(findings)]
+    write_text("".join(f"{line}\n" for line in lines), stream)
+
+
+def _plain(finding: Finding) -> dict[str, Any]:
+    facts = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in finding.facts.items()
+    }
+    return {
+        "group": finding.group,
+        "check": finding.check,
+        "level": finding.level,
+        "where": finding.where,
+        "text": finding.text,
+        "mend": finding.mend,
+        "facts": facts,
+    }
+
+
+def _listing(findings: Sequence[Finding], width: int, paint: _Painter) -> list[str]:
+    groups: dict[str, list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault(finding.group or finding.where, []).append(finding)
+    check_width = max((len(finding.check) for finding in findings), default=0)
+    indent = 2 + len("warning") + 2 + check_width + 2
+    lines: list[str] = []
+    for name, members in groups.items():
+        lines.append(paint(name, "1"))
+        for finding in members:
+            text = f"{finding.where}: {finding.text}" if finding.where and finding.group else finding.text
+            first, *rest = _wrapped(text, width - indent)
+            level = paint(f"{finding.level:<7}", _COLOURS[finding.level])
+            lines.append(f"  {level}  {finding.check:<{check_width}}  {first}")
+            if finding.level == "note" and finding.mend:
+                rest += _wrapped(finding.mend, width - indent, mark="→ ")
+            lines += [" " * indent + line for line in rest]
+        lines.append("")
+    return lines
+
+
+def _mends(findings: Sequence[Finding], width: int, paint: _Painter) -> list[str]:
+    urgent = [finding for level in ("error", "warning") for finding in findings if finding.level == level]
+    lines = [paint("to mend", "1")] if urgent else []
+    indent = 2 + len("warning") + 2
+    for finding in urgent:
+        whose = f" ({finding.where})" if finding.where else ""
+        first, *rest = _wrapped(f"{finding.check}{whose}: {finding.text}", width - indent)
+        lines.append(f"  {paint(f'{finding.level:<7}', _COLOURS[finding.level])}  {first}")
+        lines += [" " * indent + line for line in [*rest, *_wrapped(finding.mend, width - indent, mark="→ ")]]
+    return [*lines, ""] if urgent else []
+
+
+def _count(findings: Sequence[Finding]) -> str:
+    parts = []
+    for level in reversed(_LEVELS):
+        number = sum(finding.level == level for finding in findings)
+        if number or level == "ok":
+            parts.append(f"{number} ok" if level == "ok" else counted(number, level))
+    return ", ".join(parts)
+
+
+def _wrapped(text: str, width: int, mark: str = "") -> list[str]:
+    """Lines of at most that width; commands and paths are never cut in two, nor a number from its unit."""
+    lines = textwrap.wrap(
+        mark + _BEFORE_UNIT.sub(_HELD, text),
+        max(width, 24),
+        subsequent_indent=" " * len(mark),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [line.replace(_HELD, " ") for line in lines] or [mark.strip()]
+
+
+class _Painter:
+    """Gives words a colour on a terminal that wants it, and none anywhere else."""
+
+    def __init__(self, *, is_on: bool) -> None:
+        self._is_on = is_on
+
+    def __call__(self, text: str, colour: str) -> str:
+        return f"\x1b[{colour}m{text}\x1b[0m" if self._is_on else text
+
+
+def _painter(stream: TextIO, environ: Mapping[str, str] | None = None) -> _Painter:
+    environ = os.environ if environ is None else environ
+    is_plain = bool(environ.get("NO_COLOR")) or environ.get("TERM") in ("dumb", "unknown")
+    return _Painter(is_on=stream.isatty() and not is_plain)

@@ -1,0 +1,203 @@
+"""Versions that do not fit together: Python, torch and what it was built against, the driver, libraries in the way."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from stormo.doctor.devices import driver_versions
+from stormo.doctor.finding import Finding
+from stormo.doctor.machine import Machine
+from stormo.errors import counted
+
+Packages = Mapping[str, list[tuple[str, str]]]  # by name: version and place of each installation
+_PIN = re.compile(r"^([A-Za-z0-9._-]+)(?:\[[^\]]*\])?\s*\(?==\s*([0-9][^;,)\s]*)")
+_IN_THE_WAY = ("libnccl.so*", "libcudnn.so*", "libcudart.so*", "libcublas.so*")
+
+
+def installed() -> Packages:
+    """Every package that Python would find, with each place it is found at."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for package in importlib.metadata.distributions():
+        name = _normal(package.metadata["Name"] or "")
+        place = (package.version, str(Path(str(package.locate_file(""))).resolve()))
+        if place not in found.setdefault(name, []):
+            found[name].append(place)
+    return found
+
+
+def pins_of_torch() -> list[str]:
+    """What the installed torch asks of other packages."""
+    try:
+        return importlib.metadata.requires("torch") or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+
+
+def check(
+    machine: Machine,
+    packages: Callable[[], Packages] = installed,
+    pins: Callable[[], Iterable[str]] = pins_of_torch,
+) -> Iterator[Finding]:
+    """All versions, and which of them do not fit."""
+    facts = machine.torch()
+    there = packages()
+    yield Finding(check="python", level="ok", text=f"Python {platform.python_version()}, {_stormo(there)}")
+    if "error" in facts:
+        yield _no_torch(facts)
+    else:
+        yield from _torch(machine, facts)
+    yield from _duplicates(there)
+    yield from _pinned(there, pins())
+    yield from _paths(machine, facts)
+    if not any(machine.program(name) for name in ("cc", "gcc", "clang")) and not machine.environ.get("CC"):
+        text = "no C compiler: --compile and fused kernels cannot be built"
+        yield Finding(check="compiler", level="note", text=text, mend="install gcc, or load a module that has it")
+
+
+def _stormo(there: Packages) -> str:
+    return f"stormo {there['stormo'][0][0]}" if "stormo" in there else "stormo from a folder"
+
+
+def _no_torch(facts: Mapping[str, Any]) -> Finding:
+    mend = "import torch by hand to see it all (python -c 'import torch'), and install it anew where it fails"
+    if facts.get("is_slow"):
+        mend = "look for a hanging driver (nvidia-smi, dmesg) or a slow file system under the Python environment"
+    return Finding(check="torch", level="error", text=str(facts["error"]), mend=mend)
+
+
+def _torch(machine: Machine, facts: Mapping[str, Any]) -> Iterator[Finding]:
+    built_for = f"CUDA {facts['cuda_of_torch']}" if facts.get("cuda_of_torch") else "CPUs alone"
+    if facts.get("hip_of_torch"):
+        built_for = f"ROCm {facts['hip_of_torch']}"
+    text = f"torch {facts['torch']} for {built_for}"
+    text += f", NCCL {facts['nccl']}" if facts.get("nccl") else ""
+    text += f", cuDNN {_cudnn(facts['cudnn'])}" if facts.get("cudnn") else ""
+    shown = {name: facts.get(name) for name in ("torch", "cuda_of_torch", "nccl", "cudnn", "import_s", "path")}
+    yield Finding(check="torch", level="ok", text=text, facts=shown)
+    if facts.get("import_s", 0.0) > 20.0:
+        mend = "keep the Python environment on a local disk, or in one file (a container image, an archive)"
+        text = f"importing torch took {facts['import_s']:.0f} s: so long every worker takes to start"
+        yield Finding(check="torch-import", level="warning", text=text, mend=mend)
+    for warning in facts.get("warnings") or ():
+        yield Finding(check="torch", level="note", text=f"it warns: {warning}")
+    if facts.get("numpy_error"):
+        mend = "install a numpy that this torch was built for: pip install --upgrade numpy torch"
+        yield Finding(check="numpy", level="error", text=f"torch cannot use numpy: {facts['numpy_error']}", mend=mend)
+    yield from _cuda(machine, facts)
+
+
+def _cuda(machine: Machine, facts: Mapping[str, Any]) -> Iterator[Finding]:
+    driver, newest = driver_versions(machine)
+    built = facts.get("cuda_of_torch")
+    num_cards = machine.num_cards()
+    if built is None:
+        if num_cards or driver:
+            there = counted(num_cards, "NVIDIA GPU") if num_cards else f"NVIDIA driver {driver}"
+            mend = "install a torch that is built for CUDA; pytorch.org lists the command for each release of CUDA"
+            text = f"torch is built for CPUs alone, but this machine has {there}"
+            yield Finding(check="torch-cuda", level="error", text=text, mend=mend)
+        return
+    if newest is not None and _version(built)[:1] > _version(newest)[:1]:
+        yield Finding(
+            check="torch-cuda",
+            level="error",
+            text=f"torch is built for CUDA {built}, but driver {driver} goes up to CUDA {newest}",
+            mend=f"update the driver, or install a torch for CUDA {_version(newest)[0]}",
+            facts={"cuda_of_torch": built, "cuda_of_driver": newest, "driver": driver},
+        )
+    elif newest is not None and _version(built) > _version(newest):
+        text = f"torch is built for CUDA {built}, the driver for {newest}: fine within one major release, mostly"
+        yield Finding(check="torch-cuda", level="note", text=text, mend="update the driver where something fails")
+    if facts.get("num_gpus") and facts.get("cuda_error"):
+        mend = "see dmesg and nvidia-smi; a GPU in a bad state is mended by a reset or a reboot"
+        text = f"torch cannot compute on the GPU: {facts['cuda_error']}"
+        yield Finding(check="torch-cuda", level="error", text=text, mend=mend)
+    for capability in sorted(set(facts.get("capabilities") or ())):
+        if not _runs_on(capability, facts.get("architectures") or ()):
+            mend = "install a torch built for this GPU: an older release for an old GPU, the newest for a new one"
+            text = f"this torch has no kernels for a GPU of compute capability {capability}"
+            yield Finding(check="torch-cuda", level="error", text=text, mend=mend)
+
+
+def _runs_on(capability: str, architectures: Iterable[str]) -> bool:
+    """Machine code runs on its own major line from its minor on, PTX (compute_) on everything newer."""
+    major, minor = (int(part) for part in capability.split("."))
+    for architecture in architectures:
+        kind, _, digits = architecture.rpartition("_")
+        digits = re.sub(r"\D", "", digits)
+        its_major, its_minor = int(digits[:-1]), int(digits[-1])
+        if kind == "compute" and (its_major, its_minor) <= (major, minor):
+            return True
+        if kind == "sm" and its_major == major and its_minor <= minor:
+            return True
+    return not list(architectures)
+
+
+def _duplicates(there: Packages) -> Iterator[Finding]:
+    for name in ("torch", "numpy", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "triton"):
+        places = there.get(name, [])
+        if len({place for _, place in places}) > 1:
+            listed = " and ".join(f"{version} in {place}" for version, place in places)
+            mend = "remove all but one; the second is often in ~/.local, which PYTHONNOUSERSITE=1 leaves out"
+            yield Finding(check=f"two-{name}", level="warning", text=f"{name} is there twice: {listed}", mend=mend)
+
+
+def _pinned(there: Packages, pins: Iterable[str]) -> Iterator[Finding]:
+    """Packages that torch wants in exactly one version and that are there in another."""
+    wanted: dict[str, set[str]] = {}
+    for pin in pins:
+        match = _PIN.match(pin)
+        if match and "extra ==" not in pin:
+            wanted.setdefault(_normal(match[1]), set()).add(match[2])
+    wrong = {
+        name: (there[name][0][0], " or ".join(sorted(versions)))
+        for name, versions in wanted.items()
+        if name in there and there[name][0][0].partition("+")[0] not in versions
+    }
+    for name, (has, wants) in wrong.items():
+        mend = f"install the one that torch was tested with: pip install '{name}=={wants}'"
+        text = f"{name} {has} is installed, but torch wants {wants}"
+        yield Finding(check="torch-pins", level="warning", text=text, mend=mend, facts={"package": name})
+    num_there = sum(name in there for name in wanted)
+    if num_there and not wrong:
+        text = f"{counted(num_there, 'package')} that torch wants in one version fit"
+        yield Finding(check="torch-pins", level="ok", text=text)
+
+
+def _paths(machine: Machine, facts: Mapping[str, Any]) -> Iterator[Finding]:
+    """Libraries of the system or of a module that would be loaded, or are, instead of torch's own."""
+    homes = tuple(facts.get("homes") or ())
+    loaded = {name: path for name, path in (facts.get("libraries") or {}).items() if not path.startswith(homes)}
+    for name, path in loaded.items():
+        text = f"torch uses {name} of {path}, not the one that it came with"
+        mend = "unload the module that brings it, or take its folder out of LD_LIBRARY_PATH, unless it is meant"
+        yield Finding(check="library-path", level="warning", text=text, mend=mend)
+    for folder in filter(None, machine.environ.get("LD_LIBRARY_PATH", "").split(":")):
+        names = sorted({path.name.partition(".so")[0] for kind in _IN_THE_WAY for path in Path(folder).glob(kind)})
+        names = [name for name in names if name not in loaded]
+        if names:
+            text = f"LD_LIBRARY_PATH has {', '.join(names)} in {folder}, which go before torch's own"
+            mend = "unload the module that sets it, or unset LD_LIBRARY_PATH, unless it is meant"
+            yield Finding(check="library-path", level="warning", text=text, mend=mend)
+    if machine.environ.get("LD_PRELOAD"):
+        text = f"LD_PRELOAD={machine.environ['LD_PRELOAD']} is loaded into every process"
+        yield Finding(check="library-path", level="note", text=text)
+
+
+def _cudnn(number: int) -> str:
+    """cuDNN's one number as people write it; release 9 gave the minor version a second digit."""
+    step = 10_000 if number >= 90_000 else 1_000
+    return f"{number // step}.{number % step // 100}.{number % 100}"
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])

@@ -1,0 +1,290 @@
+"""The measurements of a job, phase by phase on all of its workers: who came, who reaches whom, devices, links.
+
+The main worker learns what all have found. When there is an error, or when a phase hangs, it raises the sentence that
+names the culprit, and the others end with it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stormo.doctor.finding import Finding
+from stormo.doctor.hangs import describe
+from stormo.doctor.judge import judge
+from stormo.doctor.judge_links import doubtful
+from stormo.doctor.links import Wire, best_of, inside_links, round_links
+from stormo.doctor.measure import free_bytes, give_back, is_seen, measure_device, write_token
+from stormo.doctor.measured import Attempt, Device, Measured, Overall, Spot
+from stormo.doctor.naming import Names
+from stormo.doctor.pairs import disjoint, partners, rounds
+from stormo.doctor.phases import HungError, Phases
+from stormo.doctor.reach import Greeter, own_address
+from stormo.doctor.trouble import Limits, TroubleError
+from stormo.launch import Place
+
+if TYPE_CHECKING:
+    import torch
+
+    from stormo.world.store import Store
+    from stormo.world.world import World
+
+
+_ATTEMPTS = 3  # at what looks slow, before anybody is blamed
+_MOST_AGAIN = 4  # rounds of such pairs
+Pairs = Sequence[tuple[int, int]]
+
+
+def _around(wire: Wire, ranks: list[int]) -> tuple[float, float] | None:
+    return wire.around(ranks) if len(ranks) > 1 else None
+
+
+class Preflight:
+    """One worker's part of the measurements; every worker calls the same methods in the same order.
+
+    Args:
+        store: where the workers meet; None for a single one.
+        backend: "gloo" or "nccl".
+        runs_folder: whose space is looked at, and whether all nodes see it; None to leave it alone.
+        needs_shared_folder: whether every worker writes there.
+        on_hang: called with the trouble when the main worker itself hangs; ends the process.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        store: Store | None,
+        *,
+        backend: str,
+        limits: Limits,
+        runs_folder: Path | None,
+        needs_shared_folder: bool,
+        on_hang: Callable[[TroubleError], None],
+    ) -> None:
+        import torch.distributed as dist
+
+        self._place, self._backend, self._limits = place, backend, limits
+        self._runs_folder = runs_folder
+        self._deadline = time.monotonic() + limits.whole_s
+        self.measured = Measured(needs_shared_folder=needs_shared_folder)
+        self._schedule = rounds(place.num_nodes, 2 * math.ceil(math.log2(max(place.num_nodes, 2))) + 8)
+        # A connection of its own: the other one may be what hangs.
+        shared: Any = store.shared("preflight") if store else None
+        own = shared.clone() if shared else dist.HashStore()
+        self._phases = Phases(own, place.rank, place.world_size, self._hang)
+        self._on_hang = on_hang
+        self._token: Path | None = None  # that the main worker has written for the others to see
+        self._played: list[Pairs] = []
+        self._greeter: Greeter | None = None
+        self._ranks: dict[int, list[int]] = {}  # of the nodes that this worker has to do with
+
+    @property
+    def names(self) -> Names:
+        """The words for nodes and workers, as far as they have come."""
+        return Names(self.measured.spots)
+
+    def findings(self) -> list[Finding]:
+        """What the main worker has found so far."""
+        return judge(self.measured)
+
+    def gather(self, phase: str, part: Callable[[], Any], limit_s: float) -> list[Any]:
+        """Whatever else all workers are to find out, on the main one; empty on the others."""
+        found: list[Any] = []
+        self._run(phase, part, limit_s, found.extend)
+        return found
+
+    def decide(self, choose: Callable[[], Any]) -> Any:
+        """What the main worker chooses, on all."""
+        return self._run("decision", lambda: None, self._limits.exchange_s, lambda _: choose())
+
+    def conclude(self) -> None:
+        """Raise what is wrong, on all workers."""
+        self._run("verdict", lambda: None, self._limits.exchange_s, is_verdict=True)
+
+    def connect(self) -> None:
+        """Before the workers join: have they come, and can their nodes reach one another?"""
+        try:
+            self._run("arrival", self._arrive, self._limits.arrival_s, self._take_spots)
+            if self._place.num_nodes > 1:
+                self._run("reach", self._reach, self._limits.reach_s + 5.0, self._take_attempts, is_verdict=True)
+        finally:
+            if self._greeter is not None:
+                self._greeter.close()
+
+    def join(self, make: Callable[[], World]) -> World:
+        """Make the world, which is a phase like any other."""
+        made: list[World] = []
+        self._run("joining", lambda: made.append(make()), self._limits.joining_s)
+        return made[0]
+
+    def measure(self, device: torch.device) -> None:
+        """Devices, then data inside each node, between pairs of nodes, and through all workers."""
+        limits, place = self._limits, self._place
+        try:
+            self._run("folder", self._offer_token, limits.exchange_s)
+            self._run("device", lambda: self._measure_device(device), limits.device_s, self._take_devices)
+        finally:
+            self._take_token_back()
+        if place.world_size == 1:
+            return
+        wire = Wire(device, self._backend, place.rank, limits.one_measurement_s)
+        own = self._ranks_of(place.node_id)
+        for attempt in range(_ATTEMPTS):
+            phase = f"inside {attempt}"
+            if not self._run(phase, lambda: _around(wire, own), limits.exchange_s, self._take_inside):
+                break
+        began = time.monotonic()
+        again = self._exchange_all(wire, self._schedule, began)
+        for _ in range(_ATTEMPTS - 1):
+            if again:
+                again = self._exchange_all(wire, again, began)
+        self._run("all", lambda: wire.all_reduce(place.world_size), limits.exchange_s, self._take_overall)
+        give_back(device)
+
+    def _exchange_all(self, wire: Wire, schedule: Sequence[Pairs], began: float) -> list[Pairs]:
+        """Rounds of pairs while there is time; those that are to meet again, since they were slow."""
+        told: dict[str, Any] = {}
+        for pairs in schedule:
+            self._played.append(pairs)
+            told = self._exchange(wire, pairs, began)
+            if not told["goes_on"]:
+                break
+        return [[(a, b) for a, b in pairs] for pairs in told.get("again", [])]
+
+    def _exchange(self, wire: Wire, pairs: Pairs, began: float) -> Any:
+        peer = self._peer(pairs)
+        return self._run(
+            f"round {len(self._played) - 1}",
+            lambda: None if peer is None else wire.swap(peer),
+            self._limits.exchange_s,
+            lambda values: self._take_round(pairs, values, began),
+        )
+
+    # --- each worker's part --------------------------------------------------------------------------------------
+
+    def _arrive(self) -> dict[str, Any]:
+        place = self._place
+        spot = Spot(rank=place.rank, node=place.node_id, local_rank=place.local_rank, host=place.host)
+        if place.num_nodes > 1 and spot.speaks:
+            self._greeter = Greeter(place.node_id, own_address(place))
+            spot = replace(spot, address=self._greeter.address, port=self._greeter.port)
+        return asdict(spot)
+
+    def _reach(self) -> list[dict[str, Any]]:
+        if self._greeter is None:
+            return []
+        wanted = partners(self._place.node_id, self._place.num_nodes)
+        spots = [Spot(**self._phases.shared(f"speaker/{node}")) for node in wanted]
+        return [asdict(attempt) for attempt in self._greeter.try_all(spots, self._limits.reach_s)]
+
+    def _offer_token(self) -> None:
+        """Write, on the main worker, what the other nodes then look for."""
+        if self._runs_folder is None or not self._phases.is_main:
+            return
+        self._token = token = write_token(self._runs_folder)
+        free = None if token is None else free_bytes(token.parent)
+        folder = str(self._runs_folder)
+        self.measured = replace(self.measured, runs_folder=folder, runs_folder_free_bytes=free)
+        self._phases.share("token", None if token is None else str(token))
+
+    def _take_token_back(self) -> None:
+        if self._token is not None:
+            self._token.unlink(missing_ok=True)
+
+    def _measure_device(self, device: torch.device) -> dict[str, Any]:
+        found = measure_device(device, self._place.rank, self._limits.one_measurement_s)
+        if self._runs_folder is not None and self._place.local_rank == 0 and self._place.node_id:
+            token = self._phases.shared("token")
+            found = replace(found, sees_runs_folder=None if token is None else is_seen(Path(token)))
+        return asdict(found)
+
+    def _peer(self, pairs: Pairs) -> int | None:
+        """The worker on the other node of this one's pair that stands where this one does; None where there is none."""
+        node = self._place.node_id
+        for pair in pairs:
+            if node in pair:
+                own, theirs = self._ranks_of(node), self._ranks_of(sum(pair) - node)
+                index = own.index(self._place.rank)
+                return theirs[index] if index < len(theirs) else None
+        return None
+
+    def _ranks_of(self, node: int) -> list[int]:
+        if node not in self._ranks:
+            self._ranks[node] = self._phases.shared(f"ranks/{node}")
+        return self._ranks[node]
+
+    # --- what the main worker makes of it ------------------------------------------------------------------------
+
+    def _take_spots(self, values: list[Any]) -> None:
+        spots = [Spot(**value) for value in values]
+        self.measured = replace(self.measured, spots=spots)
+        names = self.names
+        for node, speaker in names.speakers.items():
+            self._phases.share(f"speaker/{node}", asdict(speaker))
+            self._phases.share(f"ranks/{node}", names.ranks_on(node))
+
+    def _take_attempts(self, values: list[Any]) -> None:
+        attempts = [Attempt(**attempt) for value in values for attempt in value]
+        self.measured = replace(self.measured, attempts=attempts)
+
+    def _take_devices(self, values: list[Any]) -> None:
+        self.measured = replace(self.measured, devices=[Device(**value) for value in values])
+
+    def _take_inside(self, values: list[Any]) -> bool:
+        links = best_of([*self.measured.inside, *inside_links(values, self.names)])
+        self.measured = replace(self.measured, inside=links)
+        return bool(doubtful(links))
+
+    def _take_round(self, pairs: Pairs, values: list[Any], began: float) -> dict[str, Any]:
+        links = best_of([*self.measured.between, *round_links(pairs, values, self.names)])
+        self.measured = replace(self.measured, between=links)
+        again = disjoint((link.a, link.b) for link in doubtful(links))
+        return {"goes_on": time.monotonic() - began < self._limits.all_rounds_s, "again": again[:_MOST_AGAIN]}
+
+    def _take_overall(self, values: list[Any]) -> None:
+        latency_s, rate = values[0]
+        overall = Overall(num_ranks=len(values), latency_s=latency_s, bus_bytes_per_s=rate)
+        self.measured = replace(self.measured, overall=overall)
+
+    # --- phases --------------------------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        phase: str,
+        part: Callable[[], Any],
+        limit_s: float,
+        take: Callable[[list[Any]], Any] | None = None,
+        *,
+        is_verdict: bool = False,
+    ) -> Any:
+        """Go through a phase; one that hangs ends all workers, and so does an error at a verdict."""
+
+        def decide(values: list[Any]) -> Any:
+            decided = take(values) if take else None
+            findings = self.findings() if is_verdict else []
+            if any(finding.level == "error" for finding in findings):
+                raise TroubleError(findings)
+            return decided
+
+        limit_s = min(limit_s, max(self._deadline - time.monotonic(), 1.0))
+        try:
+            return self._phases.run(phase, part, limit_s, decide=decide)[1]
+        except HungError as hung:
+            trouble = self._trouble(hung)
+            self._phases.stop(phase, str(trouble))
+            raise trouble from None
+        except TroubleError as trouble:
+            self._phases.stop(phase, str(trouble))
+            raise
+
+    def _hang(self, hung: HungError) -> None:
+        self._take_token_back()
+        self._on_hang(self._trouble(hung))
+
+    def _trouble(self, hung: HungError) -> TroubleError:
+        findings = [*describe(hung, self.names, self._played), *self.findings()]
+        return TroubleError(findings, is_hang=bool(hung.missing))

@@ -1,0 +1,204 @@
+"""The same command on several hosts over ssh: started, shown, stopped and ended as one.
+
+Every host's command hangs on its connection (`remote`), and the connection on this process: nothing outlives it. Which
+ssh, and what else it is to be told, may be said by STORMO_SSH.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import select
+import selectors
+import shlex
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from stormo.errors import EXIT_FAILURE, EXIT_USAGE, SettingError, StormoError
+from stormo.launch.connection import Connection, HostCommand, Pipe
+from stormo.launch.failure import ORDERLY_EXIT_CODES, combined_exit_code
+from stormo.launch.inbox import SignalInbox
+from stormo.launch.relay import write_all
+
+PROGRAM = "STORMO_SSH"
+_SIGNALS = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+_NAMES = {signal.SIGINT: b"INT", signal.SIGTERM: b"TERM", signal.SIGUSR1: b"USR1", signal.SIGHUP: b"TERM"}
+_CONNECTION_FAILED = 255  # ssh's own exit code
+_OTHERS_END_WITHIN_S = 15.0  # after one host has failed, of which their agents know in less
+_READ_REST_S, _NEXT_PIECE_MS = 1.0, 50
+_CLOSE_WITHIN_S = 5.0
+_LET_GO_WITHIN_S = 40.0  # of the end of the connections' input
+
+
+def run_on_hosts(commands: Sequence[HostCommand], environ: Mapping[str, str]) -> int:
+    """Run a command on every host to the end of all; the exit code of the whole."""
+    program = shlex.split(environ.get(PROGRAM, "")) or ["ssh"]
+    if shutil.which(program[0]) is None:
+        raise SettingError(
+            f"{PROGRAM}={environ[PROGRAM]} was set" if environ.get(PROGRAM) else "--launcher ssh was set",
+            f"there is no {program[0]} here",
+            f"install it, or name another one by {PROGRAM}",
+        )
+    _allow_many_pipes()
+    sys.stdout.flush()
+    with SignalInbox(_SIGNALS) as inbox, contextlib.ExitStack() as stack:
+        job = _Job(program, inbox)
+        stack.callback(job.close)
+        job.start(commands)
+        return job.watch()
+
+
+def _allow_many_pipes() -> None:
+    """Three for each host; a thousand hosts would be more than most shells allow at first."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+class _Job:
+    """All hosts."""
+
+    def __init__(self, program: Sequence[str], inbox: SignalInbox) -> None:
+        self._inbox = inbox
+        self._program = program
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(inbox, selectors.EVENT_READ)
+        self._connections: list[Connection] = []
+        self._pipes: list[Pipe] = []
+        self._sentences: set[bytes] = set()  # of stormo's own, that were shown
+        self._interrupts = 0
+        self._let_go_at: float | None = None
+        self._kill_at: float | None = None
+        self._cause_shown = False
+
+    def start(self, commands: Sequence[HostCommand]) -> None:
+        """Open a connection to every host; where one cannot be, `close` ends the others."""
+        for order in commands:
+            try:
+                connection = Connection(order, self._program, is_first=order is commands[0])
+            except OSError as error:
+                started = f"{len(self._connections)} of {len(commands)} connections were opened"
+                raise StormoError(f"{self._program[0]} could not be started: {error}; {started}.") from error
+            self._connections.append(connection)
+            for pipe, target in ((connection.process.stdout, 1), (connection.process.stderr, 2)):
+                assert pipe is not None
+                self._pipes.append(Pipe(connection, pipe.fileno(), target))
+                self._selector.register(self._pipes[-1], selectors.EVENT_READ)
+
+    def watch(self) -> int:
+        """Pass on lines and signals until every connection has ended."""
+        while any(connection.running for connection in self._connections):
+            for key, _ in self._selector.select(0.2):
+                if key.fileobj is self._inbox:
+                    self._take_signals()
+                elif isinstance(key.fileobj, Pipe):
+                    self._read(key.fileobj)
+            for connection in self._connections:
+                self._look(connection)
+            self._keep_time()
+        self._explain_silence()
+        return self._exit_code()
+
+    def close(self) -> None:
+        """Let go of everything; what still runs over there ends by itself when its input does."""
+        for connection in self._connections:
+            connection.let_go()
+            if connection.process.poll() is None:
+                connection.process.terminate()
+        deadline = time.monotonic() + _CLOSE_WITHIN_S
+        for connection in self._connections:
+            connection.end(max(0.0, deadline - time.monotonic()))
+        self._selector.close()
+
+    # --- one round -----------------------------------------------------------------------------------------------
+
+    def _take_signals(self) -> None:
+        for number in self._inbox.read():
+            if number not in _NAMES:
+                continue
+            self._interrupts += number == signal.SIGINT
+            if self._interrupts > 1 and self._kill_at is None:
+                self._kill_at = time.monotonic() + _OTHERS_END_WITHIN_S
+            for connection in self._connections:
+                connection.send(_NAMES[signal.Signals(number)] + b"\n")
+
+    def _read(self, pipe: Pipe) -> None:
+        for bare, line in pipe.read():
+            if pipe.target_fd == 2 and (self._cause_shown or self._was_said(bare)):
+                continue
+            # A line that names its rank needs no host.
+            names_itself = bare.startswith((b"[rank ", b"stormo: rank "))
+            write_all(pipe.target_fd, bare if names_itself else line)
+        if pipe.closed:
+            self._selector.unregister(pipe)
+
+    def _was_said(self, line: bytes) -> bool:
+        """Whether another host has said the same sentence, as all do when the whole job ends."""
+        if not line.startswith(b"stormo: "):
+            return False
+        said = line in self._sentences
+        self._sentences.add(line)
+        return said
+
+    def _look(self, connection: Connection) -> None:
+        if not connection.running or connection.process.poll() is None:
+            return
+        connection.exit_code = connection.process.returncode
+        self._read_rest(connection)
+        if connection.started and connection.exit_code == 0:
+            return
+        if not connection.started and not self._cause_shown:
+            try_it = f"; see whether this works: {shlex.join([*self._program, connection.host, 'true'])}"
+            hint = try_it if connection.exit_code == _CONNECTION_FAILED else ""
+            self._say(f"host {connection.host} did not start its workers: {connection.last_words()}{hint}")
+            self._cause_shown = True  # nothing has begun: what the others say now is a consequence
+            self._let_go_at = time.monotonic()
+        elif self._let_go_at is None and connection.exit_code not in ORDERLY_EXIT_CODES:
+            self._let_go_at = time.monotonic() + _OTHERS_END_WITHIN_S
+
+    def _keep_time(self) -> None:
+        now = time.monotonic()
+        if self._let_go_at is not None and now >= self._let_go_at:
+            for connection in self._connections:
+                connection.let_go()
+            self._let_go_at, self._kill_at = float("inf"), self._kill_at or now + _LET_GO_WITHIN_S
+        if self._kill_at is not None and now >= self._kill_at:
+            for connection in self._connections:
+                if connection.running:
+                    connection.process.kill()
+
+    # --- the end -------------------------------------------------------------------------------------------------
+
+    def _read_rest(self, connection: Connection) -> None:
+        """Read what an ended connection has left in its pipes."""
+        for pipe in self._pipes:
+            if pipe.connection is connection:
+                deadline = time.monotonic() + _READ_REST_S  # something else, as a shared connection, may keep it open
+                poll = select.poll()  # select itself knows no descriptor above 1023
+                poll.register(pipe, select.POLLIN)
+                while not pipe.closed and time.monotonic() < deadline and poll.poll(_NEXT_PIECE_MS):
+                    self._read(pipe)
+
+    def _explain_silence(self) -> None:
+        """Say what is known where a host ended without a word of stormo's."""
+        if self._cause_shown or self._sentences:
+            return
+        for connection in self._connections:
+            if connection.started and connection.exit_code == _CONNECTION_FAILED:
+                why = f" ({connection.last_words()})" if connection.last_lines else ""
+                self._say(f"host {connection.host}: the connection was lost, or the command there was killed{why}")
+                return
+
+    def _say(self, sentence: str) -> None:
+        write_all(2, f"stormo: {sentence}\n".encode())
+
+    def _exit_code(self) -> int:
+        if self._cause_shown:
+            return EXIT_FAILURE
+        codes = [connection.exit_code or 0 for connection in self._connections]
+        if set(codes) <= set(ORDERLY_EXIT_CODES):
+            return combined_exit_code(codes)
+        return EXIT_USAGE if EXIT_USAGE in codes else EXIT_FAILURE

@@ -1,0 +1,209 @@
+"""Copies files in pieces, by several threads, and reads the copy back; no piece counts whose SHA-256 differs.
+
+Large files are cut, so that one file is copied by all threads too. A file has its own name only when it is whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from stormo.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE, SettingError, StormoError
+from stormo.staging.tree import File, Tree, unreadable
+
+PIECE_BYTES = 64 << 20
+_BLOCK_BYTES = 8 << 20
+_NUM_THREADS = 8  # a parallel file system answers several readers faster than one, whatever the number of cores
+_Job = TypeVar("_Job")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copied:
+    """A file of a copy: as it lies there, and the SHA-256 of each of its pieces."""
+
+    name: str
+    num_bytes: int
+    mtime_ns: int  # of the copy, as its file system keeps it
+    pieces: list[str]
+
+
+class StoppedError(StormoError):
+    """The user, or a scheduler, ended the job while data was copied."""
+
+    def __init__(self, signal_number: int) -> None:
+        name = signal.Signals(signal_number).name
+        super().__init__(f"stopped by {name} while the data was copied; nothing was trained.")
+        self.signal_number = signal_number
+        self.exit_code = EXIT_INTERRUPTED if signal_number == signal.SIGINT else EXIT_RESUMABLE
+
+
+def copy_files(
+    tree: Tree, files: Iterable[File], target: Path, partial: Path, stop: Callable[[], int]
+) -> dict[str, Copied]:
+    """Copy files of a data set to where its root is `target`, over what is there.
+
+    What is not whole lies in `partial`; `stop` gives the signal that came, or 0.
+    """
+    under_way = [_File(tree, file, target, partial / str(number)) for number, file in enumerate(files)]
+
+    def copy(job: tuple[_File, int]) -> None:
+        if number := stop():
+            raise StoppedError(number)
+        file, piece = job
+        file.copy(piece)
+
+    _in_parallel(copy, ((file, piece) for file in under_way for piece in range(file.num_pieces)))
+    return {file.copied.name: file.copied for file in under_way}
+
+
+class _File:
+    """One file while it is copied."""
+
+    def __init__(self, tree: Tree, file: File, target: Path, partial: Path) -> None:
+        self._tree, self._file = tree, file
+        self._source, self._path = tree.root / file.name, target / file.name
+        self._partial = partial
+        self.num_pieces = max(1, -(-file.num_bytes // PIECE_BYTES))
+        self._pieces = [""] * self.num_pieces
+        self._num_left = self.num_pieces
+        self._lock = threading.Lock()
+        self.copied: Copied
+
+    def copy(self, number: int) -> None:
+        """Copy one piece and, with the last one, give the file its name."""
+        offset = number * PIECE_BYTES
+        num_bytes = min(PIECE_BYTES, self._file.num_bytes - offset)
+        out = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            sent = self._send(out, offset, num_bytes)
+            kept = _digest(out, offset, num_bytes)
+        finally:
+            os.close(out)
+        if sent != kept:
+            raise StormoError(
+                f"{self._partial} was written and reads back differently (SHA-256 {kept[:12]}, not {sent[:12]}); "
+                "the local storage of this node is not reliable, stage to another folder or take the node out."
+            )
+        self._pieces[number] = sent
+        with self._lock:
+            self._num_left -= 1
+            is_last = self._num_left == 0
+        if is_last:
+            self._finish()
+
+    def _send(self, out: int, offset: int, num_bytes: int) -> str:
+        digest, done, view = hashlib.sha256(), 0, memoryview(bytearray(min(_BLOCK_BYTES, max(num_bytes, 1))))
+        try:
+            source = os.open(self._source, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise unreadable(self._tree.root, self._source, error) from None
+        try:
+            while done < num_bytes:
+                try:
+                    read = os.preadv(source, [view[: num_bytes - done]], offset + done)
+                except OSError as error:
+                    raise unreadable(self._tree.root, self._source, error) from None
+                if read == 0:
+                    raise self._changed()
+                digest.update(view[:read])
+                _write(out, view[:read], offset + done)
+                done += read
+        finally:
+            os.close(source)
+        return digest.hexdigest()
+
+    def _finish(self) -> None:
+        status = self._source.stat()
+        if (status.st_size, status.st_mtime_ns) != (self._file.num_bytes, self._file.mtime_ns):
+            raise self._changed()
+        os.utime(self._partial, ns=(status.st_mtime_ns, status.st_mtime_ns))
+        self._partial.replace(self._path)
+        self.copied = Copied(
+            name=self._file.name,
+            num_bytes=self._file.num_bytes,
+            mtime_ns=self._path.stat().st_mtime_ns,
+            pieces=self._pieces,
+        )
+
+    def _changed(self) -> SettingError:
+        return SettingError(
+            f"{self._tree.root} is to be copied to this node",
+            f"{self._source} was changed while it was copied",
+            "let nothing write there while a job starts",
+        )
+
+
+def find_flaws(target: Path, files: Iterable[Copied], *, reads_content: bool) -> set[str]:
+    """The files of a copy that are not as they were: by size and time, or by their content."""
+    flaws, to_read = set(), []
+    for file in files:
+        try:
+            status = (target / file.name).lstat()
+        except OSError:
+            flaws.add(file.name)
+            continue
+        if (status.st_size, status.st_mtime_ns) != (file.num_bytes, file.mtime_ns):
+            flaws.add(file.name)
+        elif reads_content:
+            to_read.append(file)
+
+    def read(job: tuple[Copied, int]) -> None:
+        file, number = job
+        descriptor = os.open(target / file.name, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            offset = number * PIECE_BYTES
+            if _digest(descriptor, offset, min(PIECE_BYTES, file.num_bytes - offset)) != file.pieces[number]:
+                flaws.add(file.name)
+        except OSError:  # a sector that cannot be read any more
+            flaws.add(file.name)
+        finally:
+            os.close(descriptor)
+
+    _in_parallel(read, ((file, number) for file in to_read for number in range(len(file.pieces))))
+    return flaws
+
+
+def _digest(descriptor: int, offset: int, num_bytes: int) -> str:
+    digest, done, view = hashlib.sha256(), 0, memoryview(bytearray(min(_BLOCK_BYTES, max(num_bytes, 1))))
+    while done < num_bytes:
+        read = os.preadv(descriptor, [view[: num_bytes - done]], offset + done)
+        if read == 0:
+            break
+        digest.update(view[:read])
+        done += read
+    return digest.hexdigest()
+
+
+def _write(out: int, block: memoryview[Any], offset: int) -> None:
+    while block:
+        written = os.pwrite(out, block, offset)
+        block, offset = block[written:], offset + written
+
+
+def _in_parallel(work: Callable[[_Job], None], jobs: Iterator[_Job]) -> None:
+    """Do every job on some thread; the first error ends all, and is raised when no thread is left."""
+    turn, failed = threading.Lock(), threading.Event()
+
+    def pull() -> None:
+        while not failed.is_set():
+            with turn:
+                job = next(jobs, None)
+            if job is None:
+                return
+            try:
+                work(job)
+            except BaseException:
+                failed.set()
+                raise
+
+    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="stormo-staging") as threads:
+        started = [threads.submit(pull) for _ in range(_NUM_THREADS)]
+    for thread in started:
+        thread.result()

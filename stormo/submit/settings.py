@@ -1,0 +1,204 @@
+"""What a user can say of a Slurm job, and which of it cannot hold; everything else is said to `stormo train`."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from stormo.config import option
+from stormo.errors import SettingError
+from stormo.options import Option, options_of, settings_from_toml
+
+SECTION = "slurm"
+_TIMES = (r"(?P<m>\d+)", r"(?P<m>\d+):(?P<s>\d+)", r"(?P<h>\d+):(?P<m>\d+):(?P<s>\d+)")
+_DAYS = (r"(?P<d>\d+)-(?P<h>\d+)", r"(?P<d>\d+)-(?P<h>\d+):(?P<m>\d+)", rf"(?P<d>\d+)-{_TIMES[2]}")
+_UNIT_S = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+_UNLIMITED = ("infinite", "unlimited")
+_REPEATED = {"setup": "\n", "bind": ",", "sbatch": " "}  # what stands between the values of a flag that is repeated
+# What the job's own lines say already; a second word on it would silently win or lose.
+_OURS = {
+    "--array": "--array or --sweep",
+    "--chdir": "the folder you submit from",
+    "--error": "--log",
+    "--job-name": "--job-name",
+    "--nodes": "--num-nodes",
+    "--ntasks": "--num-nodes and --num-gpus",
+    "--ntasks-per-node": "--num-gpus",
+    "--open-mode": "nothing: the log is appended to",
+    "--output": "--log",
+    "--parsable": "nothing: the job's number is printed",
+    "--signal": "--warn-s",
+    "--time": "--time",
+    "--wait": "--follow",
+    "--wrap": "the task",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slurm:
+    """Slurm: the job."""
+
+    slurm: bool = option(True, "submit to Slurm, the one scheduler there is here")
+    time: str | None = option(
+        None, "time limit of one attempt, as Slurm writes it; default the partition's", metavar="[D-]HH:MM:SS"
+    )
+    partition: str | None = option(None, "partition, or several with commas between; default the cluster's")
+    account: str | None = option(None, "account that pays")
+    qos: str | None = option(None, "quality of service")
+    constraint: str | None = option(None, "features that the nodes must have")
+    reservation: str | None = option(None, "reservation to run in")
+    nodelist: str | None = option(None, "nodes that must take part", metavar="NODES")
+    exclude: str | None = option(None, "nodes that must not", metavar="NODES")
+    mem: str | None = option(None, "memory of a node, 0 for all of it", metavar="SIZE[K|M|G|T]")
+    cpus_per_task: int | None = option(None, "processors of one worker")
+    exclusive: bool = option(False, "share the nodes with no other job")
+    job_name: str | None = option(None, "name in the queue; default the run's", metavar="NAME")
+    log: str | None = option(None, "file of the output; default slurm.log in the run folder", metavar="FILE")
+    on_time_limit: Literal["requeue", "chain", "stop"] = option(
+        "requeue", "after the warning: queue the job again, submit another job that goes on, or end"
+    )
+    warn_s: int = option(120, "seconds before the time limit at which the training is told to save", metavar="S")
+    sweep: str | None = option(
+        None, "one run for each combination, as an array job: base_lr=0.01,0.02;seed=0,1", metavar="GRID"
+    )
+    array: str | None = option(None, "one run for each seed, as an array job: 0-4, or 0,7,9", metavar="SEEDS")
+    array_limit: int | None = option(None, "runs of a sweep that run at the same time at most")
+    apptainer: str | None = option(None, "run inside this image, which has stormo", metavar="IMAGE.sif")
+    bind: str | None = option(None, "folders that the image sees too; repeat for more", metavar="FROM[:TO]")
+    setup: str | None = option(
+        None, 'shell lines before the training, such as "module load cuda"; repeat for more', metavar="LINES"
+    )
+    setup_file: str | None = option(None, "the same from a file", metavar="FILE")
+    sbatch: str | None = option(None, 'any other flags of sbatch: "--mail-type=END --nice=10"', metavar="FLAGS")
+    print: bool = option(False, "print the script, submit nothing")
+    follow: bool = option(True, "show the job's output until it ends")
+
+
+def slurm_options() -> list[Option]:
+    """The options of `stormo submit` that are not those of `stormo train`."""
+    return options_of(SECTION, Slurm)
+
+
+def joined(arguments: Sequence[str]) -> list[str]:
+    """The arguments with the values of a flag that may be repeated put together in its first place."""
+    found: dict[str, list[str]] = {}
+    rest: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        name = flag.removeprefix("--")
+        if not flag.startswith("--") or name not in _REPEATED:
+            rest.append(word)
+            continue
+        value = value if equals else next(words, "")
+        if name not in found:
+            rest.append(word)  # its place, filled below
+            found[name] = []
+        found[name].append(value)
+    values = {f"--{name}": f"--{name}={_REPEATED[name].join(parts)}" for name, parts in found.items()}
+    return [values.get(word.partition("=")[0], word) for word in rest]
+
+
+def make_slurm(flags: dict[str, Any], document: dict[str, Any], source: str) -> Slurm:
+    """The settings of the job: a TOML file's section, then flags, checked."""
+    of_file = settings_from_toml({SECTION: document[SECTION]}, slurm_options(), source) if SECTION in document else {}
+    slurm = Slurm(**(of_file | flags))
+    _check(slurm)
+    return slurm
+
+
+def seconds_of(time: str) -> float | None:
+    """The seconds of a time as Slurm writes it; infinite without a limit; None where it is no time."""
+    if time.lower() in _UNLIMITED:
+        return float("inf")
+    for form in (*_TIMES, *_DAYS):
+        match = re.fullmatch(form, time, flags=re.ASCII)
+        if match:
+            seconds = sum(int(count) * _UNIT_S[unit] for unit, count in match.groupdict().items())
+            return float(seconds or "inf")  # Slurm takes 0 for no limit
+    return None
+
+
+def _check(slurm: Slurm) -> None:
+    if not slurm.slurm:
+        raise SettingError("--no-slurm was set", "there is no other scheduler to submit to", "leave it out")
+    _check_time(slurm)
+    if slurm.mem is not None and not re.fullmatch(r"\d+[KMGTkmgt]?", slurm.mem, flags=re.ASCII):
+        raise SettingError(f"--mem {slurm.mem} was set", "it is no size that Slurm reads", "set something like 64G")
+    for flag, value in (("--cpus-per-task", slurm.cpus_per_task), ("--array-limit", slurm.array_limit)):
+        if value is not None and value < 1:
+            raise SettingError(f"{flag} {value} was set", "it must be at least 1", f"set {flag} 1 or more")
+    for name in ("partition", "account", "qos", "constraint", "reservation", "nodelist", "exclude", "job_name", "log"):
+        value = getattr(slurm, name)
+        if value is not None and (not value.strip() or re.search(r'[\n"\\]', value)):
+            flag = f"--{name.replace('_', '-')}"
+            raise SettingError(
+                f"{flag} was set to {value!r}",
+                "a line of an sbatch script holds no such text",
+                "set a name without line ends, double quotes and backslashes",
+            )
+    if slurm.array_limit is not None and slurm.sweep is None and slurm.array is None:
+        raise SettingError(
+            f"--array-limit {slurm.array_limit} was set", "there is one run", "set it with --sweep or --array"
+        )
+    if slurm.sweep is not None and slurm.array is not None:
+        raise SettingError(
+            "--array was set with --sweep", "both say which runs there are", "put the seeds into the sweep: seed=0,1,2"
+        )
+    if slurm.log is not None and (slurm.sweep or slurm.array):
+        raise SettingError(
+            f"--log {slurm.log} was set with a sweep", "every run has a log of its own", "leave --log out"
+        )
+    _check_files(slurm)
+    _check_sbatch(slurm.sbatch or "")
+
+
+def _check_time(slurm: Slurm) -> None:
+    limit_s = None if slurm.time is None else seconds_of(slurm.time)
+    if slurm.time is not None and limit_s is None:
+        raise SettingError(
+            f"--time {slurm.time} was set",
+            "it is no time that Slurm reads",
+            "set minutes (90), hours:minutes:seconds (02:00:00) or days-hours (1-12)",
+        )
+    if not 0 < slurm.warn_s <= 65535:
+        raise SettingError(
+            f"--warn-s {slurm.warn_s} was set", "Slurm warns 1 to 65535 seconds before the limit", "set --warn-s 120"
+        )
+    if limit_s is not None and slurm.warn_s >= limit_s:
+        raise SettingError(
+            f"--time {slurm.time} was set with --warn-s {slurm.warn_s}",
+            f"the limit of {limit_s:g} s leaves no time before a warning {slurm.warn_s} s ahead of it",
+            "set a longer --time or a smaller --warn-s",
+        )
+
+
+def _check_files(slurm: Slurm) -> None:
+    for flag, name in (("--apptainer", slurm.apptainer), ("--setup-file", slurm.setup_file)):
+        if name is not None and not Path(name).exists():
+            raise SettingError(f"{flag} {name} was set", "there is no such file", "check the path")
+    if slurm.log is not None and not Path(slurm.log).parent.is_dir():
+        raise SettingError(f"--log {slurm.log} was set", "there is no such folder", "make it, or set another file")
+    if slurm.bind is not None and slurm.apptainer is None:
+        raise SettingError(
+            f"--bind {slurm.bind} was set", "there is no image that could see it", "set it with --apptainer IMAGE.sif"
+        )
+
+
+def _check_sbatch(flags: str) -> None:
+    try:
+        words = shlex.split(flags)
+    except ValueError as error:
+        raise SettingError(f"--sbatch {flags!r} was set", f"its quotes do not match ({error})", "mend them") from None
+    for word in words:
+        flag = word.partition("=")[0]
+        if not word.startswith("-"):
+            raise SettingError(
+                f"--sbatch {flags!r} was set", f"{word!r} is no flag", "write each as --name=value, in quotes"
+            )
+        if flag in _OURS:
+            raise SettingError(f"--sbatch {flags!r} was set", f"{flag} is said by {_OURS[flag]}", "leave it out there")

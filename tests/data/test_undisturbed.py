@@ -1,0 +1,44 @@
+"""A signal that goes to every process of a job leaves the processes that load data at work."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from torch.utils.data import TensorDataset
+
+from stormo.data.streaming import shut_down, stream
+
+NUM_BATCHES = 40  # far more than are read ahead
+
+
+def read_all_although_the_whole_group_is_signalled() -> None:
+    import os
+    import signal
+
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    batches = [[(index, 0)] for index in range(NUM_BATCHES)]
+    loader = stream(TensorDataset(torch.arange(NUM_BATCHES)), batches, torch.device("cpu"), 1)
+    read: list[int] = []
+    for batch in loader:
+        if not read:
+            os.killpg(0, signal.SIGTERM)
+        read.append(int(batch[0]))
+    assert read == list(range(NUM_BATCHES))
+    shut_down(loader)
+
+
+def test_data_is_loaded_to_the_end_although_the_whole_group_is_told_to_stop() -> None:
+    code = f"import {__name__} as test; test.{read_all_although_the_whole_group_is_signalled.__name__}()"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[2],
+        start_new_session=True,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,124 @@
+"""The verb `doctor`: its flags, and one real run on this machine."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from stormo import cli
+from stormo.doctor import command
+from stormo.doctor.apart import examine
+from stormo.doctor.checks import CHECKS
+from stormo.doctor.finding import Finding
+from tests.programs import run
+
+FOUND = [Finding(check="cores", level="error", text="none", mend="buy some", group="limits")]
+
+
+def test_a_real_machine_is_examined_wholly(tmp_path: Path) -> None:
+    done = run(["-m", "stormo", "doctor", "--json", "--runs-folder", "here/runs"], tmp_path)
+    document = json.loads(done.stdout)
+    assert done.returncode == document["exit_code"] == int(document["counts"]["error"] > 0)
+    assert done.stderr == ""
+    findings = document["findings"]
+    assert list(dict.fromkeys(one["group"] for one in findings)) == list(CHECKS)
+    assert {"group", "check", "level", "where", "text", "mend", "facts"} == set(findings[0])
+    assert not any("the check" in one["text"] for one in findings)  # none failed or took too long
+    by_name = {one["check"]: one for one in findings}
+    assert by_name["gloo"]["level"] == "ok"
+    assert by_name["torch"]["facts"]["torch"]
+    assert by_name["storage-runs"]["facts"]["folder"] == "here/runs"
+    assert by_name["storage-runs"]["facts"]["write_bytes_per_s"] > 0
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, str]]]:
+    """What would be examined; the one finding is an error."""
+    calls: list[tuple[list[str], dict[str, str]]] = []
+
+    def note(names: list[str], folders: dict[str, str]) -> list[Finding]:
+        calls.append((names, folders))
+        return FOUND
+
+    monkeypatch.setattr(command, "examine", note)
+    for name in ("STORMO_DATA", "XDG_CACHE_HOME", "STORMO_LAUNCHER"):
+        monkeypatch.delenv(name, raising=False)
+    return calls
+
+
+def test_flags(asked: list[tuple[list[str], dict[str, str]]], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor"]) == 1
+    assert asked.pop() == (list(CHECKS), {"runs_folder": "runs", "data_folder": "~/.cache/stormo"})
+    assert "to mend\n  error    cores: none\n           → buy some\n\n1 error, 0 ok\n" in capsys.readouterr().out
+    assert cli.main(["doctor", "--only", "limits,devices", "--json"]) == 1
+    assert asked.pop()[0] == ["devices", "limits"]
+    assert json.loads(capsys.readouterr().out)["exit_code"] == 1
+    cli.main(["doctor", "--skip", "storage"])
+    assert asked.pop()[0] == [name for name in CHECKS if name != "storage"]
+
+
+def test_the_commands_of_the_page(
+    asked: list[tuple[list[str], dict[str, str]]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).parents[2] / "docs/clusters/doctor.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^\$ stormo (doctor.*)$", page.partition("## Across a job")[0], re.MULTILINE)
+    assert len(commands) == 4
+    for words in commands:
+        assert cli.main(words.split()) == 1  # the one finding is an error
+    assert len(asked) == 4
+    monkeypatch.setattr(command, "examine", examine)
+    capsys.readouterr()
+    (real,) = [words for words in commands if "--only" in words]
+    assert cli.main(real.split()) in (0, 1)
+    headings = [line for line in capsys.readouterr().out.splitlines() if line.isalpha()]
+    assert headings == real.rpartition(" ")[2].split(",")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--only", "limit"], "did you mean limits?"),
+        (["--skip", ","], "it names no check"),
+        (["--only", "clock", "--skip", "clock"], "leaves nothing"),
+        (["--data-folder", "/no/such"], "there is no such folder"),
+        (["--quick"], "unrecognized arguments: --quick"),
+    ],
+)
+def test_bad_flags_are_refused_before_anything_is_looked_at(
+    asked: list[tuple[list[str], dict[str, str]]], capsys: pytest.CaptureFixture[str], flags: list[str], words: str
+) -> None:
+    assert cli.main(["doctor", *flags]) == 2
+    assert words in capsys.readouterr().err
+    assert not asked
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ"),
+    [
+        (["--num-nodes", "2", "--node-id", "0"], {}),
+        (["--num_gpus=2"], {}),
+        ([], {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}),
+    ],
+)
+def test_several_workers_are_the_jobs_doctor(
+    asked: list[tuple[list[str], dict[str, str]]],
+    monkeypatch: pytest.MonkeyPatch,
+    flags: list[str],
+    environ: dict[str, str],
+) -> None:
+    seen: list[list[str]] = []
+    job = ModuleType("stormo.doctor.job")
+    job.main = lambda arguments: seen.append(arguments) or 0  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "stormo.doctor.job", job)
+    monkeypatch.setattr("stormo.doctor.job", job, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["doctor", *flags]) == 0
+    assert seen == [flags]
+    assert not asked

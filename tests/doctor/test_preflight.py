@@ -1,0 +1,318 @@
+"""The measurements themselves: connections in this process, phases over a store, and a small job on four ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stormo import __version__
+from stormo.doctor import job
+from stormo.doctor.finding import Finding
+from stormo.doctor.measure import measure_device
+from stormo.doctor.measured import Spot
+from stormo.doctor.phases import HungError, Phases
+from stormo.doctor.preflight import Preflight
+from stormo.doctor.reach import Greeter, own_address, require_meeting_point
+from stormo.doctor.trouble import Limits, TroubleError
+from stormo.errors import SettingError, StormoError
+from stormo.launch import Place, alone
+from tests import programs
+
+LOCAL = "127.0.0.1"
+TWO_NODES = replace(alone(), launcher="local", world_size=2, num_nodes=2, master_addr=LOCAL)
+
+
+@pytest.fixture
+def greeter() -> Iterator[Greeter]:
+    made = Greeter(0, LOCAL)
+    yield made
+    made.close()
+
+
+def spot(port: int, node: int = 1) -> Spot:
+    return Spot(rank=node, node=node, local_rank=0, host="other", address=LOCAL, port=port)
+
+
+def serve(answer: Callable[[socket.socket, int], None]) -> int:
+    """A program that is not what it seems: takes one connection and answers in its own way."""
+    listener = socket.create_server((LOCAL, 0))
+    port = int(listener.getsockname()[1])
+
+    def run() -> None:
+        with listener:
+            connection, _ = listener.accept()
+        with connection:
+            answer(connection, port)
+
+    threading.Thread(target=run, daemon=True).start()
+    return port
+
+
+def say_nothing(connection: socket.socket, port: int) -> None:
+    connection.recv(1)
+
+
+def greet_as_another(connection: socket.socket, port: int) -> None:
+    connection.sendall(b"SSH-2.0\n")
+
+
+def drop_large_packets(connection: socket.socket, port: int) -> None:
+    connection.sendall(json.dumps({"node": 1, "port": port}).encode() + b"\n")
+    with connection.makefile("rwb") as lines:
+        while lines.readline() == b"time\n":
+            lines.write(json.dumps({"time": time.time()}).encode() + b"\n")
+            lines.flush()
+        lines.readline()
+
+
+@pytest.mark.parametrize(
+    ("answer", "outcome"),
+    [(say_nothing, "silent"), (greet_as_another, "stranger"), (drop_large_packets, "packets")],
+)
+def test_a_connection_that_opens_is_not_yet_a_node_that_answers(
+    greeter: Greeter, answer: Callable[[socket.socket, int], None], outcome: str
+) -> None:
+    (attempt,) = greeter.try_all([spot(serve(answer))], 1.0)
+    assert (attempt.node, attempt.to, attempt.outcome) == (0, 1, outcome)
+
+
+def test_nodes_greet_each_other_and_tell_their_time(greeter: Greeter) -> None:
+    other = Greeter(1, LOCAL)
+    try:
+        with socket.create_server((LOCAL, 0)) as closed:
+            port = closed.getsockname()[1]
+        well, wrong, refused = greeter.try_all([spot(other.port), spot(other.port, node=2), spot(port)], 20.0)
+    finally:
+        other.close()
+    assert [one.outcome for one in (well, wrong, refused)] == ["ok", "stranger", "refused"]
+    assert well.clock_ahead_s is not None
+    assert abs(well.clock_ahead_s) <= well.clock_error_s + 0.01
+    assert refused.detail == "Connection refused"
+
+
+def test_a_node_is_found_where_its_workers_will_be() -> None:
+    assert own_address(alone()) == LOCAL
+    assert own_address(TWO_NODES, {}) == LOCAL
+    assert own_address(replace(TWO_NODES, master_addr="192.0.2.1"), {"GLOO_SOCKET_IFNAME": "lo"}) == LOCAL
+    with pytest.raises(SettingError, match=r"GLOO_SOCKET_IFNAME=eth77 is set, but host .* has no such interface"):
+        own_address(TWO_NODES, {"GLOO_SOCKET_IFNAME": "eth77"})
+
+
+def test_a_meeting_point_that_cannot_be_reached_is_said_at_once() -> None:
+    with socket.create_server((LOCAL, 0)) as listener:
+        port = listener.getsockname()[1]
+        place = replace(TWO_NODES, rank=1, node_id=1, host="n1", master_port=port)
+        require_meeting_point(place)
+    expected = rf"preflight: node 0 cannot be reached at 127.0.0.1:{port} from node 1 \(n1\): Connection refused; open"
+    with pytest.raises(StormoError, match=expected):
+        require_meeting_point(place)
+    require_meeting_point(replace(place, launcher="slurm"))  # rank 0 may only be on its way
+
+
+def test_a_main_worker_that_hangs_is_found_out_by_its_own_watch() -> None:
+    import torch.distributed as dist
+
+    found: list[HungError] = []
+    hung = threading.Event()
+
+    def on_hang(trouble: HungError) -> None:
+        found.append(trouble)
+        hung.set()
+
+    phases = Phases(dist.HashStore(), 0, 1, on_hang)
+    phases.run("device", lambda: hung.wait(60.0), 0.1)
+    assert [(trouble.phase, trouble.missing) for trouble in found] == [("device", [0])]
+
+
+# --- on several ranks ------------------------------------------------------------------------------------------------
+
+
+class _Meeting:
+    """The store of the ranks' group, as the pre-flight of a training is given it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def shared(self, prefix: str) -> Any:
+        import torch.distributed as dist
+
+        return dist.PrefixStore(f"{self._name}/{prefix}", dist.distributed_c10d._get_default_store())
+
+
+def _as_two_nodes(place: Place) -> Place:
+    return replace(place, num_nodes=2, node_id=place.rank // 2, local_rank=place.rank % 2, local_size=2)
+
+
+def _flight(world: Any, name: str, folder: str, limits: Limits) -> Preflight:
+    def on_hang(trouble: TroubleError) -> None:
+        raise AssertionError(trouble)
+
+    meeting: Any = _Meeting(name)
+    return Preflight(
+        _as_two_nodes(world.place),
+        meeting,
+        backend="gloo",
+        limits=limits,
+        runs_folder=Path(folder),
+        needs_shared_folder=True,
+        on_hang=on_hang,
+    )
+
+
+def _measure(world: Any, folder: str) -> list[tuple[str, str]]:
+    import torch
+
+    before = torch.get_rng_state()
+    flight = _flight(world, "whole", folder, Limits(arrival_s=60.0, one_measurement_s=0.02))
+    flight.connect()
+    assert flight.join(lambda: world) is world
+    flight.measure(world.device)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert flight.decide(lambda: "told") == "told"
+    measured = flight.measured
+    if not world.is_main:
+        assert measured.devices == []
+        return []
+    assert [device.rank for device in measured.devices] == [0, 1, 2, 3]
+    assert all(device.is_exact and device.flops_per_s > 0 for device in measured.devices)
+    assert {(link.a, link.b, link.width) for link in measured.inside} == {(0, 0, 2), (1, 1, 2)}
+    assert [(link.a, link.b, link.width) for link in measured.between] == [(0, 1, 2)]
+    assert measured.overall is not None
+    assert all(link.bytes_per_s > 0 for link in (*measured.inside, *measured.between))
+    return [(finding.check, finding.level) for finding in flight.findings() if finding.level == "error"]
+
+
+def _hang(world: Any, folder: str) -> str:
+    def part() -> None:
+        if world.rank == 2:  # until the others have given it up
+            _Meeting("hang").shared("preflight").wait(["device/verdict"])
+
+    flight = _flight(world, "hang", folder, Limits(arrival_s=60.0))
+    flight.connect()
+    try:
+        flight.gather("device", part, 0.5)
+    except StormoError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _fail(world: Any, folder: str) -> str:
+    flight = _flight(world, "fail", folder, Limits(arrival_s=60.0))
+    flight.connect()
+    try:
+        flight.gather("device", lambda: 1 // (world.rank - 3), 60.0)
+    except StormoError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_four_workers_that_pose_as_two_nodes(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    assert run_ranks(_measure, 4, str(tmp_path / "runs")) == [[], [], [], []]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_worker_that_hangs_or_fails_is_named_to_all(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    main, *others = run_ranks(_hang, 4, str(tmp_path))
+    cause = "preflight: rank 2 (localhost, local rank 0) did not finish a small computation within 0.5 s; look at that"
+    assert main.startswith(f"TroubleError: {cause}")
+    assert all(other.startswith(f"StoppedError: {cause}") for other in others)
+    main, *_ = run_ranks(_fail, 4, str(tmp_path))
+    assert "rank 3 (localhost, local rank 1) failed in the phase device: ZeroDivisionError: " in main
+
+
+_HANGING = """
+import sys, time
+import stormo.doctor.job as job
+import stormo.doctor.preflight as preflight
+from stormo.doctor.measured import Device
+
+def measure(device, rank, budget_s):
+    time.sleep(600.0 if rank == {rank} else 0.0)
+    return Device(rank=rank, name="processor", kind="cpu")
+
+preflight.measure_device = measure
+job.Limits = lambda **limits: preflight.Limits(**limits | {{"device_s": 0.5}})
+job.examine = lambda names, limit_s: []
+sys.exit(job.main([]))
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_doctor_ends_all_workers_when_one_is_stuck_the_main_one_or_another(rank: int, tmp_path: Path) -> None:
+    (tmp_path / "doctor.py").write_text(_HANGING.format(rank=rank))
+    done = programs.run(["doctor.py"], tmp_path, 2)
+    assert done.returncode == 1
+    assert done.stderr.startswith("stormo: rank 0 on host ")
+    assert f"local rank {rank}) did not finish a small computation within 0.5 s; look at" in done.stderr
+    assert f"local rank {rank}): did not finish a small computation" in " ".join(done.stdout.split())
+    assert done.stdout.endswith("1 error, 1 ok\n")
+    assert list(tmp_path.iterdir()) == [tmp_path / "doctor.py"]
+
+
+def test_the_doctor_of_a_job_on_this_machine(tmp_path: Path) -> None:
+    done = programs.run(["-m", "stormo", "doctor", "--num-gpus", "2"], tmp_path, 2)
+    assert done.returncode == ("\n  error " in done.stdout)
+    assert done.stdout.startswith(f"stormo {__version__}: 2 workers on 1 node, gloo; node 0 (")
+    assert {"versions", "runs-folder", "devices", "inside", "all-reduce"} <= set(done.stdout.split())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_measured_and_left_as_it_was() -> None:
+    import torch
+
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    before, reserved = torch.cuda.get_rng_state(device), torch.cuda.memory_reserved(device)
+    first, second = (measure_device(device, 0, 0.1) for _ in range(2))
+    assert first.is_exact
+    assert first.flops_per_s > 1e12
+    assert first.digest == second.digest
+    assert min(first.copy_in_bytes_per_s, first.copy_out_bytes_per_s) > 1e9
+    assert torch.equal(torch.cuda.get_rng_state(device), before)
+    assert torch.cuda.memory_reserved(device) <= reserved
+
+
+# --- the verb --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (["--num-gpus", "2", "--limit-s", "1"], "--limit-s 1 was set, but it must be at least 10"),
+        (["--num-nodes", "1:2"], "--num-nodes 1:2 was set, but the doctor looks at the nodes that are there"),
+        (["--num-gpus", "two"], "--num-gpus was set to 'two'"),
+    ],
+)
+def test_bad_flags_of_the_jobs_doctor(arguments: list[str], match: str) -> None:
+    with pytest.raises(SettingError, match=match):
+        job.main(arguments)
+
+
+def test_the_same_finding_on_many_nodes_is_one() -> None:
+    def note(where: str) -> Finding:
+        return Finding(check="energy", level="note", text="not measured", where=where)
+
+    one, two = job.merged([note("n0"), note("n1"), note("n2"), replace(note("n0"), text="else")])
+    assert (one.where, two.where) == ("n0 and 2 more", "n0")
+
+
+def test_a_driver_that_does_not_answer_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = threading.Event()
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", lambda code: (codes.append(code), ended.set()))
+    monkeypatch.setattr(job, "visible_gpus", lambda: [ended.wait(60.0)] * 0)
+    job.gpus_within(0.01)
+    assert codes == [1]
+    assert " did not answer within 0.01 s; look at the kernel log" in capsys.readouterr().err

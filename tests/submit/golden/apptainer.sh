@@ -1,0 +1,46 @@
+#!/bin/bash
+# Trains the run demo; written by stormo submit.
+#SBATCH --job-name=demo
+#SBATCH --chdir=/home/ada/work
+#SBATCH --output=/scratch/runs/demo/slurm.log
+#SBATCH --open-mode=append
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=8
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@120
+#SBATCH --gres=gpu:a100:8
+
+set -u
+
+job=$SLURM_JOB_ID
+run=demo
+folder=/scratch/runs/demo
+
+note() { printf '%s %s %s\n' "$job" "$(date +%s)" "$*" >> "$folder/slurm-attempts.txt"; }
+
+# Slurm sends USR1 120 s before the time limit: the training ends its step, saves, and ends with 75.
+step= warnings=0
+warn() { while kill -USR1 "$step" 2> /dev/null; do sleep 5; done & }  # until it listens
+trap 'warnings=$((warnings + 1)); [ -z "$step" ] || warn' USR1
+
+saved=$(ls "$folder/checkpoints" 2> /dev/null)
+note start "$SLURM_JOB_NODELIST"
+(
+    trap '' USR1  # what comes before anyone listens ends nothing
+    exec srun bash -c 'trap "" USR1; exec "$@"' - apptainer exec --nv --bind /home/ada/work,/scratch/runs,/data:/mnt /home/ada/work/torch.sif stormo train my_task.py \
+        --num-gpus 8 \
+        --num-nodes 4 \
+        --epochs 90 \
+        --run-name "$run" --resume
+) &
+step=$!
+[ "$warnings" = 0 ] || warn
+seen=-1
+while [ "$seen" != "$warnings" ]; do  # a warning ends `wait`, not the training
+    seen=$warnings
+    wait "$step"
+    code=$?
+done
+note end "$code"
+
+exit "$code"

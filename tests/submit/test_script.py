@@ -1,0 +1,300 @@
+"""The script of a job: its whole text, and what bash makes of it where srun, scontrol and sbatch are small fakes."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from stormo.submit.script import Job, Run, render
+from stormo.submit.settings import Slurm
+from tests.system.hosts import wait_until
+
+GOLDEN = Path(__file__).parent / "golden"
+PLAIN = Job(
+    name="demo",
+    runs=(Run(name="demo"),),
+    is_array=False,
+    slurm=Slurm(time="02:00:00"),
+    setup="",
+    least_nodes=4,
+    most_nodes=4,
+    workers_per_node=8,
+    gpus_per_node=8,
+    folder=Path("/home/ada/work"),
+    runs_folder=Path("/home/ada/work/runs"),
+    python="/home/ada/venv/bin/python",
+    words=("my_task.py", "--num-gpus", "8", "--num-nodes", "4", "--epochs", "90"),
+)
+JOBS = {
+    "plain": PLAIN,
+    "chain": replace(
+        PLAIN,
+        least_nodes=1,
+        words=("my_task.py", "--num-gpus", "8"),
+        slurm=Slurm(
+            time="1-00",
+            partition="gpu,long",
+            account="physics",
+            qos="normal",
+            constraint="a100",
+            reservation="course",
+            nodelist="n[1-4]",
+            exclude="n2",
+            mem="0",
+            cpus_per_task=8,
+            exclusive=True,
+            job_name="ada's run",
+            log="out/50 %.txt",
+            on_time_limit="chain",
+            warn_s=300,
+            sbatch="--mail-type=END --comment='two words'",
+        ),
+        setup="module load cuda\nsource env.sh",
+    ),
+    "sweep": replace(
+        PLAIN,
+        name="rates",
+        is_array=True,
+        runs=(
+            Run(name="rates-0", words=("--base-lr", "0.01", "--task.note", "it's 5 o'clock")),
+            Run(name="rates-1", words=("--base-lr", "0.02", "--task.note", "50 % «ß»")),
+        ),
+        gpus_per_node=0,
+        least_nodes=1,
+        most_nodes=1,
+        workers_per_node=1,
+        slurm=Slurm(array_limit=4),
+    ),
+    "apptainer": replace(
+        PLAIN,
+        runs_folder=Path("/scratch/runs"),
+        slurm=Slurm(apptainer="torch.sif", bind="/data:/mnt", on_time_limit="stop", sbatch="--gres=gpu:a100:8"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_whole_text(name: str) -> None:
+    path = GOLDEN / f"{name}.sh"
+    if os.environ.get("STORMO_UPDATE_GOLDEN"):
+        path.write_text(render(JOBS[name]), encoding="utf-8")
+    assert render(JOBS[name]) == path.read_text(encoding="utf-8")
+
+
+def test_every_script_is_bash_and_no_other_golden_file_is_there() -> None:
+    for path in GOLDEN.iterdir():
+        assert path.stem in JOBS
+        done = subprocess.run(["bash", "-n", str(path)], capture_output=True, check=False)
+        assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_the_page_shows_the_script() -> None:
+    page = Path(__file__).parents[2] / "docs" / "clusters" / "slurm.md"
+    assert f"```bash\n{render(PLAIN)}```" in page.read_text(encoding="utf-8")
+
+
+class Node:
+    """Runs a script in a folder with commands that stand in for Slurm's and note how they were called."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.calls = folder / "calls"
+        self.calls.touch()
+        (folder / "bin").mkdir()
+        for name in ("scontrol", "sbatch"):
+            self.fake(name, "true")
+
+    def fake(self, name: str, body: str) -> None:
+        """Put a command there."""
+        path = self.folder / "bin" / name
+        path.write_text(f'#!/bin/bash\nprintf "%s" {name} >> {self.calls}\nprintf " %q" "$@" >> {self.calls}\n')
+        with path.open("a") as file:
+            file.write(f"echo >> {self.calls}\n{body}\n")
+        path.chmod(0o755)
+
+    def job(self, **changed: object) -> Job:
+        """A job that runs here."""
+        at = {"folder": self.folder, "runs_folder": self.folder / "runs", "python": "python"}
+        job = replace(PLAIN, **{**at, **changed})  # type: ignore[arg-type]
+        for run in job.runs:
+            (job.run_folder(run) / "checkpoints").mkdir(parents=True)
+        return job
+
+    def start(self, job: Job, **environ: str) -> subprocess.Popen[bytes]:
+        """Start the script as Slurm would."""
+        script = self.folder / "job.sh"
+        script.write_text(render(job), encoding="utf-8")
+        told = {
+            "SLURM_JOB_ID": "12",
+            "SLURM_JOB_NODELIST": "n[1-4]",
+            "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
+        }
+        return subprocess.Popen(["bash", str(script)], env={**os.environ, **told, **environ}, cwd=self.folder)
+
+    def called(self) -> list[list[str]]:
+        """Every call so far."""
+        return [shlex.split(line) for line in self.calls.read_text().splitlines()]
+
+    def notes(self, run: str = "demo") -> list[str]:
+        """What the script has noted, without the time."""
+        lines = (self.folder / "runs" / run / "slurm-attempts.txt").read_text().splitlines()
+        return [" ".join([line.split(" ")[0], *line.split(" ")[2:]]) for line in lines]
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(tmp_path)
+
+
+DEAF = ("bash", "-c", 'trap "" USR1; exec "$@"', "-")  # what a task of srun begins with
+SAVES = "mkdir -p runs/demo/checkpoints/step-00000007"
+# A shell cannot listen to a signal that it was started deaf to; srun and Python can.
+LISTENS = """
+import os, pathlib, signal, subprocess, sys, time
+def stop(number, frame):
+    subprocess.run(sys.argv[1], shell=True, check=True)
+    sys.exit(75)
+pathlib.Path("started").touch()
+while sys.argv[2] == "late" and not pathlib.Path("warned").exists():
+    time.sleep(0.01)
+signal.signal(signal.SIGUSR1, stop)
+signal.signal(signal.SIGTERM, stop)
+pathlib.Path("ready").touch()
+while True:
+    time.sleep(0.01)
+"""
+
+
+def _listens(then: str, when: str = "at once") -> str:
+    """A command that runs until it is warned, does something, and ends with 75."""
+    return f"exec {sys.executable} -c {shlex.quote(LISTENS)} {shlex.quote(then)} {shlex.quote(when)}"
+
+
+def _warned(node: Node, job: Job, then: str = SAVES) -> int:
+    """Warn a job once its training runs; the exit code of the job."""
+    node.fake("srun", _listens(then))
+    process = node.start(job)
+    wait_until((node.folder / "ready").exists, 60.0, "the training did not start")
+    process.send_signal(signal.SIGUSR1)
+    return process.wait(60.0)
+
+
+def test_after_the_warning_the_job_is_queued_again(node: Node) -> None:
+    assert _warned(node, node.job()) == 75
+    assert node.called()[1:] == [["scontrol", "requeue", "12"]]
+    assert node.notes() == ["12 start n[1-4]", "12 end 75", "12 requeue"]
+
+
+def test_a_warning_that_comes_before_the_training_listens_is_given_again(node: Node) -> None:
+    node.fake("srun", _listens(SAVES, "late"))
+    node.fake("sleep", "/bin/sleep 0.05")  # between two warnings
+    process = node.start(node.job())
+    wait_until((node.folder / "started").exists, 60.0, "the training did not start")
+    process.send_signal(signal.SIGUSR1)
+    wait_until(lambda: ["sleep", "5"] in node.called(), 60.0, "no warning was given")
+    (node.folder / "warned").touch()
+    assert process.wait(60.0) == 75
+    assert ["scontrol", "requeue", "12"] in node.called()
+
+
+def test_where_slurm_does_not_queue_it_again_another_job_goes_on(node: Node) -> None:
+    node.fake("scontrol", "exit 1")
+    node.fake("sbatch", "echo '13;cluster'")
+    assert _warned(node, node.job()) == 75
+    script = str(node.folder / "runs" / "demo" / "job.sh")
+    assert node.called()[2:] == [["sbatch", "--parsable", "--dependency=afterany:12", script]]
+    assert node.notes()[2:] == ["12 requeue", "12 chain 13"]
+
+
+def test_an_attempt_without_a_step_is_the_last(node: Node) -> None:
+    assert _warned(node, node.job(), then="true") == 75
+    assert [call[0] for call in node.called()] == ["srun"]
+
+
+def test_with_stop_the_warning_is_the_end(node: Node) -> None:
+    assert _warned(node, node.job(slurm=Slurm(on_time_limit="stop"))) == 75
+    assert [call[0] for call in node.called()] == ["srun"]
+
+
+@pytest.mark.parametrize("code", [0, 1, 75])
+def test_an_end_without_a_warning_is_the_end_of_the_job(node: Node, code: int) -> None:
+    node.fake("srun", f"{SAVES}; exit {code}")
+    assert node.start(node.job()).wait(60.0) == code
+    assert [call[0] for call in node.called()] == ["srun"]
+    assert node.notes() == ["12 start n[1-4]", f"12 end {code}"]
+
+
+def test_a_job_that_is_cancelled_is_not_queued_again(node: Node) -> None:
+    node.fake("srun", _listens(SAVES))
+    process = node.start(node.job())
+    wait_until((node.folder / "ready").exists, 60.0, "the training did not start")
+    step = int(subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, check=True).stdout.split()[0])
+    process.terminate()
+    os.kill(step, signal.SIGTERM)  # Slurm signals all of them
+    assert process.wait(60.0) == -signal.SIGTERM
+    wait_until((node.folder / "runs/demo/checkpoints/step-00000007").exists, 60.0, "the training did not save")
+    assert [call[0] for call in node.called()] == ["srun"]
+
+
+def test_every_word_reaches_the_training_as_it_was_typed(node: Node) -> None:
+    odd = ["--task.a", 'it\'s "quoted" $HOME `x` \\n', "--task.b=-1", "--task.c", "ß 5 %\nsecond line", "--no-compile"]
+    node.fake("srun", "true")
+    assert node.start(node.job(words=("my task.py", *odd))).wait(60.0) == 0
+    text = node.calls.read_text()
+    seen = (
+        subprocess.run(["bash", "-c", f"printf '%s\\0' {text}"], capture_output=True, check=True)
+        .stdout.decode()
+        .split("\0")[:-1]
+    )
+    assert seen == [
+        "srun",
+        *DEAF,
+        "python",
+        "-m",
+        "stormo",
+        "train",
+        "my task.py",
+        *odd,
+        "--run-name",
+        "demo",
+        "--resume",
+    ]
+
+
+def test_a_task_of_an_array_has_its_own_run_and_settings(node: Node) -> None:
+    runs, words = JOBS["sweep"].runs, ("my_task.py",)
+    node.fake("srun", _listens("mkdir runs/rates-1/checkpoints/step-1"))
+    node.fake("scontrol", "exit 1")
+    node.fake("sbatch", "echo 21")
+    process = node.start(
+        node.job(name="rates", is_array=True, runs=runs, words=words),
+        **{"SLURM_JOB_ID": "14", "SLURM_ARRAY_JOB_ID": "13", "SLURM_ARRAY_TASK_ID": "1"},
+    )
+    wait_until((node.folder / "ready").exists, 60.0, "the training did not start")
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(60.0) == 75
+    srun, _, sbatch = node.called()
+    assert srun[9:11] == ["my_task.py", "--base-lr"]
+    assert srun[-3:] == ["--run-name", "rates-1", "--resume"]
+    assert sbatch[1:4] == ["--parsable", "--dependency=afterany:14", "--array=1"]
+    assert node.notes("rates-1") == ["13_1 start n[1-4]", "13_1 end 75", "13_1 requeue", "13_1 chain 21_1"]
+
+
+def test_an_image_gets_the_command_and_sees_the_folders(node: Node) -> None:
+    node.fake("srun", 'exec "$@"')
+    node.fake("apptainer", "true")
+    (node.folder / "out").mkdir()
+    job = node.job(slurm=JOBS["apptainer"].slurm, runs_folder=node.folder / "out" / "runs", words=("fashion-mnist",))
+    assert node.start(job).wait(60.0) == 0
+    folder = str(node.folder)
+    assert node.called()[1] == [
+        *("apptainer", "exec", "--nv", "--bind", f"{folder},{folder}/out/runs,/data:/mnt", f"{folder}/torch.sif"),
+        *("stormo", "train", "fashion-mnist", "--run-name", "demo", "--resume"),
+    ]

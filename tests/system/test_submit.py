@@ -1,0 +1,265 @@
+"""Trainings as Slurm jobs: submitted, followed, warned of their time limit, preempted, cancelled, and always exact.
+
+Jobs of one test run beside another: the controller looks at time limits every 30 seconds only.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stormo.energy import read_bill
+from stormo.telemetry.files import read_events
+from tests.system.hosts import Host, Job, wait_until
+from tests.system.runs import HERE, PYTHON, Digests, digests_of
+from tests.system.slurm import Cluster
+
+STORMO = (PYTHON, "-m", "stormo")
+DEADLINE_S = 240.0
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> None:
+    """What is left behind is looked at when all tests of this file are done."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_is_left_at_last(hosts: tuple[Host, Host]) -> Iterator[None]:
+    yield
+    try:
+        wait_until(
+            lambda: not any(host.leftovers() for host in hosts), 60.0, lambda: str([one.leftovers() for one in hosts])
+        )
+    finally:
+        for host in hosts:
+            host.end_jobs()
+
+
+class Run:
+    """One submitted run in a folder of its own, held up until it is let go."""
+
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
+        self.cluster, self.folder = cluster, folder
+        folder.mkdir()
+        self.hold = folder / "hold"
+        self.hold.touch()
+        self.path = folder / "run"
+
+    def submit(self, *options: str, **environ: str) -> Job:
+        """Start `stormo submit`."""
+        settings = ["--deterministic", "--epochs", "3", "--target-accuracy", "1", "--patience", "100"]
+        place = ["--runs-folder", str(self.folder), "--run-name", "run", "--device", "cpu", "--num-gpus", "2"]
+        words = [*settings, *place, "--task.hold", str(self.hold), "--timeout", "60"]
+        settled = [f"{name}={value}" for name, value in environ.items()]
+        return self.cluster.start("env", *settled, *STORMO, "submit", str(HERE / "held_task.py"), *words, *options)
+
+    def call(self, verb: str, *options: str) -> str:
+        """Run another verb on it; what it says."""
+        return self.cluster.command(*STORMO, verb, *options, "--runs-folder", str(self.folder))
+
+    def status(self) -> dict[str, Any]:
+        """What `stormo status` says."""
+        (row,) = json.loads(self.call("status", "run", "--json"))
+        return dict(row)
+
+    def warn(self) -> None:
+        """Send what Slurm sends ahead of the time limit, as it does."""
+        self.cluster.command("scancel", "--batch", "--signal=USR1", self.status()["job"])
+
+    def wait_for_start(self, number: int) -> None:
+        """Wait until the training has begun, or gone on, so many times."""
+        wait_until(lambda: len(self.jobs()) >= number, DEADLINE_S, lambda: f"no start {number}: {self.attempts()}")
+
+    def wait_for(self, words: str, times: int = 1) -> None:
+        """Wait until the log of the job has it."""
+        log = self.path / "slurm.log"
+
+        def text() -> str:
+            return log.read_text(errors="replace") if log.exists() else ""
+
+        wait_until(lambda: text().count(words) >= times, DEADLINE_S, lambda: f"{words!r} did not come in:\n{text()}")
+
+    def jobs(self) -> list[tuple[int | None, str, int, str]]:
+        """Of every start of the training: the step it went on from, its job, restarts and nodes."""
+        starts = [event for event in read_events(self.path / "events.jsonl") if event["event"] == "run_started"]
+        return [
+            (start["resumed_at_step"], start["job"]["id"], start["job"]["restarts"], start["job"]["nodes"])
+            for start in starts
+        ]
+
+    def attempts(self) -> list[list[str]]:
+        """The lines that the script has noted, each as the job, the time, and what happened."""
+        return [line.split(" ", 2) for line in (self.path / "slurm-attempts.txt").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def make_run(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+    return lambda name: Run(cluster, tmp_path_factory.mktemp("submit") / name)
+
+
+@pytest.fixture(scope="module")
+def limited(make_run: Callable[[str], Run]) -> tuple[Run, Job]:
+    """A training that is longer than its time limit, under way while other tests run."""
+    run = make_run("limited")
+    trace = run.folder / "trace.jsonl"
+    source = {"id": "cpu", "kind": "cpu", "name": "a CPU", "method": "counter", "resolution_j": 1e-6}
+    lines: list[dict[str, Any]] = [{"sources": [source | {"interval_s": 0.001}], "origin_unix_s": time.time()}]
+    lines += [{"time_s": t, "raw": {"cpu": 90.0 * t}} for t in range(3600)]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run, run.submit("--nodelist", "n1", "--time", "1", "--warn-s", "30", STORMO_ENERGY_TRACE=str(trace))
+
+
+@pytest.fixture(scope="module")
+def preempted(make_run: Callable[[str], Run]) -> tuple[Run, Job]:
+    """A training that has a node for itself, for now."""
+    run = make_run("preempted")
+    return run, run.submit("--nodelist", "n2", "--exclusive", "--num-gpus", "1")
+
+
+def test_what_slurm_refuses_is_one_sentence_with_its_own_reason_and_leaves_nothing(
+    make_run: Callable[[str], Run],
+) -> None:
+    run = make_run("refused")
+    for options, reason, instead in (
+        (["--partition", "nope"], "invalid partition specified: nope", "set --partition to one of: all, urgent"),
+        (["--partition", "physics", "--account", "chemistry"], "account", "set --account to one of yours"),
+        (["--num-nodes", "3"], "node", "sinfo --Node --long"),
+        (["--cpus-per-task", "64"], "more processors requested than permitted", "ask for fewer workers"),
+        (["--device", "cuda"], "generic resource", "or --device cpu"),
+    ):
+        job = run.submit(*options)
+        assert job.wait() == 2, job.out
+        assert job.out == ""
+        assert job.err.startswith("stormo: the job was handed to Slurm, but sbatch refused it ("), job.err
+        assert job.err.count("\n") == 1
+        assert reason in job.err.lower()
+        assert instead in job.err
+        assert not run.path.exists()
+
+
+@pytest.mark.usefixtures("preempted")  # which has the time to start meanwhile
+def test_a_chained_job_shares_a_node_with_another_and_goes_on_where_requeueing_is_not_wanted(
+    make_run: Callable[[str], Run],
+    limited: tuple[Run, Job],
+    local_digests: Callable[[int], Digests],
+) -> None:
+    run, (other, _) = make_run("chained"), limited
+    job = run.submit("--nodelist", "n1", "--on-time-limit", "chain", "--time", "10")
+    other.wait_for_start(1)
+    run.wait_for_start(1)
+    first = run.status()
+    assert (first["state"], first["why"]) == ("running", "n1")
+    assert (other.status()["state"], other.status()["why"]) == ("running", "n1")
+    again = run.submit("--resume")
+    assert again.wait() == 2
+    assert f"job {first['job']} carries it already (running)" in again.err
+    run.warn()
+    run.hold.unlink()
+    assert job.wait(DEADLINE_S) == 0, job.out + job.err
+    assert job.err == ""
+    assert job.out.count("Epoch = 3:") == 1
+    assert digests_of(run.folder) == local_digests(2)
+    (_, first_job, _, _), (step, second_job, restarts, _) = run.jobs()
+    assert (first_job, restarts) == (first["job"], 0)
+    assert second_job == run.status()["job"] != first_job
+    assert step is not None
+    notes = [(job_id, what) for job_id, _, what in run.attempts()]
+    assert notes == [
+        *((first_job, "start n1"), (first_job, "end 75"), (first_job, f"chain {second_job}")),
+        *((second_job, "start n1"), (second_job, "end 0")),
+    ]
+
+
+def test_a_job_that_is_preempted_and_then_loses_its_node_ends_with_the_same_bits(
+    cluster: Cluster, preempted: tuple[Run, Job], local_digests: Callable[[int], Digests]
+) -> None:
+    run, job = preempted
+    run.wait_for_start(1)
+    urgent = ("sbatch", "--partition=urgent", "--nodelist=n2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
+    cluster.command(*urgent)
+    run.wait_for("PREEMPTION")
+    run.wait_for_start(2)
+    cluster.command("scontrol", "update", "nodename=n2", "state=down", "reason=tests")
+    wait_until(lambda: run.status()["state"] == "waiting", DEADLINE_S, "it was not queued again")
+    run.hold.unlink()
+    cluster.command("scontrol", "update", "nodename=n2", "state=resume")
+    assert job.wait(DEADLINE_S) == 0, job.out + job.err
+    assert digests_of(run.folder) == local_digests(1)
+    starts = run.jobs()
+    assert [(restarts, nodes) for _, _, restarts, nodes in starts] == [(0, "n2"), (1, "n2"), (2, "n2")]
+    assert len({job_id for _, job_id, _, _ in starts}) == 1
+    assert starts[1][0] is not None
+    # Slurm itself has queued the job again, both times; the script has not.
+    assert not [what for _, _, what in run.attempts() if what == "requeue"]
+
+
+def test_a_sweep_is_an_array_job_of_which_ctrl_c_ends_the_following_alone_and_cancel_one_run_for_good(
+    cluster: Cluster, make_run: Callable[[str], Run]
+) -> None:
+    run = make_run("sweep")
+    options = ["--sweep", "seed=0,1", "--array-limit", "1", "--job-name", "it's a näme", "--epochs", "1"]
+    job = run.submit(*options, "--nodelist", "n2", "--num-gpus", "1")
+    job.wait_for("1 running, 1 waiting", DEADLINE_S)
+    job.process.send_signal(signal.SIGINT)
+    assert job.wait() == 130
+    first, second = (run.folder / name for name in ("run-0", "run-1"))
+    number = json.loads((first / "slurm.json").read_text())["job_id"].partition("_")[0]
+    assert job.out.splitlines()[-1].startswith(f"job {number} goes on; stormo status run --runs-folder {run.folder}")
+    assert "it's a näme" in cluster.command("squeue", "--noheader", f"--job={number}", "--format=%j")
+    follower = cluster.start(*STORMO, "status", str(first), "--follow")
+    follower.wait_for("starts from the beginning", DEADLINE_S)
+    said = run.call("cancel", f"{number}_0")
+    assert said == f"job {number}_0 of run {first} is cancelled; what it has saved is kept\n"
+    assert follower.wait(DEADLINE_S) != 0
+    assert f"job {number}_0 was cancelled; " in follower.out
+    run.hold.unlink()
+    follower = cluster.start(*STORMO, "status", str(second), "--follow")
+    assert follower.wait(DEADLINE_S) == 0, follower.out
+    assert "Epoch = 1:" in follower.out
+    rows = json.loads(run.call("status", number, "--json"))
+    assert [(row["run"], row["settings"], row["state"], row["starts"]) for row in rows] == [
+        ("run-0", ["--seed", "0"], "cancelled", 1),
+        ("run-1", ["--seed", "1"], "done", 1),
+    ]
+    assert json.loads((second / "summary.json").read_text())["stopped_by"] == "epochs"
+    assert run.call("cancel", "run-0").endswith("has ended already (cancelled)\n")
+
+
+def test_a_time_limit_shorter_than_the_training_is_lived_with_and_all_attempts_are_one_run(
+    limited: tuple[Run, Job], local_digests: Callable[[int], Digests]
+) -> None:
+    run, job = limited
+    run.wait_for("stopped at step", times=2)
+    run.hold.unlink()
+    assert job.wait(DEADLINE_S) == 0, job.out + job.err
+    assert job.err == ""
+    number = run.status()["job"]
+    lines = job.out.splitlines()
+    assert lines[0] == f"job {number}: run run in {run.path}, log {run.path / 'slurm.log'}"
+    assert lines[-1] == f"job {number} is done; stormo show {run.path} tells the result"
+    assert job.out.count("Epoch = 1:") == job.out.count("Epoch = 3:") == 1
+    assert digests_of(run.folder) == local_digests(2)
+    starts = run.jobs()
+    assert len(starts) >= 3  # on a slow machine more
+    assert [(job_id, restarts) for _, job_id, restarts, _ in starts] == [(number, n) for n in range(len(starts))]
+    again = ["start n1", "end 75", "requeue"] * (len(starts) - 1)
+    assert [what for _, _, what in run.attempts()] == [*again, "start n1", "end 0"]
+    bill = read_bill(run.path)
+    assert all(attempt.resumed_at_step == start[0] for attempt, start in zip(bill.attempts, starts, strict=True))
+    # What it drew and how long it took do not count the time in the queue.
+    times = [int(at) for _, at, what in run.attempts() if what.startswith(("start", "end"))]
+    ran_s = sum(end - begin for begin, end in zip(times[::2], times[1::2], strict=True))
+    summary = json.loads((run.path / "summary.json").read_text())
+    assert summary["train_time_s"] < summary["wall_time_s"] < ran_s + len(starts)
+    assert 0 < summary["energy_j"] < 90.0 * (ran_s + len(starts))
+    shown = run.call("show", "run")
+    assert f"  from step {starts[2][0]} with 2 workers: Slurm job {number}, restart 2, on n1\n" in shown
+    page = run.path / "report.html"
+    run.call("report", "run")
+    assert f"Slurm job {number}, restart 2, on n1" in page.read_text(encoding="utf-8")
