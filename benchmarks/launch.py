@@ -5,14 +5,16 @@
 The same script (`launch_script.py`, DDP by hand, nothing of stormo in it) is started by torchrun and by `stormo run`;
 the time runs from just before the command is started until rank 0 has ended its first optimizer step. They take turns,
 in random order within a pair, after one round that is not measured and leaves all files in memory. A ratio is stormo's
-time over torchrun's, pair by pair; its median must not exceed 1. Beside it, against the same torchrun: the script
-with stormo.World under `stormo run`, and the same network and data as a task of `stormo train` with everything that is
-on by default: checks, rehearsal, run folder, energy.
+time over torchrun's, pair by pair; its median must not exceed 1. CPU time of all processes, to their end, is shown
+too, which tells on a busy machine whether a difference is work or waiting. Beside it, against the same torchrun: the
+script with stormo.World under `stormo run`, and the same network and data as a task of `stormo train` with everything
+that is on by default: checks, rehearsal, run folder, energy.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import statistics
 import subprocess
@@ -23,7 +25,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.command import one_thread, result_line, train_command
-from benchmarks.turns import ratios
+from benchmarks.turns import Times, ratios
 
 PROMISED = 1.0
 NUM_WORKERS = 2
@@ -72,33 +74,43 @@ SIDES: dict[str, tuple[str, Callable[[Path], list[str]]]] = {
 }
 
 
-def start(command: list[str], file: Path) -> float:
-    """Seconds until the first step; the command is run to its end, and ends the benchmark if it fails."""
-    began_s = time.monotonic()
+def start(command: list[str], file: Path) -> tuple[float, float]:
+    """Seconds until the first step, and of CPU; the command is run to its end, and ends the benchmark if it fails."""
+    began_s, began_cpu_s = time.monotonic(), _cpu_s()
     done = subprocess.run(
         command, cwd=_ROOT, env=one_thread(), capture_output=True, text=True, check=False, timeout=_TIMEOUT_S
     )
     if done.returncode or not file.exists():
         sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
-    return float(file.read_text(encoding="utf-8")) - began_s
+    return float(file.read_text(encoding="utf-8")) - began_s, _cpu_s() - began_cpu_s
 
 
-def measure(names: Sequence[str], num_pairs: int, num_warm_ups: int) -> list[list[float]]:
+def _cpu_s() -> float:
+    """Of all processes that were started here and have ended."""
+    times = os.times()
+    return times.children_user + times.children_system
+
+
+def measure(names: Sequence[str], num_pairs: int, num_warm_ups: int) -> Times:
     """Seconds of every side in every pair."""
     draw = random.Random(0)
-    times_s: list[list[float]] = []
+    times = Times(wall_s=[], cpu_s=[])
     with tempfile.TemporaryDirectory() as folder:
         for pair in range(-num_warm_ups, num_pairs):
-            taken_s = [0.0] * len(names)
+            wall_s, cpu_s = [0.0] * len(names), [0.0] * len(names)
             for side in draw.sample(range(len(names)), len(names)):
                 file = Path(folder, f"{names[side]}-{pair}")
-                taken_s[side] = start(SIDES[names[side]][1](file), file)
-            print(
-                "  ".join(f"{name} {seconds:.2f} s" for name, seconds in zip(names, taken_s, strict=True)), flush=True
-            )
+                wall_s[side], cpu_s[side] = start(SIDES[names[side]][1](file), file)
+            print("  ".join(f"{name} {seconds:.2f} s" for name, seconds in zip(names, wall_s, strict=True)), flush=True)
             if pair >= 0:
-                times_s.append(taken_s)
-    return times_s
+                times.wall_s.append(wall_s)
+                times.cpu_s.append(cpu_s)
+    return times
+
+
+def compared(times_s: list[list[float]], side: int) -> tuple[float, float, float]:
+    """Median and quartiles of a side's time over torchrun's; a single pair has no others beside it."""
+    return ratios(times_s if len(times_s) > 1 else times_s * 2, side)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -112,20 +124,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not set(also) <= {"world", "train"}:
         parser.error(f"--also {options.also}: choose among world, train and none")
     names = ["torchrun", "run", *also]
-    times_s = measure(names, options.pairs, options.warm_ups)
+    times = measure(names, options.pairs, options.warm_ups)
     figures: dict[str, float | int] = {}
     for side, name in enumerate(names):
-        seconds = statistics.median(pair[side] for pair in times_s)
-        print(f"{SIDES[name][0]}: {seconds:.2f} s (median)", end="")
-        if side == 0:
-            print()
-            continue
-        median, lower, upper = ratios(times_s if len(times_s) > 1 else times_s * 2, side)
-        print(f"; over torchrun's: {median:.3f}, quartiles {lower:.3f} to {upper:.3f}")
-        if name == "run":
-            figures = {"median_ratio": median, "q25": lower, "q75": upper, "pairs": len(times_s)}
-        else:
-            figures[f"{name}_median_ratio"] = median
+        wall_s, cpu_s = (statistics.median(pair[side] for pair in seconds) for seconds in (times.wall_s, times.cpu_s))
+        against = ""
+        if side:
+            median, lower, upper = compared(times.wall_s, side)
+            against = f"; over torchrun's: median {median:.3f}, quartiles {lower:.3f} to {upper:.3f}"
+            if name == "run":
+                figures = {"median_ratio": median, "q25": lower, "q75": upper, "pairs": len(times.wall_s)}
+                figures["cpu_median_ratio"] = compared(times.cpu_s, side)[0]
+            else:
+                figures[f"{name}_median_ratio"] = median
+                figures[f"{name}_cpu_median_ratio"] = compared(times.cpu_s, side)[0]
+        print(f"{SIDES[name][0]}: {wall_s:.2f} s, {cpu_s:.2f} s of CPU{against}")
     print(result_line(figures))
     return 0 if figures["median_ratio"] <= PROMISED else 1
 

@@ -6,6 +6,7 @@ The agent and the rendezvous are torch's; here is what ends a training for good,
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -50,7 +51,7 @@ from stormo.errors import (
     counted,
 )
 from stormo.launch.address import shown
-from stormo.launch.elastic import Elastic
+from stormo.launch.elastic import Elastic, check_same, nobody_answered
 from stormo.launch.relay import write_all
 from stormo.launch.torchrun import AGENT
 from stormo.process import STARTED
@@ -59,12 +60,20 @@ from stormo.telemetry.files import RunFolder
 _LAST_CALL_S = 5  # for more nodes to come, once the least number is there
 _HEARTBEAT_S, _NUM_HEARTBEATS = 2, 5  # a node without one for their product is lost
 _READ_S = 60.0
+_SETTINGS = "stormo/settings"  # in the store: what the training was told
 _MONITOR_S = 0.1
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 _FOR_GOOD = {EXIT_USAGE, EXIT_DIVERGED, EXIT_INTERRUPTED}  # how a worker ends that is not to be started again
 
 
-def run_agent(node: Elastic, listener: socket.socket | None, command: Sequence[str]) -> int:
+def run_agent(
+    node: Elastic,
+    listener: socket.socket | None,
+    command: Sequence[str],
+    *,
+    settings: Mapping[str, str],
+    given: Mapping[str, str],
+) -> int:
     """Start the workers of this node, again and again as nodes come and go or fail; the exit code of the training."""
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.ERROR)  # torch's agent reports every end at length; what matters is said here
@@ -76,7 +85,9 @@ def run_agent(node: Elastic, listener: socket.socket | None, command: Sequence[s
     where = shown(node.address, node.port)
     agent: _Agent | None = None
     try:
-        handler = _rendezvous(node, listener)
+        store = _store(node, listener)
+        _agree(store, node, settings if listener is not None else None, given)
+        handler = _rendezvous(node, store)
         with (
             tempfile.TemporaryDirectory(prefix="stormo-elastic-", ignore_cleanup_errors=True) as folder,
             _closed_at_the_end(handler),
@@ -121,8 +132,8 @@ def _say(text: str) -> None:
     write_all(2, f"stormo: {text}\n".encode())
 
 
-def _rendezvous(node: Elastic, listener: socket.socket | None) -> DynamicRendezvousHandler:
-    """Where the nodes meet: torch's rendezvous over a store that listens on one address alone."""
+def _store(node: Elastic, listener: socket.socket | None) -> dist.TCPStore:
+    """What the nodes meet over; it listens on one address alone."""
     timeout = timedelta(seconds=node.timeout_s)
     try:
         if listener is not None:
@@ -138,11 +149,28 @@ def _rendezvous(node: Elastic, listener: socket.socket | None) -> DynamicRendezv
         else:
             store = dist.TCPStore(node.address, node.port, is_master=False, timeout=timeout)
     except dist.DistError:
-        raise StormoError(
-            f"nobody answered at {shown(node.address, node.port)} within {node.timeout_s:g} s; "
-            "check --master-addr and --master-port, and that the node of that address was started."
-        ) from None
+        raise nobody_answered(node) from None
     store.set_timeout(timedelta(seconds=_READ_S))
+    return store
+
+
+def _agree(store: dist.TCPStore, node: Elastic, settings: Mapping[str, str] | None, given: Mapping[str, str]) -> None:
+    """Tell the settings of the training where this node holds the meeting point; elsewhere see that they are its own.
+
+    The nodes that are there would stop their work to let this one in, and only then find that it was told otherwise.
+    """
+    if settings is not None:
+        store.set(_SETTINGS, json.dumps(dict(settings)))
+        return
+    try:
+        told = json.loads(store.get(_SETTINGS))
+    except dist.DistError:
+        raise nobody_answered(node) from None
+    check_same(told, given, shown(node.address, node.port))
+
+
+def _rendezvous(node: Elastic, store: dist.TCPStore) -> DynamicRendezvousHandler:
+    """Where the nodes meet: torch's rendezvous."""
     parameters = RendezvousParameters(
         backend="c10d",
         endpoint=shown(node.address, node.port),

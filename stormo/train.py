@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib
 import os
 import sys
 from dataclasses import replace
@@ -12,15 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from stormo import __version__, dry_run, options
-from stormo.ahead import started_ahead
 from stormo.config import EFFECTIVE, Effective, Optimizer, TrainConfig, least_nodes
 from stormo.errors import EXIT_DIVERGED, EXIT_FAILURE, SettingError, StormoError, full_disk
 from stormo.hardware import visible_gpus
 from stormo.hosts import hosts_of, on_hosts, start_on_hosts
 from stormo.launch import Place, alone, open_lifeline, run_node
-from stormo.launch.elastic import becomes_agent, check_elastic, elastic_node, open_meeting_point
+from stormo.launch.elastic import (
+    becomes_agent,
+    check_elastic,
+    elastic_node,
+    open_meeting_point,
+    wait_for_meeting_point,
+)
 from stormo.launch.torchrun import check_restarts, end_with_agent, launch_id, note_failure
-from stormo.launch.waiting import WaitingWorkers, starts_ahead, wait_until_needed
 from stormo.layout import Layout, resolve_layout
 from stormo.mesh import PRESETS
 from stormo.nodes import find_place, launched_by, node_of
@@ -46,15 +49,6 @@ _BATCH_AND_RATE = ("batch_size", "global_batch_size", "base_lr", "base_batch_siz
 
 
 def main(arguments: list[str]) -> int:
-    """Start the workers ahead of time where that pays, or be one of them, and go."""
-    if starts_ahead(os.environ):  # torch takes seconds, which the agent needs too to read the task
-        wait_until_needed(os.environ, load=lambda: importlib.import_module("stormo.worker"))
-    flags = options.peek_flags(arguments, options.train_options(), _looks_like_task)
-    with started_ahead(_command(arguments), flags) as ahead:
-        return _main(arguments, ahead)
-
-
-def _main(arguments: list[str], ahead: WaitingWorkers | None) -> int:
     """Read the settings, see who this process is, and go."""
     config, task_class = read_settings(arguments)
     check_task(task_class)
@@ -91,7 +85,7 @@ def _main(arguments: list[str], ahead: WaitingWorkers | None) -> int:
         if not task.needs_data_for_facts():
             resolve(config, layout, task.facts())  # whatever is wrong is said before any process starts
         with staging.cleaned_up(config.command):
-            return _start_workers(arguments, config, layout, ahead)
+            return _start_workers(arguments, config, layout)
     return _work(config, layout, task, place or alone())
 
 
@@ -232,11 +226,11 @@ def _check_resumed(
             )
 
 
-def _start_workers(arguments: list[str], config: TrainConfig, layout: Layout, ahead: WaitingWorkers | None) -> int:
+def _start_workers(arguments: list[str], config: TrainConfig, layout: Layout) -> int:
     """Become the agent of this node: the workers run this very command again, told who they are."""
     os.environ[STARTED] = str(process_start_unix_s())
     same, timeout_s = _same_on_all(config, layout), config.workers.timeout
-    return run_node(_command(arguments), node_of(config, layout), timeout_s=timeout_s, ahead=ahead, **same)
+    return run_node(_command(arguments), node_of(config, layout), timeout_s=timeout_s, **same)
 
 
 def _command(arguments: list[str]) -> list[str]:
@@ -259,11 +253,16 @@ def _start_agent(arguments: list[str], config: TrainConfig, layout: Layout, task
             opened.enter_context(meeting_point)
             require_new_run(Path(run.runs_folder), name)
             opened.pop_all()
+    if meeting_point is None:
+        wait_for_meeting_point(node)
     os.environ[STARTED] = str(process_start_unix_s())
     from stormo.elastic import run_agent
 
-    going_on = ["--runs-folder", run.runs_folder, "--run-name", name, "--resume"]
-    return run_agent(node, meeting_point, [sys.executable, "-m", "stormo", "train", *arguments, *going_on])
+    settings: dict[str, str] = _same_on_all(config, layout)["options"]
+    flags = {f"--{key.replace('_', '-')}" for key in config.given if key != "resume"}
+    given = {flag: value for flag, value in settings.items() if flag in flags}
+    command = [*_command(arguments), "--runs-folder", run.runs_folder, "--run-name", name, "--resume"]
+    return run_agent(node, meeting_point, command, settings=settings, given=given)
 
 
 def _work(config: TrainConfig, layout: Layout, task: Task, place: Place) -> int:

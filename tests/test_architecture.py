@@ -32,7 +32,6 @@ FLOORS = {
     "divergence": 3,
     "nodes": 3,
     "hosts": 3,
-    "ahead": 3,
     "data": 3,
     "layers": 3,
     "optim": 3,
@@ -83,7 +82,7 @@ SIDEWAYS = {
 }
 WITHOUT_TORCH = {
     *("errors", "hardware", "nvml", "process", "mesh", "config", "layout", "plan", "options", "telemetry", "launch"),
-    *("nodes", "hosts", "ahead", "energy", "vitals", "keeper", "monitor", "report", "scale", "submit", "doctor", "staging"),
+    *("nodes", "hosts", "energy", "vitals", "keeper", "monitor", "report", "scale", "submit", "doctor", "staging"),
     *("dry_run", "runs", "show", "export", "train", "new", "cli"),  # `train` is also what the agent of a node runs
 }
 

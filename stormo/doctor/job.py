@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -118,8 +117,9 @@ def _parse(arguments: Sequence[str]) -> Asked:
 def _start_workers(arguments: list[str], asked: Asked, layout: Layout) -> int:
     """Become the agent of this node; the workers run this very command again, told who they are."""
     command = [sys.executable, "-m", "stormo", "doctor", *arguments]
-    with tempfile.NamedTemporaryFile(prefix="stormo-doctor-") as code_file:
-        environ = {**os.environ, _CODE_FILE: code_file.name}
+    # A file of memory, which is gone with this process however it ends.
+    with os.fdopen(os.memfd_create("stormo-doctor"), "rb") as code_file:
+        environ = {**os.environ, _CODE_FILE: f"/proc/{os.getpid()}/fd/{code_file.fileno()}"}
         node = node_of(asked.config, layout)
         code = run_node(command, node, timeout_s=asked.limit_s, environ=environ, **_same_on_all(asked, layout))
         return code or int(code_file.read() or b"0")

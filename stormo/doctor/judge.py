@@ -5,6 +5,7 @@ Pure functions. Nodes, links and devices are compared with their likes in the sa
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from statistics import median_high
 
@@ -56,7 +57,7 @@ def _wrong(device: Device, names: Names) -> Finding:
 
 def _other_bits(likes: Sequence[Device], names: Names) -> Iterable[Finding]:
     digests = [one.digest for one in likes]
-    usual = max(digests, key=digests.count)
+    usual = _commonest(digests)
     for device in likes:
         if device.digest != usual and device.is_exact:
             text = f"gets other bits from the same product than most of the {len(likes)} × {device.name}"
@@ -65,10 +66,10 @@ def _other_bits(likes: Sequence[Device], names: Names) -> Iterable[Finding]:
 
 
 def _slow_devices(likes: Sequence[Device], names: Names) -> Iterable[Finding]:
-    usual, uuids = median_high(one.flops_per_s for one in likes), [one.uuid for one in likes]
+    usual, uuids = median_high(one.flops_per_s for one in likes), Counter(one.uuid for one in likes)
     for device in likes:
         share, is_gpu = device.flops_per_s / usual, device.kind == "cuda"
-        is_shared = is_gpu and uuids.count(device.uuid) > 1  # on purpose, and then each slows the other down
+        is_shared = is_gpu and uuids[device.uuid] > 1  # on purpose, and then each slows the other down
         if share >= (SLOW_DEVICE if is_gpu else SLOW_PROCESSOR) or is_shared:
             continue
         text = f"computes at {share:.0%} of the usual speed ({flops_text(device.flops_per_s)}, not {flops_text(usual)})"
@@ -103,7 +104,7 @@ def _judge_versions(devices: Sequence[Device], names: Names) -> list[Finding]:
     found = []
     for kind in dict.fromkeys(kind for device in devices for kind in device.versions):
         values = [device.versions.get(kind, "none") for device in devices]
-        usual = max(values, key=values.count)
+        usual = _commonest(values)
         odd = [device for device, value in zip(devices, values, strict=True) if value != usual]
         if odd:
             text = f"{kind} is {odd[0].versions.get(kind, 'none')} on {names.ranks([one.rank for one in odd])}"
@@ -147,6 +148,10 @@ def _about(device: Device, names: Names, check: str, level: Level, text: str, me
 
 def _about_job(check: str, level: Level, text: str, mend: str = "") -> Finding:
     return Finding(check=check, level=level, group="job", text=text, mend=mend)
+
+
+def _commonest(values: Iterable[str]) -> str:
+    return Counter(values).most_common(1)[0][0]
 
 
 def _groups(devices: Iterable[Device], key: Callable[[Device], Hashable]) -> list[list[Device]]:

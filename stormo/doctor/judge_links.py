@@ -61,8 +61,11 @@ def _alike(links: Sequence[Link]) -> list[list[Link]]:
 
 
 def _of_nodes(links: Sequence[Link]) -> dict[int, list[Link]]:
-    nodes = sorted({node for link in links for node in (link.a, link.b)})
-    return {node: [link for link in links if node in (link.a, link.b)] for node in nodes}
+    found: dict[int, list[Link]] = {}
+    for link in links:
+        for node in {link.a, link.b}:
+            found.setdefault(node, []).append(link)
+    return dict(sorted(found.items()))
 
 
 def _usual(links: Sequence[Link]) -> float:

@@ -68,7 +68,7 @@ def sentence(finding: Finding) -> str:
 def size_text(num_bytes: float) -> str:
     """A size in words, such as 1.2 GB."""
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= factor:
+        if num_bytes >= 0.9995 * factor:  # which three digits would round up to the next unit
             return f"{num_bytes / factor:.3g} {unit}"
     return f"{num_bytes:.0f} B"
 

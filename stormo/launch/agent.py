@@ -24,7 +24,6 @@ from stormo.launch.meeting import Meeting, StoppedError, meet
 from stormo.launch.place import host_name
 from stormo.launch.screen import Screen
 from stormo.launch.verdict import Ending, Settling, Sign, Weight, cause, decide_at, is_orderly, weigh
-from stormo.launch.waiting import WaitingWorkers
 from stormo.launch.worker import Stream, Worker, start_worker
 
 _SIGNALS = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -55,7 +54,6 @@ def run_node(
     timeout_s: float = 600.0,
     environ: Mapping[str, str] | None = None,
     patience: Patience | None = None,
-    ahead: WaitingWorkers | None = None,
 ) -> int:
     """Run the workers of one node to their end and return the exit code of the whole job.
 
@@ -65,7 +63,6 @@ def run_node(
         digest: stands for everything that must be the same on all nodes.
         options: what the digest is made of, to name a difference.
         timeout_s: for all nodes to come together, and for a worker without a sign of life.
-        ahead: workers that wait already; they are let go if they are what the command and the node ask for.
     """
     patience = patience or Patience()
     hello = Hello(
@@ -79,25 +76,19 @@ def run_node(
         if stream is not None:  # it may have been closed
             stream.flush()
     with ExitStack() as stack:
-        # Rank 0 writes to the terminal from a background process group; `stty tostop` must not stop it for that.
+        # In the background of a shell, `stty tostop` must not stop it for what it shows.
         stack.callback(signal.signal, signal.SIGTTOU, signal.signal(signal.SIGTTOU, signal.SIG_IGN))
         inbox = stack.enter_context(SignalInbox(_SIGNALS))
         timing = replace(patience.timing, join_s=timeout_s)
         screen = Screen(patience.hold_s)
-        if ahead is not None and not ahead.fit(command, node):
-            ahead.close()
-            ahead = None
         try:
-            if ahead is not None:
-                meeting = ahead.meeting
-            else:
-                meeting = meet(command, node, hello=hello, timing=timing, inbox=inbox, stack=stack)
+            meeting = meet(command, node, hello=hello, timing=timing, inbox=inbox, stack=stack)
         except StoppedError as stopped:
             screen.say(str(stopped))
             return stopped.exit_code
         agent = Agent(node, hello.host, meeting, inbox=inbox, screen=screen, timeout_s=timeout_s, patience=patience)
         stack.callback(agent.close)
-        agent.start(command, os.environ if environ is None else environ, ahead)
+        agent.start(command, os.environ if environ is None else environ)
         return agent.watch()
 
 
@@ -137,26 +128,20 @@ class Agent:
         if self._control is not None:
             self._selector.register(self._control, selectors.EVENT_READ)
 
-    def start(self, command: Sequence[str], environ: Mapping[str, str], ahead: WaitingWorkers | None) -> None:
-        """Start every worker of the node, or let those go that wait already."""
-        if ahead is not None:
-            self._workers = ahead.go()
+    def start(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
+        """Start every worker of the node."""
         for local_rank in range(self._node.num_workers):
-            if ahead is None:
-                self._workers.append(self._start_worker(local_rank, command, environ))
-            worker = self._workers[local_rank]
+            try:
+                worker = start_worker(self._node, local_rank, command, environ=environ, meeting=self._meeting)
+            except OSError as error:
+                raise StormoError(f"The worker command {command[0]} could not be started: {error}.") from error
+            self._workers.append(worker)
             self._selector.register(worker.channel, selectors.EVENT_READ, worker)
             for stream in worker.streams:
                 self._selector.register(stream, selectors.EVENT_READ, stream)
             self._poll_control()  # a slow file system must not look like a lost node
         if self._meeting.store is not None:
             self._meeting.store.close()  # rank 0 holds it now: without rank 0, nobody may seem to listen
-
-    def _start_worker(self, local_rank: int, command: Sequence[str], environ: Mapping[str, str]) -> Worker:
-        try:
-            return start_worker(self._node, local_rank, command, environ=environ, meeting=self._meeting)
-        except OSError as error:
-            raise StormoError(f"The worker command {command[0]} could not be started: {error}.") from error
 
     def watch(self) -> int:
         """Watch the workers to their end."""

@@ -8,15 +8,19 @@ from __future__ import annotations
 import errno
 import re
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stormo.config import TrainConfig, least_nodes
-from stormo.errors import SettingError
+from stormo.errors import SettingError, StormoError
 from stormo.launch import torchrun
-from stormo.launch.address import LOOPBACK, address_towards, listen, listening_address
-from stormo.launch.place import DEFAULT_MASTER_PORT, Place
+from stormo.launch.address import LOOPBACK, address_towards, listen, listening_address, shown
+from stormo.launch.place import Place
+
+_DEFAULT_PORT = 29_500  # as the help of --master-port says
+_LOOK_AGAIN_S = 0.2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +55,7 @@ def elastic_node(config: TrainConfig, num_workers: int, run_folder: Path, outer:
     address, own_address, port = LOOPBACK, LOOPBACK, 0
     if most > 1:
         name = workers.master_addr if "master_addr" in config.given or outer is None else outer.master_addr
-        port = workers.master_port or (outer.master_port if outer is not None else DEFAULT_MASTER_PORT)
+        port = workers.master_port or (outer.master_port if outer is not None else _DEFAULT_PORT)
         address = listening_address(name, all_on_this_host=False)
         own_address = address_towards(address) or address
     return Elastic(
@@ -122,6 +126,34 @@ def open_meeting_point(node: Elastic) -> socket.socket | None:
     if node.most > 1 and _is_listened_on(node.address, node.port):
         return None  # another node on this machine has opened it
     return listen(node.address, node.port)
+
+
+def wait_for_meeting_point(node: Elastic) -> None:
+    """Wait until the node that holds it is there."""
+    deadline = time.monotonic() + node.timeout_s
+    while not _is_listened_on(node.address, node.port):
+        if time.monotonic() > deadline:
+            raise nobody_answered(node)
+        time.sleep(_LOOK_AGAIN_S)
+
+
+def nobody_answered(node: Elastic) -> StormoError:
+    """What is said where no meeting point can be reached."""
+    return StormoError(
+        f"nobody answered at {shown(node.address, node.port)} within {node.timeout_s:g} s; "
+        "check --master-addr and --master-port, and that the node of that address was started."
+    )
+
+
+def check_same(settings: Mapping[str, str], given: Mapping[str, str], where: str) -> None:
+    """Refuse a node that is told something else than the training it comes to; what it is not told, it finds there."""
+    for flag, value in given.items():
+        if settings.get(flag, value) != value:
+            raise SettingError(
+                f"{flag} {value} was set",
+                f"the training that meets at {where} has {flag} {settings[flag]}",
+                "start the same command on every node, or set another --master-port for another training",
+            )
 
 
 def _is_listened_on(address: str, port: int) -> bool:

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stormo.errors import SettingError
+from stormo.errors import SettingError, counted
 from stormo.launch.place import host_name
-from stormo.launch.slurm import expand_hosts
+from stormo.launch.slurm import expand_hosts, num_groups
 
 _HOST = re.compile(r"(?P<name>[^\s:=,]+)(?::(?P<slots>\d+))?")
 _ADDRESS = re.compile(
@@ -40,7 +40,7 @@ class ListedHost:
 def read_hostfile(path: str) -> tuple[ListedHost, ...]:
     """The hosts of a file, in its order."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
         raise SettingError(f"--hostfile {path} was set", f"it cannot be read ({why})", "check the path") from None
@@ -61,7 +61,11 @@ def parse_hosts(text: str) -> tuple[ListedHost, ...]:
 def hosts_of_job(environ: Mapping[str, str]) -> tuple[ListedHost, ...]:
     """The hosts that a scheduler has given to the job in which this runs; none outside of one."""
     if environ.get("SLURM_JOB_NODELIST"):
-        return tuple(ListedHost(name=name) for name in expand_hosts(environ["SLURM_JOB_NODELIST"]))
+        name = "SLURM_JOB_NODELIST"  # of a heterogeneous job that of its first group alone
+        groups = [environ.get(f"{name}_HET_GROUP_{group}", "") for group in range(num_groups(environ))]
+        text = ",".join(filter(None, groups)) or environ[name]
+        names = expand_hosts(text, instead="name the hosts with --hosts")
+        return tuple(ListedHost(name=host) for host in names)
     if environ.get("PBS_NODEFILE"):
         return read_hostfile(environ["PBS_NODEFILE"])
     return ()
@@ -131,7 +135,7 @@ def slots_of(hosts: Sequence[ListedHost], num_workers: int | None) -> int | None
             if host.slots is not None and host.slots < num_workers:
                 raise SettingError(
                     f"--num-gpus {num_workers} was set",
-                    f"host {host.name} is listed with {host.slots} slots",
+                    f"host {host.name} is listed with {counted(host.slots, 'slot')}",
                     f"set --num-gpus {host.slots}, or list it with slots={num_workers}",
                 )
         return num_workers

@@ -7,13 +7,13 @@ Which mpirun, and what else it is to be told, may be said by STORMO_MPIRUN.
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from stormo.errors import SettingError
+from stormo.launch.program import words_of
 
 PROGRAM = "STORMO_MPIRUN"
 _NAMES = ("mpirun", "mpiexec")
@@ -93,7 +93,7 @@ def command_line(start: Start, environ: Mapping[str, str]) -> list[str]:
 
 
 def _program(environ: Mapping[str, str]) -> list[str]:
-    said = shlex.split(environ.get(PROGRAM, ""))
+    said = words_of(PROGRAM, environ)
     names = said[:1] or list(_NAMES)
     found = next((path for path in map(shutil.which, names) if path), None)
     if found is None:

@@ -17,10 +17,11 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from stormo.errors import EXIT_FAILURE, EXIT_USAGE, SettingError, StormoError
+from stormo.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USAGE, SettingError, StormoError
 from stormo.launch.connection import Connection, HostCommand, Pipe
 from stormo.launch.failure import ORDERLY_EXIT_CODES, combined_exit_code
 from stormo.launch.inbox import SignalInbox
+from stormo.launch.program import words_of
 from stormo.launch.relay import write_all
 
 PROGRAM = "STORMO_SSH"
@@ -35,7 +36,7 @@ _LET_GO_WITHIN_S = 40.0  # of the end of the connections' input
 
 def run_on_hosts(commands: Sequence[HostCommand], environ: Mapping[str, str]) -> int:
     """Run a command on every host to the end of all; the exit code of the whole."""
-    program = shlex.split(environ.get(PROGRAM, "")) or ["ssh"]
+    program = words_of(PROGRAM, environ) or ["ssh"]
     if shutil.which(program[0]) is None:
         raise SettingError(
             f"{PROGRAM}={environ[PROGRAM]} was set" if environ.get(PROGRAM) else "--launcher ssh was set",
@@ -68,8 +69,9 @@ class _Job:
         self._selector.register(inbox, selectors.EVENT_READ)
         self._connections: list[Connection] = []
         self._pipes: list[Pipe] = []
-        self._sentences: set[bytes] = set()  # of stormo's own, that were shown
+        self._sentences: dict[bytes, Connection] = {}  # of stormo's own, and who said each first
         self._interrupts = 0
+        self._asked: signal.Signals | None = None  # the last signal that was passed on
         self._let_go_at: float | None = None
         self._kill_at: float | None = None
         self._cause_shown = False
@@ -122,12 +124,13 @@ class _Job:
             self._interrupts += number == signal.SIGINT
             if self._interrupts > 1 and self._kill_at is None:
                 self._kill_at = time.monotonic() + _OTHERS_END_WITHIN_S
+            self._asked = signal.Signals(number)
             for connection in self._connections:
-                connection.send(_NAMES[signal.Signals(number)] + b"\n")
+                connection.send(_NAMES[self._asked] + b"\n")
 
     def _read(self, pipe: Pipe) -> None:
         for bare, line in pipe.read():
-            if pipe.target_fd == 2 and (self._cause_shown or self._was_said(bare)):
+            if pipe.target_fd == 2 and (self._cause_shown or self._was_said(bare, pipe.connection)):
                 continue
             # A line that names its rank needs no host.
             names_itself = bare.startswith((b"[rank ", b"stormo: rank "))
@@ -135,19 +138,25 @@ class _Job:
         if pipe.closed:
             self._selector.unregister(pipe)
 
-    def _was_said(self, line: bytes) -> bool:
+    def _was_said(self, line: bytes, by: Connection) -> bool:
         """Whether another host has said the same sentence, as all do when the whole job ends."""
-        if not line.startswith(b"stormo: "):
-            return False
-        said = line in self._sentences
-        self._sentences.add(line)
-        return said
+        return line.startswith(b"stormo: ") and self._sentences.setdefault(line, by) is not by
 
     def _look(self, connection: Connection) -> None:
         if not connection.running or connection.process.poll() is None:
             return
         connection.exit_code = connection.process.returncode
         self._read_rest(connection)
+        if (
+            self._asked
+            and connection.started
+            and connection.exit_code == _CONNECTION_FAILED
+            and not connection.last_lines
+        ):
+            if not self._sentences:
+                why = "which reached it before it was ready to stop in order"
+                self._say(f"host {connection.host} was ended by {self._asked.name}, {why}")
+            connection.exit_code = EXIT_INTERRUPTED if self._asked == signal.SIGINT else EXIT_RESUMABLE
         if connection.started and connection.exit_code == 0:
             return
         if not connection.started and not self._cause_shown:

@@ -91,7 +91,9 @@ class Worker:
             bufsize=0,
             env=dict(environ),
             pass_fds=pass_fds,
-            process_group=0,  # Ctrl-C reaches the agent only, and the whole group can be ended at once
+            # Ctrl-C reaches the agent only, the whole group can be ended at once, and on a busy machine the scheduler,
+            # which shares it out among sessions, does not starve the workers.
+            start_new_session=True,
         )
         prefix = b"" if rank == 0 else b"[rank %d] " % rank
         self.streams: list[Stream] = []
@@ -179,7 +181,6 @@ def start_worker(
     *,
     environ: Mapping[str, str],
     meeting: Meeting,
-    more_fds: Sequence[int] = (),
 ) -> Worker:
     """Start one worker and tell it who it is; rank 0 gets the socket that all ranks will meet at."""
     rank = node.rank(local_rank)
@@ -197,7 +198,7 @@ def start_worker(
             store_fd=store_fd,
             num_cores=len(os.sched_getaffinity(0)),
         )
-        pass_fds = [theirs.fileno(), *more_fds, *([] if store_fd is None else [store_fd])]
+        pass_fds = [theirs.fileno()] if store_fd is None else [theirs.fileno(), store_fd]
         try:
             return Worker(rank, command, environ=variables, channel=own, pass_fds=pass_fds)
         except OSError:

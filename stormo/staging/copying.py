@@ -53,11 +53,14 @@ def copy_files(
     """
     under_way = [_File(tree, file, target, partial / str(number)) for number, file in enumerate(files)]
 
-    def copy(job: tuple[_File, int]) -> None:
+    def check() -> None:
         if number := stop():
             raise StoppedError(number)
+
+    def copy(job: tuple[_File, int]) -> None:
+        check()
         file, piece = job
-        file.copy(piece)
+        file.copy(piece, check)
 
     _in_parallel(copy, ((file, piece) for file in under_way for piece in range(file.num_pieces)))
     return {file.copied.name: file.copied for file in under_way}
@@ -76,13 +79,13 @@ class _File:
         self._lock = threading.Lock()
         self.copied: Copied
 
-    def copy(self, number: int) -> None:
-        """Copy one piece and, with the last one, give the file its name."""
+    def copy(self, number: int, check: Callable[[], None]) -> None:
+        """Copy one piece and, with the last one, give the file its name; `check` may end it in between."""
         offset = number * PIECE_BYTES
         num_bytes = min(PIECE_BYTES, self._file.num_bytes - offset)
         out = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            sent = self._send(out, offset, num_bytes)
+            sent = self._send(out, offset, num_bytes, check)
             kept = _digest(out, offset, num_bytes)
         finally:
             os.close(out)
@@ -98,7 +101,7 @@ class _File:
         if is_last:
             self._finish()
 
-    def _send(self, out: int, offset: int, num_bytes: int) -> str:
+    def _send(self, out: int, offset: int, num_bytes: int, check: Callable[[], None]) -> str:
         digest, done, view = hashlib.sha256(), 0, memoryview(bytearray(min(_BLOCK_BYTES, max(num_bytes, 1))))
         try:
             source = os.open(self._source, os.O_RDONLY | os.O_CLOEXEC)
@@ -106,6 +109,7 @@ class _File:
             raise unreadable(self._tree.root, self._source, error) from None
         try:
             while done < num_bytes:
+                check()  # a slow file system takes long for a whole piece
                 try:
                     read = os.preadv(source, [view[: num_bytes - done]], offset + done)
                 except OSError as error:

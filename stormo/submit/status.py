@@ -90,6 +90,7 @@ def _row(folder: Path) -> dict[str, Any]:
         "starts": sum(attempt.what == "start" for attempt in attempts),
         "epochs": "n/a" if epochs is None else epochs,
         "settings": list(record.settings),
+        "restarts": state.restarts,
         "exit_code": state.exit_code if state.has_ended else None,
         "folder": str(folder),
         "log": record.log,

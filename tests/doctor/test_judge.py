@@ -246,5 +246,5 @@ def test_a_training_is_told_in_one_line_and_a_line_for_each_warning() -> None:
 
 
 def test_sizes_and_times_in_words() -> None:
-    assert [size_text(value) for value in (12, 1.5e3, 1.234e9)] == ["12 B", "1.5 kB", "1.23 GB"]
+    assert [size_text(value) for value in (12, 1.5e3, 999.6e6, 1.234e9)] == ["12 B", "1.5 kB", "1 GB", "1.23 GB"]
     assert [time_text(value) for value in (3.5e-5, 0.0123, 2.0)] == ["35 µs", "12.3 ms", "2 s"]

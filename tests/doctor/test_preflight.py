@@ -311,8 +311,13 @@ def test_a_driver_that_does_not_answer_is_named(
 ) -> None:
     ended = threading.Event()
     codes: list[int] = []
-    monkeypatch.setattr(os, "_exit", lambda code: (codes.append(code), ended.set()))
-    monkeypatch.setattr(job, "visible_gpus", lambda: [ended.wait(60.0)] * 0)
+
+    def end(code: int) -> None:
+        codes.append(code)
+        ended.set()
+
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(job, "visible_gpus", lambda: ended.wait(60.0))
     job.gpus_within(0.01)
     assert codes == [1]
     assert " did not answer within 0.01 s; look at the kernel log" in capsys.readouterr().err

@@ -13,11 +13,18 @@ import pytest
 from stormo import options
 from stormo.cli import main
 from stormo.config import NodeRange, TrainConfig
-from stormo.elastic import _Agent
-from stormo.errors import SettingError
+from stormo.elastic import _Agent, _agree, _store
+from stormo.errors import SettingError, StormoError
 from stormo.launch import torchrun
 from stormo.launch.detect import check_flags, detect
-from stormo.launch.elastic import becomes_agent, check_elastic, elastic_node, open_meeting_point
+from stormo.launch.elastic import (
+    Elastic,
+    becomes_agent,
+    check_elastic,
+    elastic_node,
+    open_meeting_point,
+    wait_for_meeting_point,
+)
 from stormo.launch.place import Place
 
 TASK = str(Path(__file__).parents[1] / "tiny_task.py")
@@ -137,18 +144,38 @@ def test_one_node_meets_itself_on_loopback_alone() -> None:
         assert listener.getsockname()[0] == "127.0.0.1"
 
 
-def test_whoever_has_the_address_opens_the_meeting_point_once() -> None:
+def _node(address: str = "127.0.0.1", **flags: Any) -> Elastic:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    flags = {"num_nodes": NodeRange(1, 2), "master_port": port}
-    here = elastic_node(configured(master_addr="127.0.0.1", **flags), 1, RUN, None)
+    config = configured(num_nodes=NodeRange(1, 2), master_addr=address, master_port=port, **flags)
+    return elastic_node(config, 1, RUN, None)
+
+
+def test_whoever_has_the_address_opens_the_meeting_point_once() -> None:
+    here = _node()
     first = open_meeting_point(here)
     assert first is not None
     with first:
         assert open_meeting_point(here) is None  # a second node on this machine
-    there = elastic_node(configured(master_addr="192.0.2.7", **flags), 1, RUN, None)
-    assert open_meeting_point(there) is None
+    assert open_meeting_point(_node("192.0.2.7")) is None
+
+
+def test_a_meeting_point_that_nobody_opens_is_one_sentence() -> None:
+    with pytest.raises(StormoError, match=r"nobody answered at 127.0.0.1:\d+ within 0.1 s; check --master-addr"):
+        wait_for_meeting_point(_node(timeout=0.1))
+
+
+def test_a_node_that_is_told_otherwise_goes_before_the_others_stop_for_it() -> None:
+    node = _node(timeout=20.0)
+    listener = open_meeting_point(node)
+    held = _store(node, listener)
+    _agree(held, node, {"--epochs": "2", "--run-name": "a", "--base-lr": "0.1"}, {"--epochs": "2"})
+    wait_for_meeting_point(node)
+    comes = _store(node, None)
+    _agree(comes, node, None, {"--epochs": "2", "--run-name": "a"})  # the rate it finds in the run
+    with pytest.raises(SettingError, match=r"--epochs 3 was set, but the training that meets at .* has --epochs 2;"):
+        _agree(comes, node, None, {"--run-name": "a", "--epochs": "3"})
 
 
 def test_a_task_of_srun_becomes_the_agent_of_its_node_and_meets_where_slurm_says() -> None:

@@ -19,7 +19,7 @@ def hosts(**slots: int | None) -> tuple[ListedHost, ...]:
     return tuple(ListedHost(name=name, slots=count) for name, count in slots.items())
 
 
-@pytest.mark.parametrize("text", [OPEN_MPI, MPICH, PBS])
+@pytest.mark.parametrize("text", [OPEN_MPI, MPICH, PBS, "\ufeffnode1:4\r\nnode2:4\r\n"])
 def test_the_files_of_open_mpi_mpich_and_pbs_are_read_alike(text: str, tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text(text)
@@ -48,6 +48,9 @@ def test_the_user_who_logs_in_is_no_part_of_the_address() -> None:
 
 def test_the_nodes_of_a_slurm_job_are_known() -> None:
     assert hosts_of_job({"SLURM_JOB_NODELIST": "n[1-2]"}) == hosts(n1=None, n2=None)
+    groups = {"SLURM_JOB_NODELIST_HET_GROUP_0": "n[1-2]", "SLURM_JOB_NODELIST_HET_GROUP_1": "g1"}
+    of_first = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_HET_SIZE": "2"}
+    assert hosts_of_job({**of_first, **groups}) == hosts(n1=None, n2=None, g1=None)
     assert hosts_of_job({}) == ()
 
 

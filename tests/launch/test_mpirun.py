@@ -25,8 +25,8 @@ GOLDEN = {
     f"-x|MASTER_PORT=12345|-x|NCCL_DEBUG|-x|PYTHONPATH|{COMMAND}",
     "HYDRA build details:\n    Version:                                 4.0.2": "-hosts|n1:4,me@n2:4|-n|8|-ppn|4|"
     f"-genv|MASTER_ADDR|n1|-genv|MASTER_PORT|12345|-genvlist|NCCL_DEBUG,PYTHONPATH|{COMMAND}",
-    "Intel(R) MPI Library for Linux* OS, Version 2021.9 Build 20230307": "-hosts|n1,me@n2|-genv|I_MPI_PIN|off|-n|8|-ppn|"
-    f"4|-genv|MASTER_ADDR|n1|-genv|MASTER_PORT|12345|-genvlist|NCCL_DEBUG,PYTHONPATH|{COMMAND}",
+    "Intel(R) MPI Library for Linux* OS, Version 2021.9 Build 20230307": "-hosts|n1,me@n2|-genv|I_MPI_PIN|"
+    f"off|-n|8|-ppn|4|-genv|MASTER_ADDR|n1|-genv|MASTER_PORT|12345|-genvlist|NCCL_DEBUG,PYTHONPATH|{COMMAND}",
 }
 
 
@@ -62,6 +62,8 @@ def test_open_mpi_keeps_its_rule_for_root(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_missing_or_unknown_mpirun_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SettingError, match="STORMO_MPIRUN=/none/mpirun was set, but there is no /none/mpirun here"):
         command_line(START, {"STORMO_MPIRUN": "/none/mpirun"})
+    with pytest.raises(SettingError, match=r"STORMO_MPIRUN=mpirun 'x was set, but .* \(no closing quotation\); close"):
+        command_line(START, {"STORMO_MPIRUN": "mpirun 'x"})
     with pytest.raises(SettingError, match=r"neither Open MPI nor MPICH nor Intel MPI \(.* says 'Other 1.0'\)"):
         command_line(START, {"STORMO_MPIRUN": fake(tmp_path, "Other 1.0\nmore")})
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))

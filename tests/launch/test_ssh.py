@@ -128,19 +128,38 @@ def test_the_exit_code_is_that_of_the_whole(codes: tuple[int, int], code: int, e
     assert run_on_hosts(commands, environ) == code
 
 
-def test_a_signal_reaches_every_host(environ: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("sent", "arrives"), [(signal.SIGUSR1, "SIGUSR1"), (signal.SIGHUP, "SIGTERM")], ids=["asked", "terminal-closed"]
+)
+def test_a_signal_reaches_every_host(sent: int, arrives: str, environ: dict[str, str], tmp_path: Path) -> None:
     notes = [tmp_path / "a", tmp_path / "b"]
 
     def stop() -> None:
         for note in notes:
             wait_for(Path(f"{note}.waits"))
-        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), sent)
 
     thread = threading.Thread(target=stop)
     thread.start()
     assert run_on_hosts([on(note.name, WAITS, str(note)) for note in notes], environ) == 75
     thread.join()
-    assert [note.read_text() for note in notes] == ["SIGUSR1", "SIGUSR1"]
+    assert [note.read_text() for note in notes] == [arrives, arrives]
+
+
+def test_a_host_that_a_signal_ends_at_once_was_stopped_too(
+    environ: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ends = WAITS.replace("sys.exit(75)", "os._exit(255)").replace("import", "import os,", 1)  # as ssh tells of a signal
+
+    def stop() -> None:
+        wait_for(tmp_path / "a.waits")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    assert run_on_hosts([on("a", ends, str(tmp_path / "a"))], environ) == 75
+    thread.join()
+    assert "stormo: host a was ended by SIGTERM, which reached it before it was ready" in capfd.readouterr().err
 
 
 def test_what_was_started_ends_when_the_process_that_wanted_it_is_killed(

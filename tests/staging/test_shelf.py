@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -15,6 +16,7 @@ import pytest
 
 from stormo.errors import SettingError
 from stormo.staging import copying, shelf
+from stormo.staging.locks import Hold, turn
 from stormo.staging.shelf import Staged, stage
 from stormo.staging.tree import list_tree
 from tests import programs
@@ -288,3 +290,16 @@ def _kept(source: Path, folder: Path) -> Staged:
     staged = stage(source, folder, keep=True)
     staged.hold.release()
     return staged
+
+
+def test_who_lets_go_does_not_wait_for_another_that_still_makes_or_checks_the_copy(source: Path, folder: Path) -> None:
+    done = stage(source, folder)
+    with turn(done.entry):
+        other = Hold(done.entry)
+        letting_go = threading.Thread(target=done.hold.release, daemon=True)
+        letting_go.start()
+        letting_go.join(60.0)
+        assert not letting_go.is_alive()
+    assert done.path.is_dir()
+    other.release()
+    assert not list(folder.iterdir())

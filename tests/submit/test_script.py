@@ -172,6 +172,9 @@ while True:
 """
 
 
+DONE = """echo '"stopped_by": "epochs"' > runs/demo/summary.json"""
+
+
 def _listens(then: str, when: str = "at once") -> str:
     """A command that runs until it is warned, does something, and ends with 75."""
     return f"exec {sys.executable} -c {shlex.quote(LISTENS)} {shlex.quote(then)} {shlex.quote(when)}"
@@ -225,10 +228,16 @@ def test_with_stop_the_warning_is_the_end(node: Node) -> None:
 
 @pytest.mark.parametrize("code", [0, 1, 75])
 def test_an_end_without_a_warning_is_the_end_of_the_job(node: Node, code: int) -> None:
-    node.fake("srun", f"{SAVES}; exit {code}")
+    node.fake("srun", f"{SAVES}; {DONE}; exit {code}")
     assert node.start(node.job()).wait(60.0) == code
     assert [call[0] for call in node.called()] == ["srun"]
     assert node.notes() == ["12 start n[1-4]", f"12 end {code}"]
+
+
+def test_srun_that_ends_before_the_training_has_not_done_it(node: Node) -> None:
+    node.fake("srun", SAVES)
+    assert node.start(node.job()).wait(60.0) == 1
+    assert node.notes() == ["12 start n[1-4]", "12 end 1"]
 
 
 def test_a_job_that_is_cancelled_is_not_queued_again(node: Node) -> None:
@@ -245,7 +254,7 @@ def test_a_job_that_is_cancelled_is_not_queued_again(node: Node) -> None:
 
 def test_every_word_reaches_the_training_as_it_was_typed(node: Node) -> None:
     odd = ["--task.a", 'it\'s "quoted" $HOME `x` \\n', "--task.b=-1", "--task.c", "ß 5 %\nsecond line", "--no-compile"]
-    node.fake("srun", "true")
+    node.fake("srun", DONE)
     assert node.start(node.job(words=("my task.py", *odd))).wait(60.0) == 0
     text = node.calls.read_text()
     seen = (
@@ -289,7 +298,7 @@ def test_a_task_of_an_array_has_its_own_run_and_settings(node: Node) -> None:
 
 def test_an_image_gets_the_command_and_sees_the_folders(node: Node) -> None:
     node.fake("srun", 'exec "$@"')
-    node.fake("apptainer", "true")
+    node.fake("apptainer", DONE.replace("runs/demo", "out/runs/demo"))
     (node.folder / "out").mkdir()
     job = node.job(slurm=JOBS["apptainer"].slurm, runs_folder=node.folder / "out" / "runs", words=("fashion-mnist",))
     assert node.start(job).wait(60.0) == 0

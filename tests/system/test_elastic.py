@@ -62,7 +62,7 @@ def test_a_worker_that_was_killed_is_started_again_and_the_training_ends_with_th
     host = hosts[0]
     words = held(train, hold, "--num-gpus", "2", "--max-restarts", "1")
     job = host.start(STORMO, "train", *words, **FINDS_TASK)
-    wait_until((train.folder / RUN_NAME / "checkpoints" / "step-00000002").is_dir, 60.0, lambda: job.err)
+    wait_until((train.folder / RUN_NAME / "checkpoints" / "step-00000002").is_dir, ENDS_WITHIN_S, lambda: job.err)
     assert [listener for listener in host.listeners() if not listener.is_loopback] == []
     os.kill(process_of_rank(host, 1), signal.SIGKILL)
     hold.unlink()
@@ -81,10 +81,10 @@ def test_nodes_join_die_and_leave_in_the_middle_and_no_sample_is_lost_or_repeate
     jobs["n2"].wait_for("2 = 2 nodes × 1 CPU process")  # the first address is node 0
     jobs["n1"] = start_node(hosts[0], train, hold, "10.99.0.3", "1:3")
     jobs["n1"].wait_for("3 = 3 nodes × 1 CPU process")
-    wait_until(is_training(train.folder / RUN_NAME), 60.0, "no step was made")
+    wait_until(is_training(train.folder / RUN_NAME), ENDS_WITHIN_S, "no step was made")
     jobs["n1"].process.kill()
     jobs["n2"].wait_for("restart 1 of 3: going on with 2 nodes, 2 workers")
-    wait_until(is_training(train.folder / RUN_NAME), 60.0, "no step was made")
+    wait_until(is_training(train.folder / RUN_NAME), ENDS_WITHIN_S, "no step was made")
     jobs["n2"].process.send_signal(signal.SIGTERM)
     assert jobs["n2"].wait(ENDS_WITHIN_S) == 75
     hold.unlink()
@@ -119,7 +119,7 @@ def test_torchrun_behaves_the_same_and_never_begins_a_second_run(
     leaves = hosts[1].start(*command, **fresh)
     stays.wait_for("2 = 2 nodes × 1 CPU process")
     (run,) = train.folder.iterdir()
-    wait_until(is_training(run), 60.0, "no step was made")
+    wait_until(is_training(run), ENDS_WITHIN_S, "no step was made")
     leaves.process.send_signal(signal.SIGTERM)
     leaves.wait(ENDS_WITHIN_S)
     hold.unlink()

@@ -55,6 +55,11 @@ while [ "$seen" != "$warnings" ]; do  # a warning ends `wait`, not the training
     wait "$step"
     code=$?
 done
+# srun may end with 0 where it has lost a node.
+if [ "$code" = 0 ] && ! grep -qs '"stopped_by": "\(target\|epochs\)"' "$folder/summary.json"; then
+    echo "stormo: srun ended, but the training has not" >&2
+    code=1
+fi
 note end "$code"
 
 # Only after the warning: a job that was cancelled stays so, and Slurm itself requeues one that it preempts.
