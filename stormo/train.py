@@ -45,6 +45,7 @@ from stormo.telemetry.files import (
 
 # What makes a run the run it is: a resume cannot change it.
 _FIXED = ("task", "seed", "optimizer", "epoch_samples", "grow_batch")
+_SPREAD = ("strategy", "mesh", "zero")
 _BATCH_AND_RATE = ("batch_size", "global_batch_size", "base_lr", "base_batch_size", "lr_rule", "warmup_from")
 
 
@@ -133,7 +134,7 @@ def _still_workers(before: dict[str, Any], in_file: Any, flags: dict[str, Any]) 
         kept["num_gpus"] = before["num_gpus"]
     set_now = {*flags, *(in_file if isinstance(in_file, dict) else {})}
     if not set_now & {"strategy", "mesh"} and (before.get("strategy") in PRESETS or "mesh" in before):
-        kept |= {key: before[key] for key in ("strategy", "mesh", "zero") if key in before and key not in set_now}
+        kept |= {key: before[key] for key in _SPREAD if key in before and key not in set_now}
     return kept
 
 
@@ -259,7 +260,8 @@ def _start_agent(arguments: list[str], config: TrainConfig, layout: Layout, task
     from stormo.elastic import run_agent
 
     settings: dict[str, str] = _same_on_all(config, layout)["options"]
-    flags = {f"--{key.replace('_', '-')}" for key in config.given if key != "resume"}
+    own = config.given | vars(config.workers).keys() - {*_SPREAD, "num_gpus"}  # whatever else, a node finds in the run
+    flags = {f"--{key.replace('_', '-')}" for key in own if key != "resume"}
     given = {flag: value for flag, value in settings.items() if flag in flags}
     command = [*_command(arguments), "--runs-folder", run.runs_folder, "--run-name", name, "--resume"]
     return run_agent(node, meeting_point, command, settings=settings, given=given)

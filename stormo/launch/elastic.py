@@ -146,12 +146,12 @@ def nobody_answered(node: Elastic) -> StormoError:
 
 
 def check_same(settings: Mapping[str, str], given: Mapping[str, str], where: str) -> None:
-    """Refuse a node that is told something else than the training it comes to; what it is not told, it finds there."""
+    """Refuse a node that is told something else than the training it comes to."""
     for flag, value in given.items():
         if settings.get(flag, value) != value:
             raise SettingError(
-                f"{flag} {value} was set",
-                f"the training that meets at {where} has {flag} {settings[flag]}",
+                f"{flag} is {value} on this node",
+                f"it is {settings[flag]} in the training that meets at {where}",
                 "start the same command on every node, or set another --master-port for another training",
             )
 

@@ -55,7 +55,7 @@ def meet(
 ) -> Meeting:
     """Come together with the agents of the other nodes; what is opened is closed by the stack."""
     if node.num_nodes == 1:
-        return meet_alone(node, stack)
+        return _meet_alone(node, stack)
     assert node.master_addr is not None, "Node has checked this"
     if node.node_id != 0:
         client = Client(node.master_addr, node.master_port, hello, timing=timing)
@@ -79,7 +79,7 @@ def meet(
     return _meeting(server, _join(server, inbox), store)
 
 
-def meet_alone(node: Node, stack: ExitStack) -> Meeting:
+def _meet_alone(node: Node, stack: ExitStack) -> Meeting:
     """What one node agrees on with itself."""
     store = stack.enter_context(listen(LOOPBACK, node.store_port, backlog=_BACKLOG))
     return Meeting(

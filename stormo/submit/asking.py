@@ -76,10 +76,21 @@ def read_job(arguments: Sequence[str]) -> Job:
         python=sys.executable,
         words=tuple(_told(config, points)),
     )
+    _check_folders(job)
     if config.run.resume is None:
         for run in job.runs:
             require_new_run(job.runs_folder, run.name)
     return job
+
+
+def _check_folders(job: Job) -> None:
+    for folder in (job.folder, job.runs_folder):
+        if any(sign in str(folder) for sign in '\n"\\'):
+            raise SettingError(
+                f"the folder of the job is {str(folder)!r}",
+                "a line of an sbatch script holds no such text",
+                "go to a folder without line ends, double quotes and backslashes in its name",
+            )
 
 
 def _refuse(config: TrainConfig) -> None:

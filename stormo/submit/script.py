@@ -52,7 +52,9 @@ class Job:
 
 def render(job: Job) -> str:
     """The whole script."""
-    parts = [_head(job), *([_setup(job)] if job.setup.strip() else []), "set -u", _names(job), _attempt(job), _end(job)]
+    # What the setup sets stays set; with -e the exit code of the training would end the script.
+    setup = [_setup(job), "set +e -u"] if job.setup.strip() else ["set -u"]
+    parts = [_head(job), _warning(job), *setup, _names(job), _attempt(job), _end(job)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -99,6 +101,14 @@ def _directives(job: Job) -> Iterator[tuple[str, str | None]]:
     yield "signal", f"B:USR1@{slurm.warn_s}"
 
 
+def _warning(job: Job) -> str:
+    return f"""\
+# Slurm sends USR1 {job.slurm.warn_s} s before the time limit: the training ends its step, saves, and ends with \
+{EXIT_RESUMABLE}.
+step= warnings=0
+trap 'warnings=$((warnings + 1)); [ -z "$step" ] || warn' USR1"""
+
+
 def _setup(job: Job) -> str:
     return f"# Said by --setup.\n{job.setup.strip()}"
 
@@ -127,11 +137,7 @@ def _attempt(job: Job) -> str:
     return f"""\
 note() {{ printf '%s %s %s\\n' "$job" "$(date +%s)" "$*" >> "$folder/{ATTEMPTS}"; }}
 
-# Slurm sends USR1 {job.slurm.warn_s} s before the time limit: the training ends its step, saves, and ends with \
-{EXIT_RESUMABLE}.
-step= warnings=0
 warn() {{ while kill -USR1 "$step" 2> /dev/null; do sleep 5; done & }}  # until it listens
-trap 'warnings=$((warnings + 1)); [ -z "$step" ] || warn' USR1
 
 saved=$(ls "$folder/checkpoints" 2> /dev/null)
 note start "$SLURM_JOB_NODELIST"

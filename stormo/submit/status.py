@@ -7,15 +7,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from stormo.errors import EXIT_FAILURE
 from stormo.options import Parser
 from stormo.runs import align, overview
 from stormo.submit import client, submitted
 from stormo.submit.client import JobState, NoAnswerError
-from stormo.submit.follow import Log, follow, follow_sweep, state_of, state_word
+from stormo.submit.follow import Log, exit_code, follow, follow_sweep, state_of, state_word
 from stormo.telemetry.files import RunFolder
 from stormo.telemetry.text import run_reference, write_text
 
+_UNKNOWN = "UNKNOWN"  # Slurm does not answer
 _TITLES = ("run", "job", "state", "where or why", "starts", "epochs")
 
 
@@ -79,7 +79,7 @@ def _row(folder: Path) -> dict[str, Any]:
     try:
         job_id, state = state_of(folder)
     except NoAnswerError as error:
-        job_id, state = submitted.current_job(record, attempts), JobState(state="UNKNOWN", reason=str(error))
+        job_id, state = submitted.current_job(record, attempts), JobState(state=_UNKNOWN, reason=str(error))
     run = RunFolder(folder)
     epochs = overview(run, now_unix_s=0.0).epochs_run if run.is_run else None
     return {
@@ -91,7 +91,7 @@ def _row(folder: Path) -> dict[str, Any]:
         "epochs": "n/a" if epochs is None else epochs,
         "settings": list(record.settings),
         "restarts": state.restarts,
-        "exit_code": state.exit_code if state.has_ended else None,
+        "exit_code": exit_code(state) if _is_known_to_end(state) else None,
         "folder": str(folder),
         "log": record.log,
         "earlier_jobs": list(record.earlier_jobs),
@@ -99,9 +99,13 @@ def _row(folder: Path) -> dict[str, Any]:
 
 
 def _why(state: JobState) -> str:
-    if state.has_ended:
-        return f"exit code {state.exit_code or EXIT_FAILURE}" if state.state != "COMPLETED" else ""
+    if _is_known_to_end(state):
+        return f"exit code {exit_code(state)}" if state.state != "COMPLETED" else ""
     return state.nodes or state.reason.replace("_", " ")
+
+
+def _is_known_to_end(state: JobState) -> bool:
+    return state.has_ended and state.state != _UNKNOWN
 
 
 def _say(text: str) -> None:

@@ -174,7 +174,7 @@ def test_a_node_that_is_told_otherwise_goes_before_the_others_stop_for_it() -> N
     wait_for_meeting_point(node)
     comes = _store(node, None)
     _agree(comes, node, None, {"--epochs": "2", "--run-name": "a"})  # the rate it finds in the run
-    with pytest.raises(SettingError, match=r"--epochs 3 was set, but the training that meets at .* has --epochs 2;"):
+    with pytest.raises(SettingError, match=r"--epochs is 3 on this node, but it is 2 in the training that meets at"):
         _agree(comes, node, None, {"--run-name": "a", "--epochs": "3"})
 
 

@@ -38,9 +38,9 @@ class InFolder(Tiny):
 
 if os.environ.get("STAGING_FAULT") == "term":  # while the first piece of the data is copied
 
-    def copy(self: Any, number: int, real: Any = copying._File.copy) -> None:
+    def copy(self: Any, number: int, check: Any, real: Any = copying._File.copy) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
-        real(self, number)
+        real(self, number, check)
 
     copying.PIECE_BYTES = 100
     copying._File.copy = copy  # type: ignore[method-assign]

@@ -262,6 +262,29 @@ def test_following_goes_on_while_the_controller_does_not_answer(
     assert said[-1] == "job 12 is done; stormo show one tells the result"
 
 
+def test_of_a_job_that_slurm_does_not_tell_of_no_end_is_told(
+    slurm: Slurmlike, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _submit() == 0
+    slurm.says("scontrol", "", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)", 1)
+    row = _row(capsys)
+    assert (row["state"], row["exit_code"]) == ("unknown", None)
+    assert "Unable to contact slurm controller" in row["why"]
+    slurm.job("CANCELLED")  # while it was waiting
+    row = _row(capsys)
+    assert (row["why"], row["exit_code"]) == ("exit code 1", 1)
+
+
+def test_a_folder_that_no_script_can_name_is_refused(
+    slurm: Slurmlike, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path('a "b"').mkdir()
+    monkeypatch.chdir('a "b"')
+    assert _submit() == 2
+    assert "a line of an sbatch script holds no such text" in capsys.readouterr().err
+    assert (slurm.called(), _files()) == ([], [])
+
+
 def test_what_scontrol_says_is_read_by_its_keys() -> None:
     state = client.read_job(
         LINE.format(state="PENDING", reason="Nodes_required_for_job_are_DOWN", code="0:15", restarts=2, nodes="(null)")

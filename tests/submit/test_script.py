@@ -207,6 +207,18 @@ def test_a_warning_that_comes_before_the_training_listens_is_given_again(node: N
     assert ["scontrol", "requeue", "12"] in node.called()
 
 
+def test_a_warning_during_the_setup_is_kept_and_what_the_setup_sets_does_no_harm(node: Node) -> None:
+    node.fake("srun", _listens(SAVES))
+    node.fake("sleep", "/bin/sleep 0.05")
+    setup = "set -e\ntouch here\nwhile [ ! -e warned ]; do /bin/sleep 0.05; done"
+    process = node.start(node.job(setup=setup))
+    wait_until((node.folder / "here").exists, 60.0, "the setup did not start")
+    process.send_signal(signal.SIGUSR1)
+    (node.folder / "warned").touch()
+    assert process.wait(60.0) == 75
+    assert node.notes() == ["12 start n[1-4]", "12 end 75", "12 requeue"]
+
+
 def test_where_slurm_does_not_queue_it_again_another_job_goes_on(node: Node) -> None:
     node.fake("scontrol", "exit 1")
     node.fake("sbatch", "echo '13;cluster'")

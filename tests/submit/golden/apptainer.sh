@@ -10,6 +10,10 @@
 #SBATCH --signal=B:USR1@120
 #SBATCH --gres=gpu:a100:8
 
+# Slurm sends USR1 120 s before the time limit: the training ends its step, saves, and ends with 75.
+step= warnings=0
+trap 'warnings=$((warnings + 1)); [ -z "$step" ] || warn' USR1
+
 set -u
 
 job=$SLURM_JOB_ID
@@ -18,10 +22,7 @@ folder=/scratch/runs/demo
 
 note() { printf '%s %s %s\n' "$job" "$(date +%s)" "$*" >> "$folder/slurm-attempts.txt"; }
 
-# Slurm sends USR1 120 s before the time limit: the training ends its step, saves, and ends with 75.
-step= warnings=0
 warn() { while kill -USR1 "$step" 2> /dev/null; do sleep 5; done & }  # until it listens
-trap 'warnings=$((warnings + 1)); [ -z "$step" ] || warn' USR1
 
 saved=$(ls "$folder/checkpoints" 2> /dev/null)
 note start "$SLURM_JOB_NODELIST"

@@ -22,11 +22,15 @@
 #SBATCH --mail-type=END
 #SBATCH --comment="two words"
 
+# Slurm sends USR1 300 s before the time limit: the training ends its step, saves, and ends with 75.
+step= warnings=0
+trap 'warnings=$((warnings + 1)); [ -z "$step" ] || warn' USR1
+
 # Said by --setup.
 module load cuda
 source env.sh
 
-set -u
+set +e -u
 
 job=$SLURM_JOB_ID
 run=demo
@@ -34,10 +38,7 @@ folder=/home/ada/work/runs/demo
 
 note() { printf '%s %s %s\n' "$job" "$(date +%s)" "$*" >> "$folder/slurm-attempts.txt"; }
 
-# Slurm sends USR1 300 s before the time limit: the training ends its step, saves, and ends with 75.
-step= warnings=0
 warn() { while kill -USR1 "$step" 2> /dev/null; do sleep 5; done & }  # until it listens
-trap 'warnings=$((warnings + 1)); [ -z "$step" ] || warn' USR1
 
 saved=$(ls "$folder/checkpoints" 2> /dev/null)
 note start "$SLURM_JOB_NODELIST"

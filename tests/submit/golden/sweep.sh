@@ -10,6 +10,10 @@
 #SBATCH --requeue
 #SBATCH --signal=B:USR1@120
 
+# Slurm sends USR1 120 s before the time limit: the training ends its step, saves, and ends with 75.
+step= warnings=0
+trap 'warnings=$((warnings + 1)); [ -z "$step" ] || warn' USR1
+
 set -u
 
 job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
@@ -21,10 +25,7 @@ folder=/home/ada/work/runs/$run
 
 note() { printf '%s %s %s\n' "$job" "$(date +%s)" "$*" >> "$folder/slurm-attempts.txt"; }
 
-# Slurm sends USR1 120 s before the time limit: the training ends its step, saves, and ends with 75.
-step= warnings=0
 warn() { while kill -USR1 "$step" 2> /dev/null; do sleep 5; done & }  # until it listens
-trap 'warnings=$((warnings + 1)); [ -z "$step" ] || warn' USR1
 
 saved=$(ls "$folder/checkpoints" 2> /dev/null)
 note start "$SLURM_JOB_NODELIST"
