@@ -17,8 +17,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 BESIDE = (
-    ("tests/launch", "tests/pipeline", "tests/system"),
-    ("tests/benchmarks", "tests/docs", "tests/layers", "tests/test_run.py", "tests/test_train.py"),
+    ("tests/system",),
+    (
+        *("tests/benchmarks", "tests/docs", "tests/launch", "tests/layers", "tests/pipeline"),
+        *("tests/test_run.py", "tests/test_train.py"),
+    ),
 )
 MOST_AGAIN = 8  # more failures than these are no matter of load
 _CACHE = Path(".pytest_cache")

@@ -1,7 +1,8 @@
 """A run that goes on with other workers: what becomes of its batch and its rate, always reckoned from its beginning.
 
 `keep` leaves the global batch and the rate as they were; fewer workers take it in more passes, none larger than at the
-start. `scale` leaves every worker its share, so that batch and rate follow the number of workers.
+start, unless batch norm is synchronised. `scale` leaves every worker its share, so that batch and rate follow the
+number of workers.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ def _in_passes(config: TrainConfig, layout: Layout, facts: Facts, now: Effective
     """The same where no pass of a worker takes more samples than at the start; auto finds passes that fit itself."""
     # A group of workers that take the same samples has room for more of them than one worker.
     if now.batch_per_pass is None or config.batch.batch_size == "auto" or layout.sharer == "group":
+        return config
+    if config.speed.sync_batch_norm:  # whose statistics are those of all samples of a pass
         return config
     share = math.ceil(min(now.global_batch_size, facts.num_train) / layout.data_size / layout.devices_per_worker)
     passes = max(config.batch.accumulate, math.ceil(share / now.batch_per_pass))
