@@ -1,14 +1,16 @@
 """Validation accuracy after the same epochs, by batch and by recipe: what a large batch loses, and what saves it.
 
     python -m benchmarks.large_batch [--batches 512,4096,16384] [--recipes lars,lamb] [--seeds 1] [--budget-s 540]
-                                     [--samples-at-once 21000]
+                                     [--cells sgd:512:1,lars:4096:1] [--cells-at-once 3] [--samples-at-once 21000]
 
 Every cell is one `stormo train fashion-mnist`. A measured cell is kept in the results file and not measured again, so
-the table can be filled over several short runs; --budget-s starts no cell that would probably not end in time. Cells
-share the GPU as long as their batches together stay within --samples-at-once, so that one starts while another trains;
-only accuracies are compared. Other flags are handed on to every cell. A run that diverges counts with the accuracy of
-its last whole epoch, or 10 %, which is chance, where it had none; the table marks it. `tuned` is the best of the grid
-in `TUNED` (Nado et al., arXiv 2102.06356): an ordinary optimizer deserves a search as well. The last line is
+the table can be filled over several short runs; --budget-s starts no cell that would probably not end in time, and
+--cells measures just these (recipe:batch:seed). Recipes that come to the same settings at a batch, as all rules of the
+rate do at 512, are one cell. Cells share the GPU as long as their batches together stay within --samples-at-once, so
+that one starts while another trains; only accuracies are compared. Other flags are handed on to every cell. A run that
+diverges counts with the accuracy of its last whole epoch, or 10 %, which is chance, where it had none; the table marks
+it. `tuned` is the best of the grid in `TUNED` (Nado et al., arXiv 2102.06356): an ordinary optimizer deserves a search
+as well. The last line is
 `RESULT accuracy_512=… best_accuracy_16384=… plain_accuracy_16384=…`, `nan` for what was not measured.
 """
 
@@ -38,13 +40,14 @@ RESULTS = Path(__file__).with_name("results") / "large_batch.jsonl"
 # Beside --global-batch-size, --epochs and --seed. The network bears no full rate from the first step.
 _ALWAYS = "--weight-decay 0.0005 --task.augment --target-accuracy 2 --checkpoint-every 0"
 _NESTEROV = f"{_ALWAYS} --nesterov --decay linear --warmup-from 0.01"
-_LAYER_WISE = f"{_ALWAYS} --lr-rule sqrt --base-batch-size {BASE} --warmup-epochs 5 --decay linear"
+_LINEAR, _SQRT = (f"--lr-rule {rule} --base-batch-size {BASE}" for rule in ("linear", "sqrt"))
+_LAYER_WISE = f"{_ALWAYS} {_SQRT} --warmup-epochs 5 --decay linear"
 _LARS = f"{_LAYER_WISE} --optimizer lars --nesterov --base-lr 2"
 RECIPES = {
     "sgd": f"{_NESTEROV} --base-lr 0.05 --lr-rule none --warmup-epochs 2",
-    "linear": f"{_NESTEROV} --base-lr 0.05 --lr-rule linear --base-batch-size {BASE} --warmup-epochs 2",
-    "sqrt": f"{_NESTEROV} --base-lr 0.05 --lr-rule sqrt --base-batch-size {BASE} --warmup-epochs 2",
-    "linear+warm-up": f"{_NESTEROV} --base-lr 0.05 --lr-rule linear --base-batch-size {BASE} --warmup-epochs 5",
+    "linear": f"{_NESTEROV} --base-lr 0.05 {_LINEAR} --warmup-epochs 2",
+    "sqrt": f"{_NESTEROV} --base-lr 0.05 {_SQRT} --warmup-epochs 2",
+    "linear+warm-up": f"{_NESTEROV} --base-lr 0.05 {_LINEAR} --warmup-epochs 5",
     "lars": _LARS,
     "larc": f"{_LAYER_WISE} --optimizer larc --nesterov --base-lr 0.1 --trust-coefficient 0.005",
     "lamb": f"{_LAYER_WISE} --optimizer lamb --base-lr 0.004 --weight-decay 0.01",
@@ -54,7 +57,7 @@ RECIPES = {
     "growth": f"{_NESTEROV} --base-lr 0.05 --decay none --warmup-epochs 1 --warmup-from 0.1",
 }
 # (rate, warm-up epochs) that are tried for plain Nesterov momentum at every batch.
-TUNED = ((0.05, 5), (0.1, 2), (0.1, 5), (0.2, 5), (0.2, 10))
+TUNED = ((0.05, 2), (0.05, 5), (0.1, 2), (0.1, 5), (0.2, 5), (0.2, 10))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +77,9 @@ class Cell:
     device: str
 
     @property
-    def key(self) -> tuple[str, int, int, int, str]:
-        """What makes it this cell: another recipe under the same name is another one."""
-        return self.recipe, self.batch, self.seed, self.epochs, self.flags
+    def key(self) -> tuple[str, int]:
+        """What makes it this cell, whatever its name was."""
+        return self.flags, self.seed
 
 
 class CellError(Exception):
@@ -88,6 +91,7 @@ class NotBegunError(CellError):
 
 
 Wanted = tuple[str, int, int]  # recipe, batch, seed
+Table = dict[tuple[str, int], list[Cell]]  # the seeds of a recipe at a batch
 
 
 def flags_of(recipe: str, batch: int, epochs: int) -> str:
@@ -98,6 +102,8 @@ def flags_of(recipe: str, batch: int, epochs: int) -> str:
     else:
         flags = RECIPES[recipe]
     start = batch
+    if batch == BASE:  # no rule changes the rate here
+        flags = flags.replace(_LINEAR, "--lr-rule none").replace(_SQRT, "--lr-rule none")
     if recipe == "growth" and batch > BASE:
         # In two strides from the batch at which the rate is right, where a decay would have fallen.
         start, stride = BASE, math.sqrt(batch / BASE)
@@ -114,11 +120,12 @@ def nesterov(rate: float, warmup_epochs: int) -> str:
     return f"nesterov {rate:g} {warmup_epochs}"
 
 
+_GRID = [nesterov(*point) for point in TUNED]
+
+
 def wanted(recipes: Sequence[str], batches: Sequence[int], seeds: int) -> Iterator[Wanted]:
     """The cells in the order in which they are measured: all recipes once, before any second seed."""
-    names = [name for name in recipes if name != "tuned"]
-    if "tuned" in recipes:
-        names += [nesterov(*point) for point in TUNED]
+    names = [name for recipe in recipes for name in (_GRID if recipe == "tuned" else [recipe])]
     for seed in range(seeds):
         for batch in sorted(batches, key=lambda size: (size not in FIRST, size)):
             yield from ((name, batch, seed) for name in names)
@@ -152,17 +159,20 @@ def measure(recipe: str, batch: int, seed: int, epochs: int, extra: Sequence[str
     )
 
 
-def fill(todo: Sequence[Wanted], samples_at_once: int, run: Callable[[Wanted], Cell]) -> Iterator[Cell | CellError]:
+def fill(
+    todo: Sequence[Wanted], cells_at_once: int, samples_at_once: int, run: Callable[[Wanted], Cell]
+) -> Iterator[Cell | CellError]:
     """The cells as they end, and what went wrong where one had no result.
 
     `run` is called in a thread of its own for as many as fit, the first ones first; one that is too large waits until
     it would be alone.
     """
     waiting, running = list(todo), dict[concurrent.futures.Future[Cell], int]()
-    with concurrent.futures.ThreadPoolExecutor(max_workers=max(1, len(waiting))) as threads:
+    with concurrent.futures.ThreadPoolExecutor(max_workers=cells_at_once) as threads:
         while waiting or running:
             for cell in list(waiting):
-                if not running or sum(running.values()) + cell[1] <= samples_at_once:
+                fits = len(running) < cells_at_once and sum(running.values()) + cell[1] <= samples_at_once
+                if not running or fits:
                     running[threads.submit(run, cell)] = cell[1]
                     waiting.remove(cell)
             for ended in concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED).done:
@@ -178,41 +188,54 @@ def read(path: Path) -> list[Cell]:
     return [Cell(**json.loads(line)) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
-def means(cells: Sequence[Cell]) -> dict[tuple[str, int], float]:
-    """The mean accuracy over the seeds, by recipe and batch; `tuned` is the best of its grid."""
-    found: dict[tuple[str, int], list[float]] = {}
+def tabulate(cells: Sequence[Cell], epochs: int, extra: Sequence[str] = ()) -> Table:
+    """The cells in their places; one of a recipe that has been changed since, or with other flags, has none.
+
+    `tuned` is the best of its grid at each batch.
+    """
+    runs: dict[str, list[Cell]] = {}
     for cell in cells:
-        found.setdefault((cell.recipe, cell.batch), []).append(cell.accuracy)
-    table = {key: statistics.fmean(values) for key, values in found.items()}
-    for (recipe, batch), accuracy in list(table.items()):
-        if recipe.startswith("nesterov"):
-            table["tuned", batch] = max(accuracy, table.get(("tuned", batch), 0.0))
+        runs.setdefault(cell.flags, []).append(cell)
+    table: Table = {}
+    for batch in sorted({cell.batch for cell in cells}):
+        for recipe in [*RECIPES, *_GRID]:
+            flags = " ".join([flags_of(recipe, batch, epochs), *extra])
+            if flags in runs:
+                table[recipe, batch] = runs[flags]
+        if tried := [table.pop((name, batch)) for name in _GRID if (name, batch) in table]:
+            table["tuned", batch] = max(tried, key=mean)
     return table
 
 
-def table_lines(cells: Sequence[Cell]) -> list[str]:
+def mean(seeds: Sequence[Cell]) -> float:
+    """The mean accuracy over the seeds."""
+    return statistics.fmean(cell.accuracy for cell in seeds)
+
+
+def table_lines(table: Table) -> list[str]:
     """A Markdown table: a row for each recipe, a column for each batch."""
-    accuracies, batches = means(cells), sorted({cell.batch for cell in cells})
+    batches = sorted({batch for _, batch in table})
     lines = ["| recipe | " + " | ".join(str(batch) for batch in batches) + " |", "|---" * (len(batches) + 1) + "|"]
     for recipe in [*RECIPES, "tuned"]:
-        if any((recipe, batch) in accuracies for batch in batches):
-            texts = [_text(cells, accuracies, recipe, batch) for batch in batches]
+        if any((recipe, batch) in table for batch in batches):
+            texts = [_text(table.get((recipe, batch), [])) for batch in batches]
             lines.append(f"| {recipe} | {' | '.join(texts)} |")
     return lines
 
 
-def _text(cells: Sequence[Cell], accuracies: dict[tuple[str, int], float], recipe: str, batch: int) -> str:
-    if (recipe, batch) not in accuracies:
+def _text(seeds: Sequence[Cell]) -> str:
+    if not seeds:
         return ""
-    seeds = [cell for cell in cells if (cell.recipe, cell.batch) == (recipe, batch)]
+    text = f"{100 * mean(seeds):.2f}"
+    if len(seeds) > 1:
+        text += f" ± {100 * statistics.stdev(cell.accuracy for cell in seeds):.2f}"
     num_lost = sum(cell.stopped_by == "divergence" for cell in seeds)
-    lost = f" ({num_lost} of {len(seeds)} diverged)" if num_lost else ""
-    return f"{100 * accuracies[recipe, batch]:.2f}{lost}"
+    return text + (f" ({num_lost} of {len(seeds)} diverged)" if num_lost else "")
 
 
-def result_line(cells: Sequence[Cell]) -> str:
+def result_line(table: Table) -> str:
     """The figures that the claim rests on."""
-    accuracies = means(cells)
+    accuracies = {place: mean(seeds) for place, seeds in table.items()}
     largest = [accuracy for (_, batch), accuracy in accuracies.items() if batch == BATCHES[-1]]
     return (
         f"RESULT accuracy_512={accuracies.get(('sgd', BASE), math.nan):.4f} "
@@ -221,13 +244,13 @@ def result_line(cells: Sequence[Cell]) -> str:
     )
 
 
-def draw(cells: Sequence[Cell], path: Path) -> None:
+def draw(table: Table, path: Path) -> None:
     """The same table as curves."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
-    accuracies = means(cells)
+    accuracies = {place: mean(seeds) for place, seeds in table.items()}
     # Runs that are lost stand on the lower edge, or the others could not be told apart.
     good = [accuracy for accuracy in accuracies.values() if accuracy > _LOST]
     floor = min(good, default=0.0) - 0.01
@@ -245,6 +268,18 @@ def draw(cells: Sequence[Cell], path: Path) -> None:
     figure.savefig(path)
 
 
+def _places(options: argparse.Namespace) -> list[Wanted]:
+    if options.cells:
+        words = [cell.split(":") for cell in options.cells.split(",")]
+        if wrong := [cell for cell in words if len(cell) != 3 or cell[0] not in [*RECIPES, *_GRID]]:
+            raise ValueError(f"{':'.join(wrong[0])} is no cell; sgd:512:0 is one, and so is {_GRID[0]}:512:0")
+        return [(recipe, int(batch), int(seed)) for recipe, batch, seed in words]
+    recipes = options.recipes.split(",")
+    if unknown := [name for name in recipes if name not in RECIPES and name != "tuned"]:
+        raise ValueError(f"there is no recipe {unknown[0]}; there are {', '.join([*RECIPES, 'tuned'])}")
+    return list(wanted(recipes, [int(size) for size in options.batches.split(",")], options.seeds))
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Measure what is missing, then print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -253,19 +288,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--budget-s", type=float, default=math.inf)
+    parser.add_argument("--cells", help="just these: RECIPE:BATCH:SEED,…")
+    parser.add_argument("--cells-at-once", type=int, default=3, help="that share the GPU")
     parser.add_argument("--samples-at-once", type=int, default=21000, help="in all cells that share the GPU")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--plot", type=Path, help="FILE.png or .svg")
     options, extra = parser.parse_known_args(arguments)
-    recipes = options.recipes.split(",")
-    if unknown := [name for name in recipes if name not in RECIPES and name != "tuned"]:
-        parser.error(f"there is no recipe {unknown[0]}; there are {', '.join([*RECIPES, 'tuned'])}")
+    try:
+        places = _places(options)
+    except ValueError as error:
+        parser.error(str(error))
     cells = read(options.results)
     known, began, longest_s = {cell.key for cell in cells}, time.perf_counter(), 0.0
     todo = []
-    for recipe, batch, seed in wanted(recipes, [int(size) for size in options.batches.split(",")], options.seeds):
-        flags = " ".join([flags_of(recipe, batch, options.epochs), *extra])
-        if (recipe, batch, seed, options.epochs, flags) not in known:
+    for recipe, batch, seed in places:
+        key = " ".join([flags_of(recipe, batch, options.epochs), *extra]), seed
+        if key not in known:
+            known.add(key)
             todo.append((recipe, batch, seed))
     options.results.parent.mkdir(parents=True, exist_ok=True)
 
@@ -276,7 +315,7 @@ def main(arguments: list[str] | None = None) -> int:
         return measure(recipe, batch, seed, options.epochs, extra)
 
     num_later = 0
-    for ended in fill(todo, options.samples_at_once, run):
+    for ended in fill(todo, options.cells_at_once, options.samples_at_once, run):
         if isinstance(ended, NotBegunError):
             num_later += 1
             continue
@@ -291,20 +330,12 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{ended.recipe} at {ended.batch}, seed {ended.seed}: {outcome}", flush=True)
     if num_later:
         print(f"--budget-s {options.budget_s:g} is spent; {num_later} of {len(todo)} cells are for another run")
-    # A recipe that has been changed since is another one, and so is one with other flags.
-    known_names = {*RECIPES, *(nesterov(*point) for point in TUNED)}
-    shown = [
-        cell
-        for cell in cells
-        if cell.recipe in known_names
-        and cell.epochs == options.epochs
-        and cell.flags == " ".join([flags_of(cell.recipe, cell.batch, options.epochs), *extra])
-    ]
-    for line in table_lines(shown):
+    table = tabulate(cells, options.epochs, extra)
+    for line in table_lines(table):
         print(line)
     if options.plot:
-        draw(shown, options.plot)
-    print(result_line(shown))
+        draw(table, options.plot)
+    print(result_line(table))
     return 0
 
 

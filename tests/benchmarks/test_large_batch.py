@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,18 @@ from typing import Any
 import pytest
 
 from benchmarks import large_batch
-from benchmarks.large_batch import RECIPES, Cell, CellError, Wanted, fill, flags_of, result_line, table_lines, wanted
+from benchmarks.large_batch import (
+    RECIPES,
+    Cell,
+    CellError,
+    Wanted,
+    fill,
+    flags_of,
+    result_line,
+    table_lines,
+    tabulate,
+    wanted,
+)
 from stormo.hardware import visible_gpus
 from stormo.layout import resolve_layout
 from stormo.plan import resolve
@@ -44,17 +56,21 @@ def test_the_first_columns_come_first_and_second_seeds_last() -> None:
 def test_the_table_and_the_last_line() -> None:
     cells = [
         *(_cell("sgd", 512, 0.94), _cell("sgd", 512, 0.95, seed=1), _cell("sgd", 16384, 0.1, 0, "divergence")),
-        *(_cell("lars", 16384, 0.93), _cell("nesterov 0.2 5", 16384, 0.91), _cell("nesterov 0.8 5", 16384, 0.92)),
+        *(_cell("lars", 16384, 0.93), _cell("nesterov 0.2 5", 16384, 0.91), _cell("nesterov 0.1 5", 16384, 0.92)),
+        *(_cell("nesterov 0.8 5", 16384, 0.94), Cell("sgd", 512, 0, 30, "--of-before", 0.9, "epochs", 1, 1, 1, "cpu")),
     ]
-    assert table_lines(cells) == [
+    table = tabulate(cells, 30)
+    assert table_lines(table) == [
         "| recipe | 512 | 16384 |",
         "|---|---|---|",
-        "| sgd | 94.50 | 10.00 (1 of 1 diverged) |",
+        "| sgd | 94.50 ± 0.71 | 10.00 (1 of 1 diverged) |",
+        "| linear | 94.50 ± 0.71 |  |",  # at 512 the very same settings
+        "| sqrt | 94.50 ± 0.71 |  |",
         "| lars |  | 93.00 |",
-        "| tuned |  | 92.00 |",
+        "| tuned | 94.50 ± 0.71 | 92.00 |",  # of the grid as it is now
     ]
-    assert result_line(cells) == "RESULT accuracy_512=0.9450 best_accuracy_16384=0.9300 plain_accuracy_16384=0.1000"
-    assert result_line([]) == "RESULT accuracy_512=nan best_accuracy_16384=nan plain_accuracy_16384=nan"
+    assert result_line(table) == "RESULT accuracy_512=0.9450 best_accuracy_16384=0.9300 plain_accuracy_16384=0.1000"
+    assert result_line({}) == "RESULT accuracy_512=nan best_accuracy_16384=nan plain_accuracy_16384=nan"
 
 
 def test_cells_share_the_gpu_as_far_as_their_batches_allow_and_one_that_fails_stops_no_other() -> None:
@@ -73,10 +89,25 @@ def test_cells_share_the_gpu_as_far_as_their_batches_allow_and_one_that_fails_st
         return _cell(*cell[:2], 0.9)
 
     todo = [("sgd", 16384, 0), ("lars", 16384, 0), ("sgd", 4096, 0), ("sgd", 512, 0), ("larc", 99999, 0)]
-    ended = list(fill(todo, 21000, run))
+    ended = list(fill(todo, 3, 21000, run))
     assert sorted(cell.batch for cell in ended if isinstance(cell, Cell)) == [512, 4096, 16384, 99999]
     assert [str(error) for error in ended if isinstance(error, CellError)] == ["no memory"]
     assert max(size for size in largest if size != 99999) <= 21000
+
+
+def test_no_more_cells_share_the_gpu_than_were_allowed() -> None:
+    running: list[int] = []
+    most: list[int] = []
+
+    def run(cell: Wanted) -> Cell:
+        running.append(cell[1])
+        most.append(len(running))
+        time.sleep(0.02)
+        running.remove(cell[1])
+        return _cell(*cell[:2], 0.9)
+
+    assert len(list(fill([("sgd", size, 0) for size in range(1, 8)], 2, 21000, run))) == 7
+    assert max(most) == 2
 
 
 def test_a_cell_is_measured_once_and_no_more_are_begun_than_the_budget_holds(
@@ -103,5 +134,11 @@ def test_a_cell_is_measured_once_and_no_more_are_begun_than_the_budget_holds(
     assert "--budget-s 1.9 is spent; 1 of 2 cells are for another run" in out
     assert "| sgd | 90.00 | 90.00 |" in out  # without the cell of another recipe
     assert (tmp_path / "table.png").stat().st_size > 1000
+    calls.clear()
+    chosen = "sgd:512:0,sqrt:512:0,nesterov 0.05 5:512:0,linear+warm-up:512:0,lars:4096:0"
+    assert large_batch.main([*options, "--cells", chosen]) == 0
+    assert calls == [("nesterov 0.05 5", 512), ("lars", 4096)]  # the others are these, or known
     with pytest.raises(SystemExit):
         large_batch.main(["--recipes", "none"])
+    with pytest.raises(SystemExit):
+        large_batch.main(["--cells", "none:512:0"])
