@@ -63,7 +63,7 @@ class Run:
 
     def events(self) -> list[dict[str, Any]]:
         """Every complete event so far."""
-        from stormo.telemetry.files import read_events
+        from stormo.telemetry.events import read_events
 
         return read_events(self.path / "events.jsonl")
 

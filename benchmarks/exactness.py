@@ -128,7 +128,8 @@ def run(case: Case, name: str, folder: Path, options: argparse.Namespace) -> Non
 def compare(case: Case, path: Path, reference_path: Path) -> Compared:
     """Read two finished runs and compare their last checkpoints and the validation of every epoch."""
     from stormo import checkpoint
-    from stormo.telemetry.files import RunFolder, read_events
+    from stormo.telemetry.events import read_events
+    from stormo.telemetry.folder import RunFolder
 
     states, losses, accuracies = [], [], []
     for folder in (RunFolder(path), RunFolder(reference_path)):

@@ -115,7 +115,7 @@ def compare(
     run: Run, clean: Run, kills: Sequence[Kill], epochs: int, *, same_world_size: bool
 ) -> tuple[dict[str, Any], list[str]]:
     """The figures, and a table of the kills."""
-    from stormo.telemetry.files import RunFolder, read_summary
+    from stormo.telemetry.folder import RunFolder, read_summary
 
     chains = []
     for one in (run, clean):

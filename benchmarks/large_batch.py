@@ -248,7 +248,7 @@ def draw(table: Table, path: Path) -> None:
     """The same table as curves."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.add_subplot()
     accuracies = {place: mean(seeds) for place, seeds in table.items()}
     # Runs that are lost stand on the lower edge, or the others could not be told apart.
@@ -257,14 +257,19 @@ def draw(table: Table, path: Path) -> None:
     for index, recipe in enumerate([*RECIPES, "tuned"]):
         points = sorted((batch, accuracy) for (name, batch), accuracy in accuracies.items() if name == recipe)
         if points:
-            style = "osv^D*XP<>ph"[index % 12] + ("-" if index % 2 else "--")
-            axes.plot([b for b, _ in points], [100 * max(a, floor) for _, a in points], style, label=recipe)
+            style, colour = "osv^D*XP<>ph"[index % 12] + ("-" if index % 2 else "--"), f"C{index % 10}"
+            if index >= 10:
+                colour = ("black", "olive")[index % 2]
+            sizes, heights = zip(*[(batch, 100 * max(accuracy, floor)) for batch, accuracy in points], strict=True)
+            axes.plot(sizes, heights, style, color=colour, label=recipe)
     if len(good) < len(accuracies):
         axes.axhline(100 * floor, color="grey", linewidth=0.8)
         axes.annotate("diverged", (0.01, 100 * floor), xycoords=("axes fraction", "data"), va="bottom", color="grey")
     axes.set_xscale("log", base=2)
+    batches = sorted({batch for _, batch in table})
+    axes.set_xticks(batches, [f"{batch:,}" for batch in batches])
     axes.set(xlabel="global batch", ylabel="validation accuracy, %")
-    axes.legend(fontsize="small", ncols=2)
+    figure.legend(fontsize="small", loc="outside right center")
     figure.savefig(path)
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from stormo import __version__
 from stormo.errors import EXIT_INTERRUPTED, StormoError, full_disk, unknown_name
-from stormo.telemetry.text import discard
+from stormo.process import hold_warning, leave_when_told
+from stormo.telemetry.text import discard, open_closed_streams
 
 _USAGE = """\
 usage: stormo VERB ...
@@ -36,6 +39,7 @@ stormo VERB --help shows the options of a verb; stormo --version the version.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; return the exit code."""
+    open_closed_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _dispatch(arguments)
@@ -59,6 +63,8 @@ def _fail(error: StormoError) -> int:
 
 
 def _dispatch(arguments: list[str]) -> int:
+    if arguments and arguments[0].replace("_", "-") == f"--local-rank={os.environ.get('LOCAL_RANK')}":
+        arguments = arguments[1:]  # torch.distributed.launch says it here too
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_USAGE, end="")  # noqa: T201
         return 0
@@ -72,6 +78,13 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _train(arguments: list[str]) -> int:
+    from stormo.launch.detect import detect
+
+    hold_warning()  # before what takes long to import
+    with contextlib.suppress(StormoError):  # which `train` says better
+        place = detect(os.environ)
+        if place is None or place.world_size == 1:  # of several workers one must not leave alone
+            leave_when_told()
     from stormo import train
 
     return train.main(arguments)

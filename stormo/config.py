@@ -296,6 +296,23 @@ class Effective:
     batch_per_pass: int | None = None  # the most samples of one worker in one pass at the start
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """A setting that a run goes on with in place of the one it had."""
+
+    key: str
+    before: Any
+    now: Any
+
+    def __str__(self) -> str:
+        flag = f"--{'no-' * (self.now is False)}{self.key.replace('_', '-')}"
+        value = "" if isinstance(self.now, bool) else f" {self.now}"
+        before = "not set" if self.before is None else self.before
+        if isinstance(before, bool):
+            before = "on" if before else "off"
+        return f"{flag}{value} ({before} before)"
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """All settings of `stormo train`."""
@@ -313,6 +330,7 @@ class TrainConfig:
     command: Command = field(default_factory=Command)
     given: frozenset[str] = frozenset()  # field names the user set, by flag or file
     resumed: Effective | None = None  # of the run that goes on
+    changed: tuple[Change, ...] = ()  # what that run is told otherwise now, as far as it changes the result
     auto_batch_size: int = 32  # samples per worker on which batch and rate rest under --batch-size auto
 
 

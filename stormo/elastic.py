@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -52,10 +51,13 @@ from stormo.errors import (
 )
 from stormo.launch.address import shown
 from stormo.launch.elastic import Elastic, check_same, nobody_answered
+from stormo.launch.failure import ORDERLY_EXIT_CODES, Failure, of_exit, of_signal
+from stormo.launch.own_folder import own_folder
+from stormo.launch.place import host_name
 from stormo.launch.relay import write_all
-from stormo.launch.torchrun import AGENT
-from stormo.process import STARTED
-from stormo.telemetry.files import RunFolder
+from stormo.launch.torchrun import AGENT, met_file
+from stormo.process import STARTED, hear_warning
+from stormo.telemetry.folder import RunFolder
 
 _LAST_CALL_S = 5  # for more nodes to come, once the least number is there
 _HEARTBEAT_S, _NUM_HEARTBEATS = 2, 5  # a node without one for their product is lost
@@ -85,14 +87,12 @@ def run_agent(
     where = shown(node.address, node.port)
     agent: _Agent | None = None
     try:
+        hear_warning()
         store = _store(node, listener)
         _agree(store, node, settings if listener is not None else None, given)
         handler = _rendezvous(node, store)
-        with (
-            tempfile.TemporaryDirectory(prefix="stormo-elastic-", ignore_cleanup_errors=True) as folder,
-            _closed_at_the_end(handler),
-        ):
-            agent = _Agent(node, handler, command, DefaultLogsSpecs(log_dir=folder))
+        with own_folder() as folder, _closed_at_the_end(handler):
+            agent = _Agent(node, handler, command, DefaultLogsSpecs(log_dir=str(folder)))
             result = agent.run()
         return 0 if result is None else agent.exit_code(result)
     except SignalException as stopped:
@@ -267,6 +267,8 @@ class _Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
         if result.is_failed():
+            for failure in unnamed(result, getattr(self._pcontext, "error_files", {})):
+                write_all(2, failure.text().encode())
             self._judge(_codes(result), _reasons(result))
         return result
 
@@ -313,6 +315,22 @@ class _Agent(LocalElasticAgent):
 
 def _codes(result: RunResult) -> set[int]:
     return {failure.exitcode for failure in result.failures.values()}
+
+
+def unnamed(result: RunResult, error_files: Mapping[int, str]) -> list[Failure]:
+    """The ends of workers that nobody tells of: not they themselves, nor the others, whom they had not met.
+
+    `error_files`: where each worker of this node leaves its last word; a failure of torch's has none that is not there.
+    """
+    found = []
+    for rank, failure in sorted(result.failures.items()):
+        code, last_word = failure.exitcode, error_files.get(failure.local_rank, "")
+        if code in ORDERLY_EXIT_CODES or Path(last_word).is_file() or met_file(last_word).exists():
+            continue
+        make = of_signal if code < 0 else of_exit
+        found.append((code, make(abs(code), rank=rank, host=host_name())))
+    own = -signal.SIGTERM  # by which torch ends the others
+    return [failure for code, failure in found if code != own or all(other == own for other, _ in found)]
 
 
 def _reasons(result: RunResult) -> set[str]:

@@ -9,6 +9,23 @@ import difflib
 import errno
 from collections.abc import Iterable
 
+# What is called otherwise elsewhere, by the word that users bring along.
+_OTHER_WORDS = {
+    "batch": ("batch-size",),
+    "devices": ("num-gpus",),
+    "gpu": ("cuda", "num-gpus"),
+    "gpus": ("num-gpus",),
+    "grad-clip": ("clip-norm",),
+    "gradient-accumulation-steps": ("accumulate",),
+    "learning-rate": ("base-lr",),
+    "lr": ("base-lr",),
+    "name": ("run-name",),
+    "nnodes": ("num-nodes",),
+    "nodes": ("num-nodes",),
+    "nproc-per-node": ("num-gpus",),
+    "num-workers": ("loader-workers",),
+}
+
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_DIVERGED = 65  # sysexits' "data error": the loss is lost, and the same command would lose it again
@@ -60,8 +77,17 @@ def counted(count: int | str, noun: str) -> str:
 def unknown_name(kind: str, name: str, choices: Iterable[str]) -> SettingError:
     """An error that lists every valid name and points at the closest one."""
     names = sorted(choices)
-    close = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {close[0]}? " if close else ""
     return SettingError(
-        f"{kind} {name!r} was asked for", "there is none of that name", f"{hint}choose one of: {', '.join(names)}"
+        f"{kind} {name!r} was asked for",
+        "there is none of that name",
+        f"{suggestion(name, names)}choose one of: {', '.join(names)}",
     )
+
+
+def suggestion(name: str, choices: Iterable[str]) -> str:
+    """`did you mean train? `, or nothing where no choice is near; dashes in front and a task's prefix do not count."""
+    plain = {choice.lstrip("-").removeprefix("task.").replace("_", "-"): choice for choice in choices}
+    typed = name.lstrip("-").removeprefix("task.").replace("_", "-")
+    known = [word for word in (typed, *_OTHER_WORDS.get(typed, ())) if word in plain]
+    close = known or difflib.get_close_matches(typed, plain, n=1)
+    return f"did you mean {plain[close[0]]}? " if close else ""

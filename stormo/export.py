@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from stormo.errors import SettingError, counted
 from stormo.options import Parser
-from stormo.telemetry.files import find_run
+from stormo.telemetry.finding import find_run
 from stormo.telemetry.text import write_text
 
 if TYPE_CHECKING:

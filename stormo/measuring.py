@@ -20,7 +20,7 @@ def open_keeper(world: World, *, devices_per_worker: int, is_on: bool) -> AnyKee
     """A keeper in one worker of each node, and one that does nothing in the others. All workers call it."""
     if not is_on:
         return NoKeeper()
-    uuids, main_unix_s = _shared(world, devices_per_worker)
+    uuids, main_unix_s = gpus_by_node(world, devices_per_worker=devices_per_worker)
     # The files of all nodes are read as one: by the clock of the main worker, however far apart theirs are.
     ahead_s = 0.0 if world.is_main else main_unix_s - steady_unix_s()
     place = world.place
@@ -38,8 +38,11 @@ def open_keeper(world: World, *, devices_per_worker: int, is_on: bool) -> AnyKee
     )
 
 
-def _shared(world: World, devices_per_worker: int) -> tuple[dict[str, list[str]], float]:
-    """The GPUs that the job uses, by node (a worker may see them all, or its own alone); the main worker's time."""
+def gpus_by_node(world: World, *, devices_per_worker: int) -> tuple[dict[str, list[str]], float]:
+    """The GPUs that the job uses, by node (a worker may see them all, or its own alone); the main worker's time.
+
+    All workers call it.
+    """
     own = []
     if world.device.type == "cuda":
         indices = [world.device.index] if devices_per_worker == 1 else range(devices_per_worker)

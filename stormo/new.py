@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from stormo.errors import SettingError, unknown_name
+from stormo.errors import SettingError, full_disk, unknown_name
 from stormo.tasks.find import check_file_name
 
 KINDS = {
@@ -30,13 +30,17 @@ def main(named: str, kind: str) -> int:
     text = Path(__file__).with_name("templates").joinpath(KINDS[kind]).read_text(encoding="utf-8")
     try:
         with path.open("x", encoding="utf-8") as file:  # never over a file that is there
-            file.write(text)
+            try:
+                file.write(text)
+                file.flush()
+            except OSError:
+                path.unlink()
+                raise
     except FileExistsError:
         raise SettingError(f"the file {path} was named", "it is there already", "name another one") from None
     except OSError as error:
-        raise SettingError(
-            f"the file {path} was named", f"it cannot be written ({error.strerror})", "make its folder, or name another"
-        ) from None
+        instead = "make room" if full_disk(error) else "make its folder, or name another"
+        raise SettingError(f"the file {path} was named", f"it cannot be written ({error.strerror})", instead) from None
     name = shlex.quote(str(path))
     print(f"{path} is written: a task of kind {kind} that trains as it is.")  # noqa: T201
     print(f"  stormo train {name}                 train it")  # noqa: T201

@@ -1,12 +1,19 @@
-"""When this command was typed, the zero of every wall time, and where the time until the first step goes."""
+"""When this command was typed, the zero of every wall time, and where the time until the first step goes; and the
+warning of a scheduler that comes in that time.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
+from types import FrameType
+
+from stormo.errors import EXIT_RESUMABLE
 
 STARTED = "STORMO_STARTED_UNIX_S"  # the agent's start, which its workers inherit
+_held: list[int] = []
 
 
 def process_start_unix_s() -> float:
@@ -17,6 +24,30 @@ def process_start_unix_s() -> float:
     started_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
     return time.time() - age_s
+
+
+def hold_warning() -> None:
+    """From now on keep SIGUSR1, which would end a process that does not listen yet; torch alone imports for seconds."""
+    if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        signal.signal(signal.SIGUSR1, lambda number, _: _held.append(number))
+
+
+def leave_when_told() -> None:
+    """Until somebody listens, SIGTERM ends this process as a run that may go on: nothing has been done yet."""
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _leave)
+
+
+def _leave(number: int, _: FrameType | None) -> None:
+    os.write(2, b"stormo: stopped by SIGTERM before training began; the same command starts it again\n")
+    os._exit(EXIT_RESUMABLE)  # an exception would be taken for one of the file that is being imported
+
+
+def hear_warning() -> None:
+    """Have the signal that was kept come again, now that somebody listens."""
+    if _held:
+        _held.clear()
+        signal.raise_signal(signal.SIGUSR1)
 
 
 class SetUp:

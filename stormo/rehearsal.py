@@ -52,7 +52,7 @@ _MEANINGS = (
         r"same dtype|scalar type|Found dtype",
         "mixes tensors",
         "the numbers of the batch and the weights must be of one type",
-        "let the data set give torch.float32 (.float()), and class numbers as torch.int64 (.long())",
+        "let the data set give {numbers}, and class numbers as torch.int64 (.long())",
     ),
     (
         r"storage of SparseTensorImpl",
@@ -145,6 +145,12 @@ class _FirstLook:
         if names and not strategy.task.find_unused:
             raise _unused(strategy.task, names)
         strategy.check_first_pass()
+        if not strategy.module.training:
+            raise SettingError(
+                f"{type(strategy.task).__name__}.loss() leaves the model as model.eval() makes it",
+                "dropout and batch norm would not train from then on",
+                "leave model.eval() out of it: every pass begins in the mode that it needs",
+            )
         # All workers ask, whatever their own loss is, and answer alike.
         floats = [tensor for tensor in tensors_in(self.data) if tensor.is_floating_point()]
         has_bad_inputs = not all(bool(tensor.isfinite().all()) for tensor in floats)
@@ -259,8 +265,15 @@ def explained(task: Task, data_method: str, method: str, device: torch.device) -
         for pattern, what, why, instead in _MEANINGS if isinstance(error, _EXPLAINED) else ():
             if re.search(pattern, text):
                 said = f"{name}.{method}() {what} ({_place(frames)}{text})"
-                raise SettingError(said, why.format(device=device), instead) from error
+                raise SettingError(said, why.format(device=device), instead.format(numbers=_numbers())) from error
         raise
+
+
+def _numbers() -> str:
+    """The type of the weights, and how a tensor is given it."""
+    if torch.get_default_dtype() == torch.float64:
+        return "torch.float64 (.double()) for --precision fp64"
+    return "torch.float32 (.float())"
 
 
 def _place(frames: traceback.StackSummary) -> str:

@@ -17,8 +17,10 @@ from stormo.hosts import hosts_of, start_on_hosts
 from stormo.launch import Patience, run_node
 from stormo.layout import Layout, resolve_layout
 from stormo.nodes import BACKEND, DEVICE, TIMEOUT, find_place, launched_by, node_of
+from stormo.tasks.find import check_module
 
-_OPTIONS = [option for option in options.options_of("workers", Workers) if option.name != "strategy"]
+_OF_TASKS = ("strategy", "mesh", "zero")  # a script's own model is not spread
+_OPTIONS = [option for option in options.options_of("workers", Workers) if option.name not in _OF_TASKS]
 _SCRIPT = options.Positional(
     name="script",
     metavar="SCRIPT",
@@ -50,7 +52,7 @@ def main(arguments: list[str]) -> int:
         sys.stdout.flush()
         os.execv(command[0], command)
     same = _same(command, layout)
-    patience = Patience(first_sign=False)  # a script may prepare its data for an hour before it asks for the world
+    patience = Patience(first_sign_s=None)  # a script may prepare its data for an hour before it asks for the world
     return run_node(command, node_of(config, layout), timeout_s=config.workers.timeout, patience=patience, **same)
 
 
@@ -68,6 +70,7 @@ def _command(script: str | None, flags: list[str]) -> list[str]:
         if not Path(script).is_file():
             raise SettingError(f"stormo run {script} was typed", "there is no such file", "check the path")
         return [sys.executable, script, *flags]
+    check_module(script, f"stormo run {script} was typed")
     top = script.partition(".")[0]
     if not (Path(top).is_dir() or Path(f"{top}.py").is_file() or importlib.util.find_spec(top)):
         raise SettingError(
@@ -81,8 +84,17 @@ def _command(script: str | None, flags: list[str]) -> list[str]:
 def _require_own_flags(arguments: list[str]) -> None:
     """Say where a script's flags go; most would be unknown here, and the others mean something else."""
     known = {option.flag for option in _OPTIONS} | {"--help"}
-    for argument in arguments:
+    known |= {f"--no-{option.flag[2:]}" for option in _OPTIONS if option.kind is bool}
+    for argument, following in zip(arguments, [*arguments[1:], "MODULE"], strict=False):
         flag = argument.partition("=")[0].replace("_", "-")
+        if flag == "-m":
+            raise SettingError("-m was set", "a module is named as it is", f"leave it out: stormo run {following}")
+        if flag.removeprefix("--") in _OF_TASKS:
+            raise SettingError(
+                f"{argument} was set",
+                "stormo run leaves the model of a script as it is",
+                "leave it out, or train a task by stormo train, which spreads its model",
+            )
         if flag.startswith("--") and flag not in known:
             raise SettingError(
                 f"{argument} was set",

@@ -1,7 +1,8 @@
 """`stormo runs`: the runs of a folder, newest first, one line each.
 
-The state comes from `summary.json`; without one it is judged by the age of the last event, which cannot tell
-a run that was killed a moment ago from one that still goes on.
+The state comes from `summary.json`; without one, a run of this host goes on as long as a process holds it. That of
+another host is judged by the age of its last event, which cannot tell one that was killed a moment ago from one that
+still goes on.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from stormo.errors import StormoError
-from stormo.telemetry.files import RunFolder, current_events, list_runs, read_events, read_summary, speed_of, to_json
+from stormo.telemetry.events import current_events, read_events, speed_of
+from stormo.telemetry.files import to_json
+from stormo.telemetry.finding import list_runs
+from stormo.telemetry.folder import RunFolder, is_held, read_summary
 from stormo.telemetry.text import encodable, format_duration, format_figure, format_rate, unit_rate, write_text
 
 MISSING = "n/a"
@@ -105,13 +109,16 @@ def _unfinished(run: RunFolder, events: Sequence[Mapping[str, Any]], now_unix_s:
     else:
         silent_s = max(now_unix_s - run.path.stat().st_mtime, 0.0)
         since = f"no event yet, folder changed {_rough_duration(silent_s)} ago"
+    held = is_held(run)
+    is_running = silent_s < SILENT_AFTER_S if held is None else held
+    judged = {None: "killed or still running", True: "still running", False: "it ended without a word"}[held]
     newest = max((event for event in (epoch, step) if event), key=lambda event: event.get("step", 0), default={})
     unit, units_per_s = speed_of(newest)
     return RunOverview(
         name=run.name,
         folder=str(run.path),
-        state="running" if silent_s < SILENT_AFTER_S else "interrupted",
-        note=f"no summary: killed or still running ({since})",
+        state="running" if is_running else "interrupted",
+        note=f"no summary: {judged} ({since})",
         task=started.get("task"),
         world_size=started.get("world_size"),
         epochs_run=epoch.get("epoch", 0) if started else None,

@@ -17,16 +17,10 @@ from stormo.energy import read_bill
 from stormo.energy.summary import joules_text
 from stormo.errors import StormoError, counted
 from stormo.runs import MISSING, RunOverview, align, last_event, overview
-from stormo.telemetry.files import (
-    RunFolder,
-    current_events,
-    find_run,
-    read_environment,
-    read_events,
-    read_summary,
-    speed_of,
-    to_json,
-)
+from stormo.telemetry.events import current_events, read_events, speed_of
+from stormo.telemetry.files import to_json
+from stormo.telemetry.finding import find_run
+from stormo.telemetry.folder import RunFolder, read_environment, read_summary
 from stormo.telemetry.job import job_words
 from stormo.telemetry.text import (
     encodable,

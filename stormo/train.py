@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from stormo import __version__, dry_run, options
-from stormo.config import EFFECTIVE, Effective, Optimizer, TrainConfig, least_nodes
-from stormo.errors import EXIT_DIVERGED, EXIT_FAILURE, SettingError, StormoError, full_disk
+from stormo.config import TrainConfig, least_nodes
+from stormo.errors import EXIT_FAILURE, StormoError, full_disk
 from stormo.hardware import visible_gpus
 from stormo.hosts import hosts_of, on_hosts, start_on_hosts
 from stormo.launch import Place, alone, open_lifeline, run_node
@@ -23,30 +23,19 @@ from stormo.launch.elastic import (
     open_meeting_point,
     wait_for_meeting_point,
 )
-from stormo.launch.torchrun import check_restarts, end_with_agent, launch_id, note_failure
+from stormo.launch.torchrun import check_restarts, end_with_agent, note_failure
 from stormo.layout import Layout, resolve_layout
-from stormo.mesh import PRESETS
 from stormo.nodes import find_place, launched_by, node_of
 from stormo.plan import resolve
 from stormo.process import STARTED, process_start_unix_s
+from stormo.resuming.changes import changes
+from stormo.resuming.finding import run_to_resume
+from stormo.resuming.inherited import SPREAD, inherited_effect, inherited_workers, place_of
 from stormo.staging import of_task as staging
 from stormo.tasks.check import check_made, check_options, check_task, note_method
 from stormo.tasks.find import TASKS, find_task
 from stormo.tasks.task import Task
-from stormo.telemetry.files import (
-    RunFolder,
-    default_run_name,
-    find_run,
-    list_runs,
-    read_environment,
-    read_summary,
-    require_new_run,
-)
-
-# What makes a run the run it is: a resume cannot change it.
-_FIXED = ("task", "seed", "optimizer", "epoch_samples", "grow_batch")
-_SPREAD = ("strategy", "mesh", "zero")
-_BATCH_AND_RATE = ("batch_size", "global_batch_size", "base_lr", "base_batch_size", "lr_rule", "warmup_from")
+from stormo.telemetry.finding import default_run_name, require_new_run
 
 
 def main(arguments: list[str]) -> int:
@@ -95,9 +84,9 @@ def read_settings(arguments: list[str]) -> tuple[TrainConfig, type[Task]]:
     peeked = options.peek_flags(arguments, options.train_options(), _looks_like_task)
     document = options.read_toml(Path(peeked["config"])) if "config" in peeked else {}
     in_file = document.get("run")
-    resumed = _resumed_run((in_file if isinstance(in_file, dict) else {}) | peeked)
+    resumed = run_to_resume((in_file if isinstance(in_file, dict) else {}) | peeked)
     inherited = options.read_toml(resumed.config) if resumed else {}
-    inherited["workers"] = _still_workers(inherited.get("workers", {}), document.get("workers"), peeked)
+    inherited["workers"] = inherited_workers(inherited.get("workers", {}), document.get("workers"), peeked)
     names = (peeked.get("task"), document.get("task"), inherited.get("task"), TrainConfig.task)
     task_class = find_task(next(name for name in names if isinstance(name, str)))
     check_options(task_class)
@@ -109,122 +98,18 @@ def read_settings(arguments: list[str]) -> tuple[TrainConfig, type[Task]]:
         return options.make_config(settings, task_class.Options, defaults), task_class
     # The file holds whatever was in force, the task's defaults of that day among it; what is not there was not set.
     before = options.settings_from_toml(inherited, every, str(resumed.config))
-    _check_resumed(settings, before, every, resumed)
-    if settings.get("run_name", resumed.name) != resumed.name:
-        raise SettingError(
-            f"--run-name {settings['run_name']} was set with --resume",
-            f"the run that goes on is {resumed.name}",
-            "leave one of them out",
-        )
-    settings["run_name"], settings["runs_folder"] = resumed.name, str(resumed.path.parent)
+    effective = inherited_effect(inherited, resumed)
+    changed = changes(settings, before, plain, resumed)
+    settings |= place_of(resumed)
     settings.setdefault("resume", "")  # a round of torchrun that goes on without being told to
     # What --batch-size auto rests on is not in the file, which says auto.
     number = {"batch_size": defaults["batch_size"]} if "batch_size" in defaults else {}
     config = options.make_config(before | settings, task_class.Options, number)
-    # A batch that is to be cut into other passes from now on (--batch-size auto) stays the batch it was.
-    changed = {key for key in _BATCH_AND_RATE if settings.get(key, before.get(key)) not in (before.get(key), "auto")}
-    effective = _still_effective(_effective(inherited, resumed), changed, before, settings)
-    return replace(config, given=frozenset(settings), resumed=effective), task_class
-
-
-def _still_workers(before: dict[str, Any], in_file: Any, flags: dict[str, Any]) -> dict[str, Any]:
-    """A run goes on with whatever devices are there now, but spread as before unless that is changed now."""
-    kept = {}
-    if "num_gpus" in before and not visible_gpus():  # CPU processes are what was asked for
-        kept["num_gpus"] = before["num_gpus"]
-    set_now = {*flags, *(in_file if isinstance(in_file, dict) else {})}
-    if not set_now & {"strategy", "mesh"} and (before.get("strategy") in PRESETS or "mesh" in before):
-        kept |= {key: before[key] for key in _SPREAD if key in before and key not in set_now}
-    return kept
-
-
-def _still_effective(
-    effective: Effective, changed: set[str], before: dict[str, Any], settings: dict[str, Any]
-) -> Effective | None:
-    """The batch and the rate stay what they were, whatever the number of workers, unless the user changes them now."""
-    if not changed:
-        return effective
-    if changed == {"base_lr"}:  # the same factor on another base; the batch is not touched
-        factor = settings["base_lr"] / before.get("base_lr", Optimizer.base_lr)
-        rate, start = effective.learning_rate * factor, effective.warmup_start * factor
-        return replace(effective, learning_rate=rate, warmup_start=start)
-    return None
+    return replace(config, given=frozenset(settings), resumed=effective, changed=changed), task_class
 
 
 def _looks_like_task(argument: str) -> bool:
     return argument in TASKS or argument.partition(":")[0].endswith(".py") or ":" in argument
-
-
-def _resumed_run(flags: dict[str, Any]) -> RunFolder | None:
-    """The run to go on with; None for a new one, also where `--run-name NAME --resume` finds that NAME never began."""
-    folder, named = Path(flags.get("runs_folder", "runs")), flags.get("resume")
-    if named is None:
-        return _restarted_run(folder, flags.get("run_name"))
-    if named:
-        path = Path(named)
-        if (path / "manifest.json").is_file():
-            return _run_of_checkpoint(path)
-        return find_run(folder, named)
-    if "run_name" in flags:
-        run = RunFolder(folder / flags["run_name"])
-        return run if run.config.is_file() else None
-    runs = list_runs(folder)
-    if not runs:
-        raise SettingError("--resume was set", f"there is no run in {folder}", "name one with --resume RUN")
-    return runs[0]
-
-
-def _restarted_run(folder: Path, name: str | None) -> RunFolder | None:
-    """The run that an earlier round of this very torchrun has begun; it need not be told to go on with it."""
-    own = launch_id(os.environ)
-    runs = [run for run in list_runs(folder) if name in (None, run.name)] if own is not None else []
-    for run in runs:
-        if own not in ((read_environment(run) or {}).get("launches") or ()) or not run.config.is_file():
-            continue
-        ended = (read_summary(run) or {}).get("stopped_by")
-        if ended == "divergence":
-            error = StormoError(f"run {run.name} has diverged, and would again if torchrun restarted it.")
-            error.exit_code = EXIT_DIVERGED
-            raise error
-        return None if ended in ("target", "epochs") else run
-    return None
-
-
-def _run_of_checkpoint(path: Path) -> RunFolder:
-    run = RunFolder(path.resolve().parent.parent)  # <run>/checkpoints/<step>
-    if not run.config.is_file():
-        raise SettingError(
-            f"--resume {path} was set",
-            f"that checkpoint lies in no run: there is no {run.config}",
-            "put it back into the checkpoints folder of its run",
-        )
-    return run
-
-
-def _effective(document: dict[str, Any], resumed: RunFolder) -> Effective:
-    try:
-        return Effective(**document[EFFECTIVE])
-    except (KeyError, TypeError):
-        raise SettingError(
-            f"run {resumed.name} was to go on",
-            f"{resumed.config} has no valid section [{EFFECTIVE}]",
-            "restore that file, or start a new run",
-        ) from None
-
-
-def _check_resumed(
-    settings: dict[str, Any], before: dict[str, Any], every: list[options.Option], resumed: RunFolder
-) -> None:
-    defaults = {option.key: option.default for option in every}
-    for key, value in settings.items():
-        was = before.get(key, defaults.get(key))  # what was left to be chosen is not in the file
-        is_fixed = key in _FIXED or (key.startswith("task.") and key != "task.data_folder")
-        if is_fixed and was != value:
-            raise SettingError(
-                f"{key} = {value!r} was set with --resume",
-                f"run {resumed.name} was started with {was!r} and is another run without it",
-                "leave it out, or start a new run",
-            )
 
 
 def _start_workers(arguments: list[str], config: TrainConfig, layout: Layout) -> int:
@@ -260,7 +145,7 @@ def _start_agent(arguments: list[str], config: TrainConfig, layout: Layout, task
     from stormo.elastic import run_agent
 
     settings: dict[str, str] = _same_on_all(config, layout)["options"]
-    own = config.given | vars(config.workers).keys() - {*_SPREAD, "num_gpus"}  # whatever else, a node finds in the run
+    own = config.given | vars(config.workers).keys() - {*SPREAD, "num_gpus"}  # whatever else, a node finds in the run
     flags = {f"--{key.replace('_', '-')}" for key in own if key != "resume"}
     given = {flag: value for flag, value in settings.items() if flag in flags}
     command = [*_command(arguments), "--runs-folder", run.runs_folder, "--run-name", name, "--resume"]

@@ -191,6 +191,8 @@ def _train(
         journal.record(notice)
     try:
         recovery.prepare()
+        flag.is_training = True
+        sign_of_life(state.progress.step)
         outcome = train(
             Training(
                 world=world,

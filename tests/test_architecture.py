@@ -15,9 +15,10 @@ PACKAGE = ROOT / "stormo"
 
 # A room's number is its floor; docs/architecture.md draws the same picture.
 FLOORS = {
+    "cache": 0,
     "errors": 0,
     "hardware": 0,
-    "process": 0,
+    "process": 1,
     "nvml": 1,
     "mesh": 1,
     "config": 1,
@@ -31,6 +32,7 @@ FLOORS = {
     "launch": 2,
     "divergence": 3,
     "nodes": 3,
+    "resuming": 3,
     "hosts": 3,
     "data": 3,
     "layers": 3,
@@ -81,9 +83,23 @@ SIDEWAYS = {
     *(("worker", "doctor"), ("train", "doctor")),
 }
 WITHOUT_TORCH = {
-    *("errors", "hardware", "nvml", "process", "mesh", "config", "layout", "plan", "options", "telemetry", "launch"),
+    *(
+        "cache",
+        "errors",
+        "hardware",
+        "nvml",
+        "process",
+        "mesh",
+        "config",
+        "layout",
+        "plan",
+        "options",
+        "telemetry",
+        "launch",
+    ),
     *("nodes", "hosts", "energy", "vitals", "keeper", "monitor", "report", "scale", "submit", "doctor", "staging"),
-    *("dry_run", "runs", "show", "export", "train", "new", "cli"),  # `train` is also what the agent of a node runs
+    *("dry_run", "resuming", "runs", "show", "export", "new", "cli"),
+    "train",  # which is also what the agent of a node runs
 }
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -119,6 +121,36 @@ def test_a_reader_that_goes_away_is_no_error(arguments: list[str], unbuffered: b
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("verb", ["--help", "runs", "status", "train --dry-run --device cpu"])
+def test_closed_streams_are_no_error(verb: str, tmp_path: Path) -> None:
+    command = f"exec '{sys.executable}' -m stormo {verb} <&- >&- 2>&-"
+    environ = os.environ | {"PYTHONPATH": str(Path(stormo.__file__).parents[1])}
+    assert subprocess.run(["sh", "-c", command], cwd=tmp_path, env=environ, check=False).returncode == 0
+
+
+def test_what_is_printed_reaches_no_file_that_took_the_number_of_a_closed_stream(tmp_path: Path) -> None:
+    program = (
+        "import sys\nfrom stormo import cli\n"
+        "def verb(arguments):\n    with open('file', 'w') as file:\n        print('printed', flush=True)\n"
+        "        print('complained', file=sys.stderr, flush=True)\n        file.write('own')\n    return 0\n"
+        "cli._VERBS['train'] = verb\nsys.exit(cli.main(['train']))\n"
+    )
+    command = f"exec '{sys.executable}' -c \"$PROGRAM\" <&- >&- 2>&-"
+    environ = os.environ | {"PYTHONPATH": str(Path(stormo.__file__).parents[1]), "PROGRAM": program}
+    assert subprocess.run(["sh", "-c", command], cwd=tmp_path, env=environ, check=False).returncode == 0
+    assert tmp_path.joinpath("file").read_text() == "own"
+
+
+def test_the_flag_of_torch_distributed_launch_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    for flag in ("--local-rank=1", "--local_rank=1"):
+        assert main([flag, "--version"]) == 0
+        assert capsys.readouterr().out.startswith("stormo ")
+    assert main(["--local-rank=0", "--version"]) == 2  # which the environment does not say
+
+
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["runs"], ["monitor", "--once"], ["train", "--dry-run"]], ids=" ".join
 )
@@ -130,3 +162,21 @@ def test_a_full_disk_behind_the_output_is_said_in_one_sentence(
         assert main(arguments) == 1
     said = "stormo: the output or the run folder cannot be written (No space left on device); make room, then go on"
     assert capsys.readouterr().err.startswith(said)
+
+
+def test_a_training_that_is_told_to_stop_while_its_task_is_imported_may_go_on_later(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text('import pathlib, time\npathlib.Path("there").touch()\ntime.sleep(240)\n')
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stormo", "train", "slow.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not (tmp_path / "there").exists():
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=120)
+    assert (process.returncode, err.count("\n")) == (75, 1)
+    assert "stopped by SIGTERM before training began" in err

@@ -36,7 +36,8 @@ from stormo.recovery import Recovery
 from stormo.strategies.graph import _no_synchronisation as no_synchronisation
 from stormo.summary import make_summary
 from stormo.telemetry.console import PlainConsole
-from stormo.telemetry.files import EventFile, RunFolder, current_events, read_events
+from stormo.telemetry.events import EventFile, current_events, read_events
+from stormo.telemetry.folder import RunFolder
 from stormo.telemetry.record import CheckpointSaved, DivergenceNoticed, EpochDone, Notice, Record, RunStarted, Sink
 from stormo.telemetry.tensorboard import TensorBoardFile
 from stormo.telemetry.terminal import TerminalConsole

@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset
 from stormo import checkpoint
 from stormo.data.iterables import IterableLoader
 from stormo.data.loaders import Share
-from stormo.telemetry.files import current_events, read_events
+from stormo.telemetry.events import current_events, read_events
 from tests.test_train import checkpoints, here, in_ranks, summary
 
 ABSURD = ["--base-lr", str(2.0**65), "--warmup-epochs", "1", "--warmup-from", str(2.0**-68), "--checkpoint-every", "1"]

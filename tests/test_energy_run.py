@@ -13,7 +13,7 @@ import pytest
 
 from stormo.cli import main
 from stormo.energy import read_bill
-from stormo.telemetry.files import read_events
+from stormo.telemetry.events import read_events
 from tests import programs
 from tests.test_train import SETTINGS, TASK, checkpoints, here, in_ranks, summary
 

@@ -15,7 +15,7 @@ import torch
 
 from stormo import loop
 from stormo.cli import main
-from stormo.telemetry.files import read_events
+from stormo.telemetry.events import read_events
 from stormo.world.world import World
 from tests.test_loop import prepare
 from tests.tiny_run import arrays
@@ -140,7 +140,7 @@ def test_what_cannot_hold(flags: list[str], why: str, capsys: pytest.CaptureFixt
 def test_growth_is_part_of_a_run(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
     train("fixed", *GROWS, "--epochs", "1")
     assert main(["train", "--resume", "fixed", "--grow-batch", "3:2x", "--device", "cpu"]) == 2
-    assert "grow_batch = '3:2x' was set with --resume" in capsys.readouterr().err
+    assert "--grow-batch 3:2x was set with --resume" in capsys.readouterr().err
 
 
 def test_a_batch_that_will_not_fit_is_told_before_the_first_step(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stormo.profiling.ranges import has_nvtx
-from stormo.telemetry.files import read_events
+from stormo.telemetry.events import read_events
 from tests.test_train import here
 
 

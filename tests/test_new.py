@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -127,3 +128,15 @@ def test_what_cannot_be_written_is_refused(
 def test_a_name_with_a_space_is_quoted_in_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     main(["new", "my task.py"])
     assert "  stormo train 'my task.py'                 train it" in capsys.readouterr().out
+
+
+def test_a_file_that_finds_no_room_is_not_left_half(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        code = main(["new", "my_task.py"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert code == 2
+    assert "the file my_task.py was named, but it cannot be written (File too large)" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -127,17 +127,25 @@ def test_a_wrong_value_is_refused_with_the_whole_sentence(arguments: list[str], 
 
 
 @pytest.mark.parametrize(
-    ("flag", "closest"), [("--batch-sise", "--batch-size"), ("--epoch", "--epochs"), ("--task.widht", "--task.width")]
+    ("flag", "closest"),
+    [
+        ("--batch-sise", "did you mean --batch-size? "),
+        ("--epoch", "did you mean --epochs? "),
+        ("--task.widht", "did you mean --task.width? "),
+        ("--width", "did you mean --task.width? "),
+        ("--batch", "did you mean --batch-size? "),
+        ("--lr", "did you mean --base-lr? "),
+        ("--quux", ""),
+    ],
 )
-def test_an_unknown_option_names_the_closest_one_and_all_choices(flag: str, closest: str) -> None:
+def test_an_unknown_option_names_the_closest_one(flag: str, closest: str) -> None:
     for arguments in (["my_task.py", flag, "3"], ["my_task.py", f"{flag}=3"]):
         with pytest.raises(SettingError) as caught:
             parse(*arguments)
-        text = str(caught.value)
-        assert text.startswith(
-            f"option '{flag}' was asked for, but there is none of that name; did you mean {closest}? "
+        assert str(caught.value) == (
+            f"option '{flag}' was asked for, but there is none of that name; "
+            f"{closest}stormo train --help lists them all."
         )
-        assert all(option.flag in text for option in EVERY)
 
 
 def test_an_abbreviation_is_not_guessed() -> None:
@@ -156,6 +164,10 @@ def test_a_missing_value_and_a_value_of_a_switch_are_usage_errors() -> None:
 def test_an_unknown_option_is_named_although_no_task_was_given() -> None:
     with pytest.raises(SettingError, match="option '--batch-sise'"):
         read_settings(["--batch-sise", "32"])
+    with pytest.raises(SettingError, match=r"option '--width' .* did you mean --task\.width\?"):
+        read_settings(["--width", "32"])
+    with pytest.raises(SettingError, match=r"--device 'gpu' .* did you mean cuda\?"):
+        read_settings(["--device", "gpu"])
 
 
 @settings(max_examples=100)
@@ -294,8 +306,17 @@ def test_sections_keys_and_spellings_of_a_toml_file() -> None:
     ("text", "sentence"),
     [
         ("[bach]\nbatch_size = 1", "section of my.toml 'bach' was asked for, but there is none of that name; did you "),
-        ("batch_size = 1", "section of my.toml 'batch_size' was asked for, but there is none of that name; "),
-        ("batch = 1", "section of my.toml 'batch' was asked for, but there is none of that name; "),
+        ("bach = 1", "section of my.toml 'bach' was asked for, but there is none of that name; did you mean batch? "),
+        (
+            "batch_size = 1",
+            "batch_size in my.toml was set to 1, but it stands in no section; write it below a line [batch].",
+        ),
+        ("width = 1", "width in my.toml was set to 1, but it stands in no section; write it below a line [task_opt"),
+        (
+            "batch = 1",
+            "batch in my.toml was set to 1, but it is a section, which holds settings; write [batch] on a line of its "
+            "own, and its settings below.",
+        ),
         (
             "[batch]\nbatch_sise = 1",
             "key in section [batch] of my.toml 'batch_sise' was asked for, but there is none of that name; "
@@ -356,7 +377,7 @@ def test_flags_win_over_the_file_the_file_over_the_run_the_run_over_the_defaults
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("stormo.train.visible_gpus", list)
+    monkeypatch.setattr("stormo.resuming.inherited.visible_gpus", list)
     _stored_run(tmp_path / "runs", "old", patience=5, epochs=6, keep_checkpoints=7, num_gpus=2, timeout=9.0)
     file = write(tmp_path / "my.toml", "[stop]\nepochs = 8\n[run]\nkeep_checkpoints = 9\n")
     config, _ = read_settings(["--resume", "old", "--config", file, "--keep-checkpoints", "10"])
@@ -368,10 +389,13 @@ def test_flags_win_over_the_file_the_file_over_the_run_the_run_over_the_defaults
     assert config.run.run_name == "old"
     assert config.resumed == EFFECT
     assert {"epochs", "keep_checkpoints"} <= config.given
-    monkeypatch.setattr("stormo.train.visible_gpus", lambda: [object()])
+    monkeypatch.setattr("stormo.resuming.inherited.visible_gpus", lambda: [object()])
     assert read_settings(["--resume", "old"])[0].workers.num_gpus is None  # all GPUs that are there now
     assert "patience" not in config.given
     assert read_settings(["--config", file])[0].resumed is None
+    write(tmp_path / "runs" / "old" / "config.toml", "")
+    with pytest.raises(SettingError, match=r"run old was to go on, but .*config\.toml has no valid section \["):
+        read_settings(["fashion-mnist", "--run-name", "old", "--resume"])
 
 
 def test_a_resume_finds_the_run_by_flag_by_name_by_path_and_by_age(
@@ -399,41 +423,6 @@ def test_a_resume_finds_the_run_by_flag_by_name_by_path_and_by_age(
         read_settings(["--resume", "frist"])
     with pytest.raises(SettingError, match=r"--resume was set, but there is no run in empty; "):
         read_settings(["--resume", "--runs-folder", "empty"])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "is_kept"),
-    [
-        ([], True),
-        (["--batch-size", "16", "--base-lr", "0.5"], True),  # the very same values
-        (["--epochs", "9", "--accumulate", "2"], True),
-        (["--batch-size", "auto"], True),  # another cut of the same batch
-        (["--batch-size", "8"], False),
-        (["--global-batch-size", "8"], False),
-        (["--base-lr", "0.25"], False),
-        (["--lr-rule", "sqrt"], False),
-        (["--warmup-from", "0.5"], False),
-    ],
-)
-def test_batch_and_rate_of_a_resumed_run_are_kept_until_the_user_changes_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], is_kept: bool
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    _stored_run(tmp_path / "runs", "old", batch_size=16, base_lr=0.5)
-    config, _ = read_settings(["--resume", "old", *arguments])
-    assert (config.resumed == EFFECT) is is_kept
-
-
-@pytest.mark.parametrize("arguments", [["--seed", "1"], ["--optimizer", "adamw"], ["--task.width", "2"]])
-def test_what_makes_a_run_cannot_change_on_resume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    _stored_run(tmp_path / "runs", "old")
-    with pytest.raises(
-        SettingError, match=r"was set with --resume, but run old was started with .*; leave it out, or "
-    ):
-        read_settings(["--resume", "old", *arguments])
 
 
 def test_a_task_option_that_was_left_out_cannot_appear_on_resume(
@@ -523,7 +512,7 @@ def test_a_run_whose_passes_are_searched_goes_on_so_until_a_number_is_set(
     config, _ = read_settings(["--resume", "old"])
     assert (config.batch.batch_size, config.batch.global_batch_size, config.resumed) == ("auto", 64, EFFECT)
     config, _ = read_settings(["--resume", "old", "--batch-size", "8"])
-    assert (config.batch.batch_size, config.resumed) == (8, None)
+    assert (config.batch.batch_size, [change.key for change in config.changed]) == (8, ["batch_size"])
 
 
 def test_auto_is_a_word_in_a_file_and_help_names_it() -> None:

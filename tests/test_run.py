@@ -228,13 +228,23 @@ SENTENCES: dict[tuple[str, ...], str] = {
     (): "stormo run was given no script, but there is nothing to run; name one: stormo run train.py.",
     ("none.py",): "stormo run none.py was typed, but there is no such file; check the path.",
     ("none_such_module",): "stormo run none_such_module was typed, but there is no such module",
+    ("s.txt",): "stormo run s.txt was typed, but s is a module that holds no others; name s.py.",
+    ("there.txt",): "stormo run there.txt was typed, but it is no Python file; name a file that ends in .py, or a mod",
+    ("-m", "s"): "-m was set, but a module is named as it is; leave it out: stormo run s.",
+    ("s.py", "--mesh", "shard=2"): "--mesh was set, but stormo run leaves the model of a script as it is; leave it ",
+    ("s.py", "--zero=1"): "--zero=1 was set, but stormo run leaves the model of a script as it is; leave it out, or ",
+    ("s.py", "--strategy", "fsdp"): "--strategy was set, but stormo run leaves the model of a script as it is; ",
+    ("s.py", "--max-restarts", "1"): "--max-restarts 1 were set, but stormo run starts a script once",
 }
 
 
 @pytest.mark.parametrize("words", SENTENCES, ids=str)
 def test_what_cannot_be_run_is_refused_before_a_worker_starts(
-    words: tuple[str, ...], capsys: pytest.CaptureFixture[Any]
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[Any]
 ) -> None:
+    tmp_path.joinpath("s.py").write_text("raise AssertionError('it was run')\n")
+    tmp_path.joinpath("there.txt").write_text("no program\n")
+    monkeypatch.chdir(tmp_path)
     assert main(["run", *words]) == 2
     assert SENTENCES[words] in capsys.readouterr().err
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -12,7 +13,10 @@ from typing import Any
 import pytest
 
 from stormo import runs
-from stormo.telemetry.files import EventFile, RunFolder, write_json
+from stormo.journal.opening import lock_folder
+from stormo.telemetry.events import EventFile
+from stormo.telemetry.files import write_json
+from stormo.telemetry.folder import RunFolder
 from stormo.telemetry.record import EpochDone, Record, RunEnded, RunStarted, StepDone
 
 NOW_UNIX_S = 1_700_000_000.0
@@ -124,6 +128,20 @@ def test_a_run_without_summary_is_judged_by_the_age_of_its_last_event(
     one = runs.overview(run, now_unix_s=NOW_UNIX_S + silent_s)
     assert one.state == state
     assert one.note == f"no summary: killed or still running (last event {age} ago)"
+
+
+def test_a_run_of_this_host_goes_on_as_long_as_a_process_holds_it(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "heron", started(), epoch_done(1))
+    write_json(run.environment, {"host": socket.gethostname()})
+    held = lock_folder(run)
+    assert held is not None
+    one = runs.overview(run, now_unix_s=NOW_UNIX_S + 3e5)
+    assert (one.state, one.note) == ("running", "no summary: still running (last event 3 d ago)")
+    held.close()
+    one = runs.overview(run, now_unix_s=NOW_UNIX_S + 10)
+    assert (one.state, one.note) == ("interrupted", "no summary: it ended without a word (last event 10 s ago)")
+    write_json(run.environment, {"host": "another"})
+    assert runs.overview(run, now_unix_s=NOW_UNIX_S + 10).state == "running"
 
 
 def test_a_run_under_way_shows_its_last_epoch_and_its_newest_figures(tmp_path: Path) -> None:

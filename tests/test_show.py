@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from stormo import show
 from stormo.errors import SettingError, StormoError
-from stormo.telemetry.files import EventFile, RunFolder, write_json
+from stormo.telemetry.events import EventFile
+from stormo.telemetry.files import write_json
+from stormo.telemetry.folder import RunFolder
 from stormo.telemetry.record import EpochDone, Notice, Record, RunEnded, RunStarted, StepDone
 
 OLD_UNIX_S = 1_700_000_000.0

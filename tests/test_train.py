@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from stormo.cli import main
-from stormo.telemetry.files import current_events, read_events
+from stormo.telemetry.events import current_events, read_events
 from tests import programs
 
 TASK = str(Path(__file__).with_name("tiny_task.py"))
@@ -325,8 +325,8 @@ def test_a_changed_seed_is_refused_with_what_to_do(
     monkeypatch.chdir(whole[0].parent.parent)
     assert main(["train", TASK, "--resume", "one", "--seed", "1"]) == 2
     assert capsys.readouterr().err == (
-        "stormo: seed = 1 was set with --resume, but run one was started with 0 and is another run without it; "
-        "leave it out, or start a new run.\n"
+        "stormo: --seed 1 was set with --resume, but run one was started with --seed 0, and the order of all samples "
+        "follows from it; leave it out, or start a new run.\n"
     )
 
 

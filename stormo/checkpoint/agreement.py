@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from stormo.errors import EXIT_FAILURE, SettingError, StormoError
+from stormo.world.store import PeerFailedError
 from stormo.world.world import World
 
 
@@ -23,7 +24,7 @@ def raise_together(world: World, failure: Exception | None) -> None:
     rank, text, exit_code = world.share_json(first)
     if failure is not None and (rank == world.rank or not isinstance(failure, StormoError)):
         raise failure  # where it happened, with its traceback
-    error = StormoError(text)
+    error = PeerFailedError(text)
     error.exit_code = exit_code
     raise error
 

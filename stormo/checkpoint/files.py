@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from stormo.checkpoint.layout import CheckpointWriteError, FileEntry
+from stormo.errors import full_disk
 
 
 class AbandonedError(Exception):
@@ -80,7 +81,8 @@ def write_error(who: str, folder: Path, step: int, num_bytes: int, error: OSErro
     except OSError as unknown:
         free = f"how much is free there is unknown ({unknown.strerror})"
     at = f" at {error.filename}" if error.filename else ""
+    mend = ": make room, then go on (a run: with --resume)" if full_disk(error) else ""
     return CheckpointWriteError(
         f"{who} of step {step} could not be written to {folder} ({error.strerror}{at}): "
-        f"it needs {num_bytes:,} bytes, {free}; checkpoints saved before it are untouched."
+        f"it needs {num_bytes:,} bytes, {free}; checkpoints saved before it are untouched{mend}."
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from stormo.cache import data_cache
 from stormo.data.fetch import Fetch, Sources
 from stormo.data.idx import IdxFile, Release, UnusableError, corrupt_error, find_flaws, load_file, locate
 from stormo.errors import EXIT_USAGE, SettingError, StormoError, unknown_name
@@ -147,14 +148,7 @@ def _not_found_text(release: Release, sources: Sources, tried: Iterable[str]) ->
 
 
 def _cache_folder(cache: Path | None) -> Path:
-    if cache is not None:
-        root = cache
-    elif os.environ.get("STORMO_DATA"):
-        root = Path(os.environ["STORMO_DATA"])
-    elif os.environ.get("XDG_CACHE_HOME"):
-        root = Path(os.environ["XDG_CACHE_HOME"]) / "stormo"
-    else:
-        root = Path("~/.cache/stormo")
+    root = data_cache(os.environ) if cache is None else cache
     try:
         return root.expanduser().absolute() / "fashion-mnist"
     except RuntimeError as error:  # a container whose user id has no entry in /etc/passwd

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import multiprocessing
 import os
@@ -9,6 +10,7 @@ import select
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -162,7 +164,22 @@ def _ending_with_this_process() -> Callable[[int], None]:
     It is a child of the fork server, which in turn lives until all its children have ended: torch's own look at the
     parent would wait for ever.
     """
+    _kill_at_exit()
     return functools.partial(_end_with, os.getpid())
+
+
+@functools.cache
+def _kill_at_exit() -> None:
+    """At the end Python sends loading processes a SIGTERM, which they ignore, and waits for them: kill them before."""
+    pid = os.getpid()
+
+    def kill() -> None:
+        if os.getpid() == pid:  # not in a process that was forked from it
+            for child in multiprocessing.active_children():
+                if child.daemon and isinstance(child, ForkServerProcess):
+                    child.kill()
+
+    atexit.register(kill)
 
 
 def _end_with(trainer_pid: int, _: int) -> None:

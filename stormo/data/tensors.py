@@ -8,13 +8,20 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
+from stormo.errors import SettingError
+
 
 class TensorData(Dataset[tuple[Tensor, ...]]):
     """Tensors whose first dimensions agree; sample i is row i of each."""
 
     def __init__(self, *tensors: Tensor) -> None:
         if not tensors or any(len(tensor) != len(tensors[0]) for tensor in tensors):
-            raise ValueError(f"TensorData needs tensors of one length, got {[len(tensor) for tensor in tensors]}")
+            lengths = ", ".join(str(len(tensor)) for tensor in tensors)
+            raise SettingError(
+                f"TensorData was given tensors of {lengths} rows" if tensors else "TensorData was given no tensors",
+                "a sample is one row of each of them",
+                "give it tensors of one length",
+            )
         self.tensors = tensors
 
     def __len__(self) -> int:

@@ -30,6 +30,7 @@ from stormo.doctor.torch_facts import TorchProcess
 TABLE = "stormo.doctor.checks:CHECKS"
 _PR_SET_PDEATHSIG = 1
 _TIDIES_UP_WITHIN_S = 5.0  # a full write to a slow disk
+_HURRY_S = 1.0
 _START_S = 60.0  # an interpreter from a slow file system
 _WITH_TORCH = ("libraries", "backends")
 # GPUs first, before torch uses one of them; storage last, when nothing else reads or writes.
@@ -55,8 +56,10 @@ def examine(
             child = _Child({"table": table, "names": left, "folders": dict(folders or {})}, words)
             try:
                 num_settled = _listen(child, left, found, table, limit_s)
-            finally:
-                child.end()
+            except BaseException:  # Ctrl-C
+                child.end(_HURRY_S)
+                raise
+            child.end(_TIDIES_UP_WITHIN_S)
         left = left[num_settled:]
     return [finding for name in names for finding in found[name]]
 
@@ -69,13 +72,13 @@ def _listen(
     child: _Child, names: Sequence[str], found: dict[str, list[Finding]], table: str, longest_s: float | None
 ) -> int:
     """Take what the process finds, until it is done, dead or too slow; returns how many checks are settled."""
-    num_done, limit_s, began_s = 0, _START_S, time.monotonic()
+    num_done, limit_s, began_s, at = 0, _START_S, time.monotonic(), ""
     while num_done < len(names):
         name = names[num_done]
         line = child.line(began_s + limit_s - time.monotonic())
         if not line:
             text = (
-                f"took longer than {limit_s:g} s and was ended"
+                f"took longer than {limit_s:g} s{at} and was ended"
                 if line is None
                 else f"ended its process: {child.last_words()}"
             )
@@ -85,10 +88,12 @@ def _listen(
         if message["kind"] == "begun":
             limit_s, began_s = _load(table)[name].limit_s, time.monotonic()
             limit_s = limit_s if longest_s is None else min(limit_s, longest_s)
+        elif message["kind"] == "at":
+            at = f" at {message['content']}"
         elif message["kind"] == "found":
-            found[name].append(Finding(**message["finding"]))
+            found[name].append(Finding(**message["content"]))
         else:
-            num_done, limit_s, began_s = num_done + 1, _START_S, time.monotonic()
+            num_done, limit_s, began_s, at = num_done + 1, _START_S, time.monotonic(), ""
     return num_done
 
 
@@ -133,16 +138,17 @@ class _Child:
         how = "no exit code" if code is None else f"exit code {code}" if code >= 0 else f"signal {-code}"
         return f"{how}, {said[-1][:300]}" if said else how
 
-    def end(self) -> None:
-        """End it and all that it started, if it has not ended."""
+    def end(self, wait_s: float) -> None:
+        """End it and all that it started, if it has not ended; nobody waits longer for it to delete what it wrote."""
         if self._process.poll() is None:
-            self._process.terminate()  # so that it deletes what it has written
+            self._process.terminate()  # so that it does, and at the latest then ends by itself
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_TIDIES_UP_WITHIN_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # held by a driver: nobody can end it
-            self._process.wait(1.0)
+                self._process.wait(wait_s)
+        if wait_s >= _TIDIES_UP_WITHIN_S or self._process.poll() is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # held by a driver: nobody can end it
+                self._process.wait(1.0)
         self._selector.close()
         self._out.close()
 
@@ -160,13 +166,12 @@ def _load(table: str) -> Mapping[str, Any]:
 def _serve(asked: Mapping[str, Any], out: IO[str]) -> None:
     """Inside the process: run the checks one after the other and tell what they find."""
 
-    def say(kind: str, finding: Finding | None = None) -> None:
-        content = None if finding is None else dataclasses.asdict(finding)
-        out.write(f"{json.dumps({'kind': kind, 'finding': content})}\n")
+    def say(kind: str, content: Any = None) -> None:
+        out.write(f"{json.dumps({'kind': kind, 'content': content})}\n")
         out.flush()
 
     folders: dict[str, Any] = {name: Path(folder) for name, folder in asked["folders"].items()}
-    machine = Machine(**folders)
+    machine = Machine(**folders, tell=lambda what: say("at", what))
     torch: TorchProcess | None = None
     for name in asked["names"]:
         if torch is None and name not in _FIRST and set(asked["names"]) & set(_WITH_TORCH):
@@ -175,9 +180,9 @@ def _serve(asked: Mapping[str, Any], out: IO[str]) -> None:
         say("begun")
         try:
             for finding in _load(asked["table"])[name].run(machine):
-                say("found", dataclasses.replace(finding, group=name))
+                say("found", dataclasses.asdict(dataclasses.replace(finding, group=name)))
         except Exception as error:  # a check that fails is a finding like any other
-            say("found", _failed(name, f"failed: {type(error).__name__}: {error}"))
+            say("found", dataclasses.asdict(_failed(name, f"failed: {type(error).__name__}: {error}")))
         say("done")
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 
 from stormo import __version__
+from stormo.cache import data_cache
 from stormo.config import Run, Workers
 from stormo.doctor.apart import examine
-from stormo.doctor.checks import CHECKS
-from stormo.doctor.finding import as_json, exit_code, show
-from stormo.doctor.machine import default_data_folder
+from stormo.doctor.checks import CHECKS, Check
+from stormo.doctor.finding import Finding, as_json, exit_code, show
+from stormo.doctor.machine import Machine
 from stormo.errors import SettingError, unknown_name
 from stormo.launch.detect import LAUNCHERS
 from stormo.launch.place import host_name
@@ -70,10 +70,20 @@ def _names(flag: str, text: str) -> list[str]:
 
 def _data_folder(asked: str | None) -> str:
     if asked is None:
-        return str(default_data_folder(os.environ))
-    if not Path(asked).expanduser().is_dir():
+        return str(data_cache(os.environ))
+    # In a process apart: a file system that does not answer is told of by the check of it, which has a limit.
+    (found,) = examine(["folder"], {"data_folder": asked}, table=f"{__name__}:ASKED")
+    if found.level == "note":
         raise SettingError(f"--data-folder {asked} was set", "there is no such folder", "check the path")
     return asked
+
+
+def _is_there(machine: Machine) -> Iterator[Finding]:
+    is_folder = machine.data_folder.expanduser().is_dir()
+    yield Finding(check="folder", level="ok" if is_folder else "note", text=str(machine.data_folder))
+
+
+ASKED = {"folder": Check(_is_there, 5.0)}  # before anything else is looked at
 
 
 def _parser() -> Parser:

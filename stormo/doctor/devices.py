@@ -7,9 +7,10 @@ from typing import Any
 
 from stormo.doctor.finding import Finding
 from stormo.doctor.gpu import ask, examine
-from stormo.doctor.machine import Machine, size
+from stormo.doctor.machine import Machine
 from stormo.errors import counted
 from stormo.nvml import Nvml, NvmlUnavailableError, open_nvml
+from stormo.telemetry.text import format_bytes
 
 _NO_PERMISSION = 4  # NVML_ERROR_NO_PERMISSION
 
@@ -78,7 +79,7 @@ def _shown(nvml: Nvml) -> Finding:
     text = ", ".join(f"{number} × {name}" for name, number in models.items())
     memory = nvml.devices()[0].memory_total_bytes()
     if memory is not None and len(models) == 1:
-        text += f", {size(memory)} each" if len(nvml.devices()) > 1 else f", {size(memory)}"
+        text += f", {format_bytes(memory)} each" if len(nvml.devices()) > 1 else f", {format_bytes(memory)}"
     facts = {"num_gpus": len(nvml.devices()), "num_instances": len(nvml.instances()), "memory_bytes": memory}
     if len(models) > 1:
         mend = "choose GPUs of one model with CUDA_VISIBLE_DEVICES: all workers go at the pace of the slowest"

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from stormo.doctor.finding import Finding
-from stormo.doctor.machine import size
 from stormo.errors import counted
 from stormo.nvml import Device
+from stormo.telemetry.text import format_bytes
 
 _UNCORRECTED, _CORRECTED = 1, 0  # NVML_MEMORY_ERROR_TYPE_*
 _SINCE_LOAD = 0  # NVML_VOLATILE_ECC
@@ -103,7 +103,7 @@ def _others(ask: Ask, device: Device) -> Iterable[Finding]:
         check="gpu-in-use",
         level="warning",
         where=f"GPU {device.index}",
-        text=f"{size(used)} of {size(total)} in use {who}".rstrip(),
+        text=f"{format_bytes(used)} of {format_bytes(total)} in use {who}".rstrip(),
         mend="choose another GPU with CUDA_VISIBLE_DEVICES, or end what runs there: two jobs slow each other",
         facts={"memory_used_bytes": used, "memory_total_bytes": total, "num_processes": len(theirs)},
     )

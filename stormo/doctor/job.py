@@ -21,7 +21,7 @@ from stormo.doctor.trouble import Limits, TroubleError
 from stormo.errors import EXIT_FAILURE, SettingError, StormoError, counted
 from stormo.hardware import Gpu, visible_gpus
 from stormo.hosts import hosts_of, start_on_hosts
-from stormo.launch import Lifeline, Place, alone, open_lifeline, run_node
+from stormo.launch import Lifeline, Patience, Place, alone, open_lifeline, run_node
 from stormo.launch.place import host_name
 from stormo.layout import Layout, at_least, resolve_layout
 from stormo.nodes import find_place, launched_by, node_of
@@ -33,6 +33,7 @@ _FLAGS = ("num_gpus", "num_nodes", "node_id", "master_addr", "master_port", "dev
 _ON_EACH_NODE = ("devices", "network", "limits", "clock", "energy")  # what takes a moment and writes nothing
 _EACH_NODE_S = 20.0
 _LEAST_LIMIT_S = 10.0
+_INTERRUPTED_S = 1.0  # to delete what was written
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +122,9 @@ def _start_workers(arguments: list[str], asked: Asked, layout: Layout) -> int:
     with os.fdopen(os.memfd_create("stormo-doctor"), "rb") as code_file:
         environ = {**os.environ, _CODE_FILE: f"/proc/{os.getpid()}/fd/{code_file.fileno()}"}
         node = node_of(asked.config, layout)
-        code = run_node(command, node, timeout_s=asked.limit_s, environ=environ, **_same_on_all(asked, layout))
+        patience = Patience(interrupted_s=_INTERRUPTED_S)
+        same = _same_on_all(asked, layout)
+        code = run_node(command, node, timeout_s=asked.limit_s, environ=environ, patience=patience, **same)
         return code or int(code_file.read() or b"0")
 
 

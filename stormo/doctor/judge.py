@@ -13,7 +13,8 @@ from stormo.doctor.finding import Fact, Finding, Level
 from stormo.doctor.judge_links import judge_links
 from stormo.doctor.judge_reach import judge_clocks, judge_reach
 from stormo.doctor.measured import Device, Measured
-from stormo.doctor.naming import Names, flops_text, size_text
+from stormo.doctor.naming import Names, flops_text
+from stormo.telemetry.text import format_bytes
 
 SLOW_DEVICE, VERY_SLOW_DEVICE = 0.8, 0.5  # of the median of its likes
 SLOW_PROCESSOR = 0.4  # its cores may be shared with anything
@@ -86,7 +87,7 @@ def _slow_copies(likes: Sequence[Device], names: Names) -> Iterable[Finding]:
         for device in likes:
             rate = getattr(device, field)
             if device.kind == "cuda" and rate < SLOW_COPY * usual:
-                text = f"copies {way} at {size_text(rate)}/s, the others at {size_text(usual)}/s"
+                text = f"copies {way} at {format_bytes(rate)}/s, the others at {format_bytes(usual)}/s"
                 mend = "compare PCIe width and generation (nvidia-smi -q -d PCIE) and the cores it is bound to"
                 yield _about(device, names, "copy-speed", "warning", text, mend)
 
@@ -95,7 +96,7 @@ def _taken_memory(likes: Sequence[Device], names: Names) -> Iterable[Finding]:
     most = max(one.free_bytes for one in likes)
     for device in likes:
         if device.kind == "cuda" and device.free_bytes < TAKEN_MEMORY * most:
-            text = f"has {size_text(device.free_bytes)} of memory free, the others up to {size_text(most)}"
+            text = f"has {format_bytes(device.free_bytes)} of memory free, the others up to {format_bytes(most)}"
             mend = "end what else uses that GPU; nvidia-smi lists it"
             yield _about(device, names, "device-memory", "warning", text, mend)
 
@@ -124,11 +125,12 @@ def _judge_folder(measured: Measured, names: Names) -> list[Finding]:
         return []
     if free is None:
         mend = "set --runs-folder to one that can be written"
-        return [_about_job("runs-folder", "error", f"{folder} cannot be written by rank 0", mend)]
+        why = f" ({measured.runs_folder_error})" if measured.runs_folder_error else ""
+        return [_about_job("runs-folder", "error", f"{folder} cannot be written by rank 0{why}", mend)]
     found = []
     if free < LITTLE_SPACE_BYTES:
         mend = "make room, or set --runs-folder to another file system"
-        found.append(_about_job("runs-folder", "warning", f"{folder} has {size_text(free)} left", mend))
+        found.append(_about_job("runs-folder", "warning", f"{folder} has {format_bytes(free)} left", mend))
     blind = [device.rank for device in measured.devices if device.sees_runs_folder is False]
     if blind:
         who = names.nodes(names.node_of(rank) for rank in blind)
@@ -137,7 +139,7 @@ def _judge_folder(measured: Measured, names: Names) -> list[Finding]:
             found.append(_about_job("shared-folder", "error", f"{text}, where parts of checkpoints are written", mend))
         else:
             found.append(_about_job("shared-folder", "note", f"{text}, whose energy would be missing", mend))
-    return found or [_about_job("runs-folder", "ok", f"{folder} is seen on all nodes, {size_text(free)} free")]
+    return found or [_about_job("runs-folder", "ok", f"{folder} is seen on all nodes, {format_bytes(free)} free")]
 
 
 def _about(device: Device, names: Names, check: str, level: Level, text: str, mend: str) -> Finding:

@@ -7,8 +7,9 @@ from statistics import median, median_high
 
 from stormo.doctor.finding import Finding, Level
 from stormo.doctor.measured import Link, Measured, Overall
-from stormo.doctor.naming import Names, size_text, time_text
+from stormo.doctor.naming import Names, time_text
 from stormo.errors import counted
+from stormo.telemetry.text import format_bytes
 
 SLOW, VERY_SLOW = 0.5, 0.1  # of the usual rate
 LATE, LATE_S = 10.0, 1e-3  # times the usual latency, and never below this
@@ -45,7 +46,9 @@ def _judge_inside(links: Sequence[Link], names: Names) -> list[Finding]:
                 mend = "compare nvidia-smi topo -m and NVLink's state on that node with the others"
                 found.append(_finding("inside", "warning", names.node(link.a), text, mend, link))
         if not any(_level(link.bytes_per_s, usual) for link in likes):
-            text = f"{size_text(min(link.bytes_per_s for link in likes))}/s or more between {counted(width, 'worker')}"
+            text = (
+                f"{format_bytes(min(link.bytes_per_s for link in likes))}/s or more between {counted(width, 'worker')}"
+            )
             text += f" of each node, {time_text(max(link.latency_s for link in likes))} or less"
             found.append(Finding(check="inside", level="ok", group="links", text=text))
     return found
@@ -98,10 +101,8 @@ def _judge_likes(links: Sequence[Link], names: Names) -> list[Finding]:
     quiet = [link for link in sorted(links, key=lambda link: link.bytes_per_s) if link not in slow]
     if len(quiet) <= _MOST_LISTED:
         return found + [_link_is_well(link, names) for link in quiet]
-    slowest, fastest = quiet[0], quiet[-1]
-    text = (
-        f"{len(quiet)} pairs of nodes exchange {size_text(slowest.bytes_per_s)} to {size_text(fastest.bytes_per_s)}/s"
-    )
+    slowest, fastest = (format_bytes(link.bytes_per_s) for link in (quiet[0], quiet[-1]))
+    text = f"{len(quiet)} pairs of nodes exchange {slowest} to {fastest}/s"
     return [*found, Finding(check="links", level="ok", group="links", text=text)]
 
 
@@ -113,7 +114,7 @@ def _judge_overall(overall: Overall | None) -> list[Finding]:
     if overall is None:
         return []
     text = (
-        f"all-reduce over {counted(overall.num_ranks, 'worker')}: {size_text(overall.bus_bytes_per_s)}/s "
+        f"all-reduce over {counted(overall.num_ranks, 'worker')}: {format_bytes(overall.bus_bytes_per_s)}/s "
         f"each sends and receives, {time_text(overall.latency_s)} for the smallest"
     )
     facts = {"bus_bytes_per_s": overall.bus_bytes_per_s, "latency_s": overall.latency_s}
@@ -129,7 +130,7 @@ def _level(rate: float, usual: float) -> Level | None:
 
 
 def _rate(link: Link) -> str:
-    return f"{size_text(link.bytes_per_s)}/s"
+    return f"{format_bytes(link.bytes_per_s)}/s"
 
 
 def _latency(link: Link) -> str:
@@ -138,7 +139,7 @@ def _latency(link: Link) -> str:
 
 def _against(link: Link, usual: float) -> str:
     share = link.bytes_per_s / usual
-    return f"{f'{share:.0%}' if share >= 0.01 else f'1/{1 / share:.0f}'} of the usual {size_text(usual)}/s"
+    return f"{f'{share:.0%}' if share >= 0.01 else f'1/{1 / share:.0f}'} of the usual {format_bytes(usual)}/s"
 
 
 def _finding(check: str, level: Level, where: str, text: str, mend: str, link: Link) -> Finding:

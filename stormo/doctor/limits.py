@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from stormo.doctor.finding import Finding, Level
-from stormo.doctor.machine import Machine, size
+from stormo.doctor.machine import Machine
 from stormo.errors import counted
+from stormo.telemetry.text import format_bytes
 
 _ENOUGH_FILES = 4096
 _ENOUGH_PROCESSES = 4096
@@ -50,7 +51,7 @@ def _locked_memory(machine: Machine) -> Iterator[Finding]:
     if soft == resource.RLIM_INFINITY:
         yield Finding(check="locked-memory", level="ok", text="no limit on locked memory", facts=facts)
         return
-    text = f"{size(soft)} of locked memory"
+    text = f"{format_bytes(soft)} of locked memory"
     if any(machine.root.glob("sys/class/infiniband/*")):
         mend = (
             "ulimit -l unlimited; an administrator sets memlock unlimited in limits.conf (Slurm: LimitMEMLOCK=infinity)"
@@ -83,7 +84,7 @@ def _address_space(machine: Machine) -> Iterator[Finding]:
         soft, _ = machine.limit(limit)
         if soft != resource.RLIM_INFINITY:
             flag = "-v" if limit == resource.RLIMIT_AS else "-f"
-            text, mend = f"limited to {size(soft)}: {why}", f"ulimit {flag} unlimited before the command"
+            text, mend = f"limited to {format_bytes(soft)}: {why}", f"ulimit {flag} unlimited before the command"
             yield Finding(check=name, level="warning", text=text, mend=mend, facts={"limit_bytes": soft})
     if machine.number("proc/sys/vm/overcommit_memory") == 2:
         text = "the kernel hands out no more memory than it has (vm.overcommit_memory=2)"
@@ -104,13 +105,14 @@ def _shared_memory(machine: Machine) -> Iterator[Finding]:
         yield Finding(
             check="shared-memory",
             level="warning",
-            text=f"{size(free)} of {size(total)} free in /dev/shm: loaders hand batches over in it until it is full",
+            text=f"{format_bytes(free)} of {format_bytes(total)} free in /dev/shm: loaders hand batches over in it "
+            "until it is full",
             mend="docker: --ipc=host or --shm-size=16g; Kubernetes: an emptyDir with medium Memory at /dev/shm; "
             "else delete what is left there, or set --loader-workers 0",
             facts=facts,
         )
     else:
-        yield Finding(check="shared-memory", level="ok", text=f"{size(free)} free in /dev/shm", facts=facts)
+        yield Finding(check="shared-memory", level="ok", text=f"{format_bytes(free)} free in /dev/shm", facts=facts)
 
 
 def _memory(machine: Machine) -> Iterator[Finding]:
@@ -121,19 +123,20 @@ def _memory(machine: Machine) -> Iterator[Finding]:
     allowed = _cgroup_number(machine, "memory.max", "memory/memory.limit_in_bytes")
     facts = {"total_bytes": total, "available_bytes": available, "allowed_bytes": allowed}
     if allowed is not None and allowed < total:
-        text = f"this job may use {size(allowed)} of the machine's {size(total)}; beyond, the kernel kills it"
+        text = f"this job may use {format_bytes(allowed)} of the machine's {format_bytes(total)}; "
+        text += "beyond, the kernel kills it"
         yield Finding(check="memory", level="note", text=text, facts=facts)
     elif available < _LOW_MEMORY * total:
         mend = "end what uses it (top -o %MEM), or choose another machine"
-        text = f"{size(available)} of {size(total)} memory available"
+        text = f"{format_bytes(available)} of {format_bytes(total)} memory available"
         yield Finding(check="memory", level="warning", text=text, mend=mend, facts=facts)
     else:
-        text = f"{size(available)} of {size(total)} memory available"
+        text = f"{format_bytes(available)} of {format_bytes(total)} memory available"
         yield Finding(check="memory", level="ok", text=text, facts=facts)
     swap, free = known.get("SwapTotal", 0), known.get("SwapFree", 0)
     if swap and free < swap / 2:
         mend = "find what is too large for the memory: a worker that swaps keeps all others waiting"
-        text = f"{size(swap - free)} of {size(swap)} swap is in use"
+        text = f"{format_bytes(swap - free)} of {format_bytes(swap)} swap is in use"
         yield Finding(check="swap", level="warning", text=text, mend=mend, facts={"swap_used_bytes": swap - free})
 
 

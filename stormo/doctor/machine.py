@@ -42,6 +42,7 @@ class Machine:
     statvfs: Callable[[Path], os.statvfs_result] = os.statvfs
     limit: Callable[[int], tuple[int, int]] = resource.getrlimit
     cores: Callable[[], int] = num_cores
+    tell: Callable[[str], None] = lambda _: None  # what is looked at now, which may never answer
 
     def text(self, path: str) -> str | None:
         """What a small file holds; None where it is absent or for others alone."""
@@ -98,14 +99,6 @@ class Machine:
         return self.num_cards(_AMD)
 
 
-def default_data_folder(environ: Mapping[str, str]) -> Path:
-    """Where stormo keeps data that it has fetched."""
-    if environ.get("STORMO_DATA"):
-        return Path(environ["STORMO_DATA"])
-    cache = environ.get("XDG_CACHE_HOME")
-    return Path(cache) / "stormo" if cache else Path("~/.cache/stormo")
-
-
 def first_line(text: str) -> str:
     """The first line that says something."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "")
@@ -114,11 +107,3 @@ def first_line(text: str) -> str:
 def last_line(text: str) -> str:
     """The last line that says something."""
     return first_line("\n".join(reversed(text.splitlines())))
-
-
-def size(num_bytes: float) -> str:
-    """`512 MB`, `1.5 GB`, `2.0 TB`."""
-    for unit, step in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if num_bytes >= step:
-            return f"{num_bytes / step:.0f} {unit}" if num_bytes >= 99.5 * step else f"{num_bytes / step:.2g} {unit}"
-    return f"{num_bytes / 1e3:.0f} kB" if num_bytes >= 1000 else f"{num_bytes:.0f} B"

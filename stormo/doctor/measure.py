@@ -6,6 +6,7 @@ Leaves torch as it was: generators of its own, no setting changed, and the memor
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import platform
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stormo import __version__
+from stormo.doctor.folders import existing, obstacle
 from stormo.doctor.measured import Device
 from stormo.hardware import num_cores
 
@@ -168,14 +170,12 @@ def _versions(device: torch.device) -> dict[str, str]:
     return found
 
 
-def write_token(folder: Path) -> Path | None:
-    """A small new file in the folder of runs, or in what there is of the path to it; None where none can be written."""
-    there = next(parent for parent in [folder.absolute(), *folder.absolute().parents] if parent.is_dir())
-    path = there / f".stormo-preflight-{uuid.uuid4().hex}"
-    try:
-        path.touch()
-    except OSError:
-        return None
+def write_token(folder: Path) -> Path:
+    """A small new file in the folder of runs, or in what there is of the path to it."""
+    if (in_the_way := obstacle(folder.absolute())) is not None:
+        raise NotADirectoryError(errno.ENOTDIR, f"{in_the_way} is no folder")
+    path = existing(folder.absolute()) / f".stormo-preflight-{uuid.uuid4().hex}"
+    path.touch()
     return path
 
 

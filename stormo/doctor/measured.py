@@ -89,4 +89,5 @@ class Measured:
     overall: Overall | None = None
     runs_folder: str = ""
     runs_folder_free_bytes: int | None = None
+    runs_folder_error: str = ""  # why nothing can be written there
     needs_shared_folder: bool = False  # every worker writes its part of a checkpoint

@@ -1,4 +1,4 @@
-"""How nodes, workers, sizes and speeds are named in findings across a job."""
+"""How nodes, workers, times and speeds are named in findings across a job."""
 
 from __future__ import annotations
 
@@ -63,14 +63,6 @@ def sentence(finding: Finding) -> str:
     """A finding in one sentence with its mend."""
     said = f"{finding.where} {finding.text}" if finding.where else finding.text
     return f"{said}; {finding.mend}" if finding.mend else said
-
-
-def size_text(num_bytes: float) -> str:
-    """A size in words, such as 1.2 GB."""
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= 0.9995 * factor:  # which three digits would round up to the next unit
-            return f"{num_bytes / factor:.3g} {unit}"
-    return f"{num_bytes:.0f} B"
 
 
 def time_text(seconds: float) -> str:

@@ -185,11 +185,15 @@ class Preflight:
         """Write, on the main worker, what the other nodes then look for."""
         if self._runs_folder is None or not self._phases.is_main:
             return
-        self._token = token = write_token(self._runs_folder)
-        free = None if token is None else free_bytes(token.parent)
+        free, why = None, ""
+        try:
+            self._token = write_token(self._runs_folder)
+            free = free_bytes(self._token.parent)
+        except OSError as error:
+            why = error.strerror or str(error)
         folder = str(self._runs_folder)
-        self.measured = replace(self.measured, runs_folder=folder, runs_folder_free_bytes=free)
-        self._phases.share("token", None if token is None else str(token))
+        self.measured = replace(self.measured, runs_folder=folder, runs_folder_free_bytes=free, runs_folder_error=why)
+        self._phases.share("token", None if self._token is None else str(self._token))
 
     def _take_token_back(self) -> None:
         if self._token is not None:

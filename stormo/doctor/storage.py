@@ -5,7 +5,6 @@ Writes at most 64 MB and a few small files into a folder of its own, for two sec
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
@@ -17,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stormo.doctor.finding import Fact, Finding
-from stormo.doctor.machine import Machine, size
+from stormo.doctor.folders import existing, obstacle
+from stormo.doctor.machine import Machine
+from stormo.telemetry.text import format_bytes
 
 _NETWORK = (
     *("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "smbfs", "glusterfs", "afs", "9p", "virtiofs"),
@@ -45,19 +46,20 @@ class Speed:
 def check(machine: Machine) -> Iterator[Finding]:
     """The three places that a training writes to or reads from."""
     for name, folder in (("runs", machine.runs_folder), ("data", machine.data_folder), ("temp", machine.temp_folder)):
+        machine.tell(str(folder))
         yield from _examine(machine, name, folder)
 
 
 def _examine(machine: Machine, name: str, asked: Path) -> Iterator[Finding]:
     check = f"storage-{name}"
     try:
-        folder = _existing(asked.expanduser().absolute())
+        folder = existing(asked.expanduser().absolute())
     except RuntimeError:
         text, mend = f"{asked}: this user has no home folder", "set STORMO_DATA to a folder for data"
         yield Finding(check=check, level="warning", text=text, mend=mend)
         return
-    if (obstacle := _obstacle(asked.expanduser().absolute(), folder)) is not None:
-        text = f"{asked} cannot be made: {obstacle} is no folder"
+    if (in_the_way := obstacle(asked.expanduser().absolute())) is not None:
+        text = f"{asked} cannot be made: {in_the_way} is no folder"
         yield Finding(check=check, level="error", text=text, mend="choose another folder, or move that away")
         return
     kind, is_readonly = _mount_of(machine, folder)
@@ -86,7 +88,7 @@ def _examine(machine: Machine, name: str, asked: Path) -> Iterator[Finding]:
             shutil.rmtree(scratch, ignore_errors=True)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)  # what is left where a signal came in between
-    yield from _judge(check, f"{what}, {size(free)} free)", speed, facts)
+    yield from _judge(check, f"{what}, {format_bytes(free)} free)", speed, facts)
     yield from _room(check, name, f"{what})", free, room, facts)
     if name == "temp":
         yield from _temporary(folder, room, machine.environ.get("TMPDIR"))
@@ -101,7 +103,7 @@ def _judge(check: str, what: str, speed: Speed | None, facts: dict[str, Fact]) -
         "read_bytes_per_s": speed.read_bytes_per_s,
         "small_file_s": speed.small_s,
     }
-    text = f"{what}: writes {size(speed.write_bytes_per_s)}/s, reads {size(speed.read_bytes_per_s)}/s, "
+    text = f"{what}: writes {format_bytes(speed.write_bytes_per_s)}/s, reads {format_bytes(speed.read_bytes_per_s)}/s, "
     text += f"{speed.small_s * 1000:.1f} ms a small file"
     if check == "storage-runs" and speed.write_bytes_per_s < _SLOW_BYTES_PER_S:
         mend = (
@@ -127,7 +129,7 @@ def _room(
 ) -> Iterator[Finding]:
     if free < _LOW_BYTES:
         mend = "make room, or choose another folder: --runs-folder, STORMO_DATA, TMPDIR"
-        text = f"{what}: {size(free)} free, less than a few checkpoints of a large model take"
+        text = f"{what}: {format_bytes(free)} free, less than a few checkpoints of a large model take"
         yield Finding(check=check, level="warning", text=text, mend=mend, facts=facts)
     if room.f_files and room.f_favail < max(0.01 * room.f_files, 1000):
         mend = "delete small files nobody needs: there can be no more files, however much space is left"
@@ -168,21 +170,6 @@ def _not_writable(
         return Finding(check=check, level="note", text=f"{what}: {why}; fine where the data are there", facts=facts)
     flag = {"runs": "choose another folder with --runs-folder", "temp": "set TMPDIR to a folder that can be written"}
     return Finding(check=check, level="error", text=f"{what}: {why}", mend=flag[name], facts=facts)
-
-
-def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one around it that is there: what is made later lands on its file system."""
-    for one in (folder, *folder.parents):
-        with contextlib.suppress(OSError):  # what is around it may be closed to this user
-            if one.is_dir():
-                return one
-    return Path("/")
-
-
-def _obstacle(folder: Path, existing: Path) -> Path | None:
-    """What is in the way where a folder is to be made: a file, or a link that leads nowhere."""
-    inner = next((one for one in (folder, *folder.parents) if one.parent == existing and one != existing), None)
-    return inner if inner is not None and os.path.lexists(inner) else None
 
 
 def _mount_of(machine: Machine, folder: Path) -> tuple[str, bool]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from stormo.config import TrainConfig
 from stormo.doctor.finding import Finding
 from stormo.doctor.measured import Measured
-from stormo.doctor.naming import sentence, size_text
+from stormo.doctor.naming import sentence
 from stormo.doctor.phases import StoppedError, end_process
 from stormo.doctor.preflight import Preflight
 from stormo.doctor.trouble import Limits
@@ -17,6 +17,7 @@ from stormo.errors import counted
 from stormo.launch import Lifeline, Place
 from stormo.layout import Layout
 from stormo.telemetry.record import Notice
+from stormo.telemetry.text import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -62,9 +63,9 @@ def notices_of(measured: Measured, findings: list[Finding]) -> list[Notice]:
     nodes = {spot.node for spot in measured.spots}
     parts = [f"{counted(len(measured.spots), 'worker')} on {counted(len(nodes), 'node')}"]
     if measured.overall is not None:
-        parts.append(f"all-reduce {size_text(measured.overall.bus_bytes_per_s)}/s")
+        parts.append(f"all-reduce {format_bytes(measured.overall.bus_bytes_per_s)}/s")
     if measured.between:
-        parts.append(f"{size_text(min(link.bytes_per_s for link in measured.between))}/s or more between nodes")
+        parts.append(f"{format_bytes(min(link.bytes_per_s for link in measured.between))}/s or more between nodes")
     parts.append("no slow device or link" if not warnings else counted(len(warnings), "warning"))
     said = [Notice(kind="info", text=f"preflight: {', '.join(parts)}")]
     return said + [Notice(kind="warning", text=f"preflight: {sentence(finding)}") for finding in warnings]

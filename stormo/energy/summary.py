@@ -10,6 +10,7 @@ from stormo.energy.ledger import JOULES_PER_KWH, Bill, cost
 
 _OFF = "measuring was turned off (--no-energy)"
 _SMALLEST_SHOWN_SHARE = 0.005
+JOULES_PER_WH = JOULES_PER_KWH / 1e3
 _PREFIXES = (("GJ", 1e9), ("MJ", 1e6), ("kJ", 1e3))
 _KIND_NAMES = {"gpu": "GPUs", "cpu": "CPUs", "dram": "memory"}
 
@@ -45,31 +46,37 @@ def energy_sentence(summary: Mapping[str, Any]) -> str | None:
     if total_j is None:
         reasons = "; ".join(summary["energy_reasons"])
         return None if reasons == _OFF else f"Energy: {reasons}."
-    wh = total_j * 1e3 / JOULES_PER_KWH
-    text = f"Energy: {joules_text(total_j)} ± {joules_text(summary['energy_error_j'])} = {_rounded(wh)} Wh"
-    by_name = {_KIND_NAMES.get(kind, kind): joules for kind, joules in summary["energy_kinds_j"].items()}
-    kinds = ", ".join(f"{name} {joules_text(joules)}" for name, joules in by_name.items())
-    text += f" ({kinds})" if len(by_name) > 1 else f" of the {', '.join(by_name)}"
+    text = f"Energy: {joules_text(total_j)} ± {joules_text(summary['energy_error_j'])}"
+    text += f" = {rounded(total_j / JOULES_PER_WH)} Wh{kinds_text(summary['energy_kinds_j'])}"
     if summary["energy_j_per_sample"] is not None:
-        text += f", {_rounded(summary['energy_j_per_sample'])} J a sample"
+        text += f", {rounded(summary['energy_j_per_sample'])} J a sample"
     shares = {part: joules / total_j for part, joules in summary["energy_parts_j"].items()} if total_j else {}
     shown = [f"{part} {100 * share:.0f} %" for part, share in shares.items() if share >= _SMALLEST_SHOWN_SHARE]
     text += f"; {', '.join(shown)}" if shown else ""
     meanings = []
     if summary["co2e_g"] is not None:
-        meanings.append(f"{_rounded(summary['co2e_g'])} g CO2e")
+        meanings.append(f"{rounded(summary['co2e_g'])} g CO2e")
     if summary["energy_cost"] is not None:
-        meanings.append(f"{_rounded(summary['energy_cost'])} {summary['currency']}")
+        meanings.append(f"{rounded(summary['energy_cost'])} {summary['currency']}")
     return ". ".join([text, *([", ".join(meanings)] if meanings else [])]) + "."
+
+
+def kinds_text(kinds_j: Mapping[str, float]) -> str:
+    """Of what the joules are, to be put behind their sum."""
+    by_name = {_KIND_NAMES.get(kind, kind): joules for kind, joules in kinds_j.items()}
+    if len(by_name) == 1:
+        return f" of the {next(iter(by_name))}"
+    return f" ({', '.join(f'{name} {joules_text(joules)}' for name, joules in by_name.items())})"
 
 
 def joules_text(joules: float) -> str:
     """Joules with the prefix that suits them."""
     for unit, size in _PREFIXES:
         if joules >= size:
-            return f"{_rounded(joules / size)} {unit}"
-    return f"{_rounded(joules)} J"
+            return f"{rounded(joules / size)} {unit}"
+    return f"{rounded(joules)} J"
 
 
-def _rounded(value: float) -> str:
+def rounded(value: float) -> str:
+    """To three digits, or whole."""
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from stormo.errors import EXIT_FAILURE, EXIT_INTERRUPTED, StormoError
 from stormo.launch import local
 from stormo.launch.control import Ended, Event, Gone, Hello, RankEnded, Reported, Timing
-from stormo.launch.failure import Failure, combined_exit_code, of_exit, of_signal, of_stop
+from stormo.launch.failure import Failure, combined_exit_code, of_early_exit, of_exit, of_signal, of_stop
 from stormo.launch.inbox import SignalInbox
 from stormo.launch.meeting import Meeting, StoppedError, meet
 from stormo.launch.place import host_name
@@ -30,6 +30,7 @@ _SIGNALS = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signa
 _REAP_S = 5.0  # for the kernel to end what was killed
 _READ_REST_S = 0.3  # for the pipes of killed workers to end
 _LAST_WORDS_S = 1.0
+_GAVE_UP = "Timed out waiting"  # in what Gloo and torch's store say
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,9 +39,12 @@ class Patience:
 
     silent_warning_s: float = 15.0  # without a sign of life from a worker, until a warning
     stop_s: float = 30.0  # for workers to end after SIGTERM
+    interrupted_s: float | None = None  # for workers to end after Ctrl-C; None for those that first save their work
     hold_s: float = 0.2  # lines on stderr, so that the cause of a failure comes before its consequences
     leftover_s: float = 1.0  # for pipes to end after their worker has
-    first_sign: bool = True  # a worker must speak within the timeout; not a script that does other things before
+    # For a worker to speak, or the timeout if that is longer: importing torch from a busy file system is no failure.
+    # None for a script, which does other things before.
+    first_sign_s: float | None = 60.0
     settling: Settling = field(default_factory=Settling)
     timing: Timing = field(default_factory=Timing)
 
@@ -107,6 +111,7 @@ class Agent:
         patience: Patience,
     ) -> None:
         self._node = node
+        self._name = f"node {node.node_id}"
         self._host = host
         self._meeting = meeting
         self._control = meeting.control
@@ -119,8 +124,9 @@ class Agent:
         self._endings: list[Ending] = []
         self._forwarded: set[int] = set()
         self._stop_deadline: float | None = None
+        self._interrupt_deadline: float | None = None
         # Nobody is told of workers that met on their own; whether they did is seen on node 0 alone.
-        self._may_be_apart = not patience.first_sign and node.node_id == 0
+        self._may_be_apart = patience.first_sign_s is None and node.node_id == 0
         self._left = False  # the other nodes know that this one has ended in order
         self._exit_code: int | None = None  # once known, the loop ends
         self._selector = selectors.DefaultSelector()
@@ -181,7 +187,9 @@ class Agent:
     def _wait(self) -> None:
         """Sleep until something happens, and take it in."""
         hurry = self._signs or self._screen.holds_lines
-        for key, _ in self._selector.select(0.05 if hurry else 0.25):
+        # Signals last: what they mean depends on what the workers have told before.
+        ready = self._selector.select(0.05 if hurry else 0.25)
+        for key, _ in sorted(ready, key=lambda event: event[0].fileobj is self._inbox):
             if key.fileobj is self._inbox:
                 self._take_signals()
             elif isinstance(key.data, Worker):
@@ -203,7 +211,7 @@ class Agent:
                 self._stop_at_once()
                 continue
             if number == signal.SIGINT:
-                self._screen.say("stopping after this step; press Ctrl-C again to stop at once")
+                self._begin_interrupt()
             # A closed terminal means what SIGTERM means: save and stop.
             passed_on = signal.SIGTERM if number == signal.SIGHUP else number
             if passed_on == signal.SIGTERM and self._stop_deadline is None:
@@ -211,6 +219,15 @@ class Agent:
             self._forwarded.add(passed_on)
             for worker in self._workers:
                 worker.send_signal(passed_on)
+
+    def _begin_interrupt(self) -> None:
+        if self._patience.interrupted_s is not None:
+            self._interrupt_deadline = time.monotonic() + self._patience.interrupted_s
+            return
+        # Before the first one, what a worker is at may end it too, or else that step does.
+        is_training = any(worker.step is not None for worker in self._workers) or self._patience.first_sign_s is None
+        when = "after this step" if is_training else "after the first step at the latest"
+        self._screen.say(f"stopping {when}; press Ctrl-C again to stop at once")
 
     def _take_messages(self, worker: Worker) -> None:
         now = time.monotonic()
@@ -220,6 +237,7 @@ class Agent:
                 self._screen.say(f"rank {worker.rank} (pid {worker.pid}) is back after {silent_s:.0f} s")
                 worker.silent_since = None
             worker.heard_at = now
+            worker.step = step if isinstance(step := message.get("step"), int) else worker.step
             if message.get("event") == "bye":
                 worker.said_bye = True
             elif message.get("event") == "failure" and worker.failure is None:
@@ -274,7 +292,9 @@ class Agent:
                 continue
             code = worker.exit_code
             assert code is not None
-            if is_orderly(code):
+            if code == 0 and not self._has_finished(worker):
+                self._note(of_early_exit(rank=worker.rank, host=self._host), rank=worker.rank)
+            elif is_orderly(code):
                 self._endings.append(Ending(rank=worker.rank, host=self._host, exit_code=code))
                 if self._control is not None:
                     self._control.rank_ended(worker.rank, code)
@@ -286,19 +306,26 @@ class Agent:
             else:
                 self._note(of_exit(code, rank=worker.rank, host=self._host), rank=worker.rank)
 
+    def _has_finished(self, worker: Worker) -> bool:
+        """Whether a worker that has ended without an error has also done its work; a script's work is its own."""
+        if worker.channel_closed_at is None:
+            self._take_messages(worker)  # its last words
+        return worker.said_bye or self._patience.first_sign_s is None
+
     def _look_for_silence(self) -> None:
         now = time.monotonic()
         for worker in self._workers:
             if not worker.running or worker.said_bye or worker.failure is not None:
                 continue
             heard_at = worker.started_at if worker.heard_at is None else worker.heard_at
-            silent_s = now - heard_at
-            if silent_s <= min(self._timeout_s, self._patience.silent_warning_s):
+            silent_s, first_sign_s = now - heard_at, self._patience.first_sign_s
+            limit_s = self._timeout_s if worker.heard_at is not None else max(self._timeout_s, first_sign_s or 0.0)
+            if silent_s <= min(limit_s, self._patience.silent_warning_s):
                 continue
-            if worker.heard_at is None and not self._patience.first_sign:
+            if worker.heard_at is None and self._patience.first_sign_s is None:
                 continue
             what = f"has sent no sign of life for {silent_s:.0f} s: {worker.state()}"
-            if silent_s > self._timeout_s:
+            if silent_s > limit_s:
                 who = f"rank {worker.rank} (pid {worker.pid})"
                 worker.failure = Failure(kind="silent", who=who, host=self._host, what=what)
                 self._note(worker.failure, rank=worker.rank)
@@ -343,6 +370,10 @@ class Agent:
         running = any(worker.running for worker in self._workers)
         if self._exit_code is not None:
             return
+        if self._interrupt_deadline is not None:
+            if not running or now >= self._interrupt_deadline:
+                self._end_with_own(who=self._name, what="was stopped by Ctrl-C", exit_code=EXIT_INTERRUPTED)
+            return
         if self._signs:
             several_nodes = self._node.num_nodes > 1
             settling = self._patience.settling
@@ -371,19 +402,28 @@ class Agent:
             self._control.leave(exit_code)
 
     def _stop_at_once(self) -> None:
-        self._end_with_own(
-            who=f"node {self._node.node_id}", what="was stopped at once by Ctrl-C", exit_code=EXIT_INTERRUPTED
-        )
+        self._end_with_own(who=self._name, what="was stopped at once by Ctrl-C", exit_code=EXIT_INTERRUPTED)
 
     def _end_with_own(self, *, who: str, what: str, exit_code: int) -> None:
         failure = Failure(kind="stopped", who=who, host=self._host, what=what, exit_code=exit_code)
         self._end_with(Sign(failure=failure, weight=Weight.CAUSE, seen_at=time.monotonic()))
 
+    def _explained(self, sign: Sign) -> Failure:
+        """A wait that was given up, with whom it was for, as far as this node knows."""
+        failure = sign.failure
+        if sign.weight is not Weight.SECONDARY or _GAVE_UP not in failure.what:
+            return failure
+        others = [worker for worker in self._workers if worker.running and worker.failure is None]
+        states = [f"rank {one.rank} (pid {one.pid}) is at step {one.step or 0}: {one.state()}" for one in others]
+        waited = f"waited {self._timeout_s:g} s, the --timeout, for another worker and gave up"
+        hint = "set a larger --timeout if a step, a save or what comes before the first may take that long"
+        return replace(failure, what="; ".join([waited, *states, hint]))
+
     def _end_with(self, sign: Sign) -> None:
         """End every worker of this node, tell the other nodes, and show the cause; the first call counts."""
         if self._exit_code is not None:
             return
-        failure = sign.failure
+        failure = self._explained(sign)
         self._exit_code = failure.exit_code
         for worker in self._workers:
             worker.kill()

@@ -122,6 +122,12 @@ def of_exit(code: int, *, rank: int, host: str) -> Failure:
     return Failure(kind="exit", who=f"rank {rank}", host=host, what=what)
 
 
+def of_early_exit(*, rank: int, host: str) -> Failure:
+    """The failure of a rank that ended as if all were well, in the middle of its work."""
+    what = "ended with exit code 0 before its work was done: something that it ran calls os._exit(0)"
+    return Failure(kind="early", who=f"rank {rank}", host=host, what=what)
+
+
 def of_stop(number: int, *, rank: int, host: str) -> Failure:
     """The failure of a rank that was asked to stop before it had taken precautions."""
     return Failure(

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
+from stormo.process import hear_warning
+
 
 class SignalInbox:
     """Collects the given signals while it is open; only the main thread may open one."""
@@ -31,6 +33,7 @@ class SignalInbox:
             if signal.getsignal(number) == signal.SIG_IGN and number != signal.SIGCHLD:
                 continue  # started under nohup, or in the background of a script
             self._before[number] = signal.signal(number, _note)
+        hear_warning()
         return self
 
     def __exit__(self, *_: object) -> None:

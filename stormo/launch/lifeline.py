@@ -20,6 +20,7 @@ from stormo.launch.link import Link
 from stormo.launch.local import CHANNEL_FD
 from stormo.launch.place import Place
 from stormo.launch.ranks import RanksLifeline
+from stormo.launch.torchrun import note_meeting
 
 _PR_SET_PDEATHSIG = 1
 _ALIVE_EVERY_S = 1.0
@@ -63,7 +64,7 @@ class AgentLifeline:
 
     def __init__(self, place: Place, environ: MutableMapping[str, str]) -> None:
         self._place = place
-        self._step = 0
+        self._step: int | None = None
         self._closing = threading.Event()
         self._lock = threading.Lock()  # the thread below and the failing one may both send
         # Taken out of the environment: a program this worker starts is no worker.
@@ -72,7 +73,7 @@ class AgentLifeline:
         self._link = Link(channel)
         die_with_parent()
         os.register_at_fork(after_in_child=self._link.close)  # a forked helper must not keep the line open
-        self._send({"event": "alive", "step": 0})
+        self._send_alive()
         self._thread = threading.Thread(target=self._keep_in_touch, name="stormo-lifeline", daemon=True)
         self._thread.start()
 
@@ -82,8 +83,10 @@ class AgentLifeline:
         self._send({"event": "failure", **failure.to_message()})
 
     def alive(self, step: int) -> None:
-        """Note progress; the thread tells the agent once a second."""
-        self._step = step
+        """Note progress; the thread tells the agent once a second, and of the first at once."""
+        is_first, self._step = self._step is None, step
+        if is_first:
+            self._send_alive()
 
     def close(self) -> None:
         """Say that this rank ends in order."""
@@ -93,6 +96,9 @@ class AgentLifeline:
             self._thread.join(_LAST_WORDS_S)
             self._link.close()
 
+    def _send_alive(self) -> None:
+        self._send({"event": "alive"} if self._step is None else {"event": "alive", "step": self._step})
+
     def _send(self, message: dict[str, object]) -> None:
         with self._lock:
             self._link.send(message)
@@ -100,7 +106,7 @@ class AgentLifeline:
 
     def _keep_in_touch(self) -> None:
         while not self._closing.wait(_ALIVE_EVERY_S):
-            self._send({"event": "alive", "step": self._step})
+            self._send_alive()
             self._link.receive()
             if self._link.closed and not self._closing.is_set():
                 _end_group()
@@ -131,7 +137,10 @@ def open_lifeline(
         return NoLifeline()
     assert publish is not None
     assert lookup is not None
-    return RanksLifeline(place, publish=publish, lookup=lookup, timeout_s=timeout_s, digest=digest, options=options)
+    lifeline = RanksLifeline(place, publish=publish, lookup=lookup, timeout_s=timeout_s, digest=digest, options=options)
+    if place.launcher == "elastic":
+        note_meeting(os.environ if environ is None else environ)
+    return lifeline
 
 
 def die_with_parent() -> None:

@@ -152,7 +152,7 @@ def expand_hosts(text: str, *, source: str | None = None, instead: str | None = 
             for host in _expand_expression(expression):
                 hosts.append(host)
                 if len(hosts) > _MAX_HOSTS:
-                    raise _BrokenListError(f"it names more than {_MAX_HOSTS} hosts")
+                    raise _BrokenListError(f"it names more than {_MAX_HOSTS} hosts, which are the most")
     except _BrokenListError as error:
         shown = text if len(text) <= 80 else f"{text[:77]}..."
         raise SettingError(
@@ -203,7 +203,11 @@ def _expand_ranges(ranges: str) -> Iterator[str]:
         if match is None:
             raise _BrokenListError(f"{part!r} is no range of numbers")
         first, last = int(match[1]), int(match[2] or match[1])
-        if not first <= last < first + _MAX_HOSTS:
-            raise _BrokenListError(f"the range {part!r} runs from {first} to {last}")
+        if last < first:
+            raise _BrokenListError(f"the range {part!r} runs backwards: {last} is less than {first}")
+        if (count := last - first + 1) > _MAX_HOSTS:
+            raise _BrokenListError(
+                f"the range {part!r} alone names {last} - {first} + 1 = {count} hosts, and {_MAX_HOSTS} are the most"
+            )
         for number in range(first, last + 1):
             yield f"{number:0{len(match[1])}d}"  # leading zeros of the first bound are part of the name

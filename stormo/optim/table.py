@@ -47,12 +47,15 @@ def _light(base: type[Optimizer]) -> Callable[..., Optimizer]:
     return type(base.__name__, (base,), {"step": torch.no_grad()(inspect.unwrap(base.step))})
 
 
-def spare_compiler() -> None:
+def spare_compiler(owner: type = Optimizer) -> None:
     """Mark the methods that torch shields from its compiler as shielded already; elsewhere there is nothing to do."""
-    for method in vars(Optimizer).values():
-        if isinstance(method, FunctionType) and method.__code__.co_filename.endswith("_compile.py"):
-            plain = inspect.unwrap(method)
-            plain.__dict__.setdefault("__dynamo_disable", plain)
+    for method in vars(owner).values():
+        wrapper = method
+        while isinstance(wrapper, FunctionType):
+            if wrapper.__code__.co_filename.endswith("_compile.py"):
+                plain = inspect.unwrap(wrapper)
+                plain.__dict__.setdefault("__dynamo_disable", plain)
+            wrapper = getattr(wrapper, "__wrapped__", None)
 
 
 def _sgd(groups: list[dict[str, Any]], settings: config.Optimizer, fused: bool) -> Optimizer:

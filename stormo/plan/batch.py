@@ -34,6 +34,12 @@ def choose_batch(config: TrainConfig, layout: Layout, facts: Facts) -> tuple[int
             text = f"{total} ({each} for each of {counted(workers, sharer)})" + SEARCHED
     else:
         is_set = "batch_size" in config.given and not config.resumed and not is_auto
+        if is_set and each * workers * accumulate != total and "global_batch_size" not in config.given:
+            raise SettingError(
+                f"--batch-size {each} was set for a run whose global batch is {total}",
+                f"{each} per {sharer} × {product} makes {each * workers * accumulate}",
+                "set --accumulate to cut that batch otherwise, or --global-batch-size to change it",
+            )
         if is_set and each * workers * accumulate != total:
             raise SettingError(
                 f"--global-batch-size {total} and --batch-size {each} were both set",

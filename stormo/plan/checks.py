@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from stormo.config import NESTEROV_OPTIMIZERS, OPTIMIZER_DEFAULTS, TrainConfig
@@ -9,6 +10,8 @@ from stormo.errors import SettingError
 from stormo.layout import at_least
 from stormo.plan.batch import per_worker
 from stormo.plan.facts import Facts
+
+_MAX_NAME_BYTES = 200
 
 
 def check_numbers(config: TrainConfig) -> None:
@@ -80,13 +83,8 @@ def check_numbers(config: TrainConfig) -> None:
             "leave out --nesterov, or "
             + ("set --momentum 0.9" if optimizer.momentum == 0 else f"set --optimizer {_either(NESTEROV_OPTIMIZERS)}"),
         )
-    name = run.run_name
-    if name is not None and (not name or "/" in name or name in (".", "..") or len(name.encode()) > 200):
-        raise SettingError(
-            f"--run-name {name[:40]!r} was set",
-            "it names a folder in --runs-folder",
-            "set a plain name of at most 200 bytes, without /",
-        )
+    if run.run_name is not None:
+        check_run_name(run.run_name)
     if (optimizer.warmup_from or 0) > 1:
         raise SettingError(
             f"--warmup-from {optimizer.warmup_from:g} was set",
@@ -95,6 +93,17 @@ def check_numbers(config: TrainConfig) -> None:
         )
     if run.seed >= 2**63:
         raise SettingError(f"--seed {run.seed} was set", "it must fit in 63 bits", "set a smaller seed")
+
+
+def check_run_name(name: str) -> None:
+    """Refuse what is no folder's name, or could not be typed after a verb."""
+    is_name = bool(name) and "/" not in name and name not in (".", "..") and len(os.fsencode(name)) <= _MAX_NAME_BYTES
+    if not is_name or name.startswith("-") or not name.isprintable():
+        raise SettingError(
+            f"--run-name {name[:40]!r} was set",
+            "it names a folder in --runs-folder",
+            f"set a plain name of at most {_MAX_NAME_BYTES} bytes, without / and line ends and not with - in front",
+        )
 
 
 def _check_rollbacks(config: TrainConfig) -> None:

@@ -157,7 +157,14 @@ def choose_loader(config: TrainConfig, layout: Layout, facts: Facts) -> tuple[st
     if facts.train_bytes > limit:
         size, most = facts.train_bytes / 2**30, limit / 2**30
         return "streamed", f"{size:.1f} GiB are more than the {most:.1f} GiB that are kept on a device"
-    return "resident", f"{facts.train_bytes / 2**20:.0f} MiB are kept on each device, batches are made there"
+    return "resident", f"{_size(facts.train_bytes)} are kept on each device, batches are made there"
+
+
+def _size(num_bytes: int) -> str:
+    for unit, unit_bytes in (("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= unit_bytes:
+            return f"{num_bytes / unit_bytes:.0f} {unit}"
+    return f"{num_bytes} bytes"
 
 
 def _stream_text(config: TrainConfig) -> str:

@@ -29,6 +29,7 @@ from stormo.plan.facts import Facts
 from stormo.plan.noise import check_noise, choose_noise_scale, noise_lines
 from stormo.plan.profile import check_profile
 from stormo.plan.rate import choose_rate, schedule_text, warmup_fraction
+from stormo.plan.renew import renew
 from stormo.plan.resize import beginning, resize
 from stormo.plan.sharding import check_sharding, choose_micro_batches, sharding_lines
 from stormo.plan.stages import Stage, num_steps, recut, stage_of
@@ -127,9 +128,11 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
     check_data(config, facts)
     check_sharding(config, layout)
     facts = replace(facts, num_train=num_train(config, facts))
-    begun, resized = config, resize(config, layout, facts)
+    renewed = renew(config, layout)
+    begun, resized = renewed.config, resize(renewed.config, layout, facts)
     config = resized.config
     global_batch_size, batch_text = choose_batch(config, layout, facts)
+    batch_text += renewed.batch_note(global_batch_size)
     batch_text = (resized.batch_text or batch_text) + resized.batch_note
     steps_per_epoch = math.ceil(facts.num_train / global_batch_size)
     stages = choose_stages(config, layout, facts, global_batch_size)
@@ -137,9 +140,10 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
     if config.command.profile is not None:
         check_profile(config.command.profile, num_steps(stages, config.stop.epochs))
     learning_rate, rate_text = choose_rate(config, global_batch_size)
-    rate_text = resized.rate_text or rate_text
+    rate_text = resized.rate_text or (renewed.rate_text or rate_text) + renewed.rate_note(learning_rate)
     warmup_steps = round(config.optimizer.warmup_epochs * steps_per_epoch)
-    start = learning_rate * warmup_fraction(config, layout, learning_rate)
+    num_workers = layout.data_size * layout.devices_per_worker
+    start = learning_rate * warmup_fraction(config, num_workers, learning_rate)
     if config.resumed:
         start = config.resumed.warmup_start
     precision, precision_reason = choose_precision(config, layout)
@@ -183,6 +187,7 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
         noise_scale_reason=noise_scale_reason,
         beginning=beginning(begun, layout, facts, found, pass_samples),
         explanation=(
+            *([("changed", ", ".join(map(str, config.changed)))] if config.changed else []),
             *layout.explanation,
             *sharding_lines(config, layout, pass_samples, micro_batches),
             ("global batch", batch_text),

@@ -6,7 +6,6 @@ import math
 
 from stormo.config import TrainConfig
 from stormo.errors import SettingError, counted
-from stormo.layout import Layout
 from stormo.plan.batch import per_worker
 
 
@@ -42,15 +41,15 @@ def _declared_rate(base: float, rule: str, global_batch_size: int, declared: int
     return base * factor, text
 
 
-def warmup_fraction(config: TrainConfig, layout: Layout, learning_rate: float) -> float:
-    """The fraction of the rate that warm-up starts from."""
+def warmup_fraction(config: TrainConfig, num_workers: int, learning_rate: float) -> float:
+    """The fraction of the rate that warm-up starts from, for a run that began with so many workers."""
     if config.optimizer.warmup_from is not None:
         return config.optimizer.warmup_from
     if config.optimizer.base_batch_size is not None:
         return min(1.0, config.optimizer.base_lr / learning_rate)  # from the rate of the declared batch
     if config.batch.global_batch_size is not None:
         return 1.0  # the workers did not make the batch, and must not make a difference
-    return 1 / (layout.data_size * layout.devices_per_worker)
+    return 1 / num_workers
 
 
 def schedule_text(config: TrainConfig, start: float, learning_rate: float, warmup_steps: int) -> str:

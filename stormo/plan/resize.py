@@ -73,11 +73,8 @@ def _in_passes(config: TrainConfig, layout: Layout, facts: Facts, now: Effective
 
 def beginning(config: TrainConfig, layout: Layout, facts: Facts, found: Effective, per_pass: int) -> Effective:
     """What a run is reckoned from when its workers change: how it began, or for a new one what it begins with."""
-    if config.resumed is not None and config.resumed.num_workers is not None:
-        return replace(config.resumed, data_sha256=facts.data_sha256)
-    return replace(
-        found,
-        num_workers=layout.data_size * layout.devices_per_worker,
-        batch_per_pass=math.ceil(per_pass / layout.devices_per_worker),
-        data_sha256=facts.data_sha256,
-    )
+    before, each = config.resumed, math.ceil(per_pass / layout.devices_per_worker)
+    if before is not None and before.num_workers is not None:
+        return replace(before, batch_per_pass=before.batch_per_pass or each, data_sha256=facts.data_sha256)
+    workers = layout.data_size * layout.devices_per_worker
+    return replace(found, num_workers=workers, batch_per_pass=each, data_sha256=facts.data_sha256)

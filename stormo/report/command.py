@@ -12,7 +12,9 @@ from stormo.report.document import make_document, make_panels
 from stormo.report.exports import check_matplotlib, write_csv, write_png
 from stormo.report.history import Reader
 from stormo.report.page import check_plotly, make_page
-from stormo.telemetry.files import RunFolder, find_run, write_whole
+from stormo.telemetry.files import write_whole
+from stormo.telemetry.finding import find_run
+from stormo.telemetry.folder import RunFolder
 from stormo.telemetry.text import write_text
 
 
@@ -42,14 +44,14 @@ def main(arguments: Sequence[str]) -> int:
     histories = [Reader(folder, label).read() for folder, label in zip(folders, labels, strict=True)]
     default = folders[0].path / "report.html" if len(folders) == 1 else parent / "report.html"
     output = Path(asked.output) if asked.output is not None else default
-    _write("--output", output, make_page(make_document(histories)))
+    _write(asked.output is not None, output, make_page(make_document(histories)))
     lines = [f"page      {output}  ({output.stat().st_size / 1e6:.1f} MB; opens without a network)"]
     for option, name, write in (("--csv", asked.csv, write_csv), ("--png", asked.png, write_png)):
         if name is not None:
             try:
                 written = write(Path(name), make_panels(histories), labels)
             except OSError as error:
-                raise _cannot_write(option, name, error) from None
+                raise _cannot_write(f"{option} {name} was set", error, "name another place") from None
             lines.append(f"{option[2:]:9} {name}  ({counted(len(written), 'file')})")
     write_text("".join(f"{line}\n" for line in lines), sys.stdout)
     return 0
@@ -61,15 +63,17 @@ def run_labels(folders: Sequence[RunFolder]) -> list[str]:
     return [str(folder.path) if names.count(name) > 1 else name for folder, name in zip(folders, names, strict=True)]
 
 
-def _write(option: str, path: Path, text: str) -> None:
+def _write(is_asked: bool, path: Path, text: str) -> None:
+    said = f"--output {path} was set" if is_asked else f"the page was to be {path}"
+    instead = "name another place" if is_asked else "name another place by --output"
     if path.exists() and not path.is_file() and not path.is_dir():
         # A device would be replaced by the file, which root is allowed to do.
-        raise SettingError(f"{option} {path} was set", "it is no ordinary file", "name another place")
+        raise SettingError(said, "it is no ordinary file", instead)
     try:
         write_whole(path, text)
     except OSError as error:
-        raise _cannot_write(option, str(path), error) from None
+        raise _cannot_write(said, error, instead) from None
 
 
-def _cannot_write(option: str, name: str, error: OSError) -> SettingError:
-    return SettingError(f"{option} {name} was set", f"it cannot be written ({error.strerror})", "name another place")
+def _cannot_write(said: str, error: OSError, instead: str) -> SettingError:
+    return SettingError(said, f"it cannot be written ({error.strerror})", instead)

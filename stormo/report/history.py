@@ -16,7 +16,8 @@ from stormo.errors import StormoError, counted
 from stormo.report.clock import Clock, make_clock
 from stormo.report.lines import JsonLines
 from stormo.runs import SILENT_AFTER_S, overview
-from stormo.telemetry.files import RunFolder, current_events, read_environment, read_summary
+from stormo.telemetry.events import current_events
+from stormo.telemetry.folder import RunFolder, is_held, read_environment, read_summary
 
 if TYPE_CHECKING:
     from stormo.energy.ledger import Bill
@@ -182,7 +183,9 @@ class Reader:
         last = [lines[-1].get("time_unix_s") or 0.0 for lines in (events, *nodes.values()) if lines]
         if not last:
             return "waiting"
-        return "running" if time.time() - max(last) < SILENT_AFTER_S else "interrupted"
+        held = is_held(self.folder)
+        is_running = time.time() - max(last) < SILENT_AFTER_S if held is None else held
+        return "running" if is_running else "interrupted"
 
 
 def _node_files(folder: RunFolder) -> list[Path]:

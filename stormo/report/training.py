@@ -8,7 +8,7 @@ from typing import Any
 from stormo.report.history import History, Line, Places
 from stormo.report.panel import Chart, Panel
 from stormo.report.series import Series, gathered, uncrowded
-from stormo.telemetry.files import speed_of
+from stormo.telemetry.events import speed_of
 
 _NO_STEP = "No step has been recorded yet."
 _NO_EPOCH = "No epoch is done yet."

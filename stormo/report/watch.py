@@ -27,7 +27,9 @@ from stormo.options import Parser
 from stormo.report.document import make_document
 from stormo.report.history import Reader
 from stormo.report.page import check_plotly, make_page
-from stormo.telemetry.files import RunFolder, find_run, to_json
+from stormo.telemetry.files import to_json
+from stormo.telemetry.finding import find_run
+from stormo.telemetry.folder import RunFolder
 from stormo.telemetry.text import write_text
 
 _POLL_S = 2.0

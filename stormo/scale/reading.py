@@ -11,7 +11,8 @@ from typing import Any
 from stormo.errors import StormoError, counted
 from stormo.scale.cells import Cell
 from stormo.scale.measurement import Measurement
-from stormo.telemetry.files import RunFolder, current_events, read_events, read_summary
+from stormo.telemetry.events import current_events, read_events
+from stormo.telemetry.folder import RunFolder, read_summary
 
 WARMUP_S = 5.0  # of training, where a run is ended within its first epoch
 _Event = Mapping[str, Any]

@@ -79,6 +79,10 @@ def read_table(path: Path, mode: str) -> Table:
 def _unit(names: list[str], path: Path) -> str:
     """What the table counts: the unit of its speed, or runs of the same work where it gives times alone."""
     speeds = [match[1] for name in names if (match := _SPEED.fullmatch(name))]
+    if len(names) < 2 or any("\n" in name for name in names):
+        raise SettingError(
+            f"--from {path} was set", "its first line is none of names with commas between", "name a CSV file"
+        )
     double = [name for name, count in Counter(names).items() if count > 1]
     if double:
         raise SettingError(f"--from {path} was set", f"it has two columns {double[0]}", "leave one of them out")

@@ -10,8 +10,8 @@ accuracy = world.sum(num_right) / world.sum(num_seen)
 from __future__ import annotations
 
 import builtins
-import hashlib
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,16 +25,17 @@ from torch import Tensor, nn
 from stormo.data.order import derive_seed, seed_generators
 from stormo.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE, SettingError
 from stormo.launch import Lifeline
-from stormo.layers.sync_batch_norm import LocalNorm, SynchronisedNorm, convert_sync_batch_norm
 from stormo.script import joining, saving
 from stormo.script.agreement import Agreement, call_site
 from stormo.script.backward import Backward
 from stormo.script.choosing import Loaded, make_loader
-from stormo.script.loop import Loop, SumInModel
+from stormo.script.energy import Energy, ScriptMeter
+from stormo.script.loop import Loop
 from stormo.script.plain import pack, unpack
 from stormo.script.reductions import described, reduced
-from stormo.script.refusals import check_new, check_optimizers, check_parts, late_group
-from stormo.script.stepping import Group
+from stormo.script.refusals import check_parts, late_group
+from stormo.script.sharing import seed_here, share_bytes
+from stormo.script.wrapping import take_in
 from stormo.staging.locks import Hold
 from stormo.staging.nodes import local_folder, stage_on_nodes
 from stormo.world.signals import STOP_SIGNALS, StopFlag
@@ -55,10 +56,16 @@ class World:
         device: cpu or cuda; by default what `stormo run` was told, else a GPU where there is one.
         backend: nccl or gloo; by default what fits the device.
         timeout_s: how long a worker waits for the others before it gives up; default 600.
+        energy: measure what the nodes draw, and say it when the script ends; not said where nothing can be read.
     """
 
     def __init__(
-        self, device: str | None = None, *, backend: str | None = None, timeout_s: float | None = None
+        self,
+        device: str | None = None,
+        *,
+        backend: str | None = None,
+        timeout_s: float | None = None,
+        energy: bool = True,
     ) -> None:
         global _the_world  # noqa: PLW0603
         if _the_world is not None:
@@ -67,7 +74,7 @@ class World:
             )
         joined = joining.join(device, backend, timeout_s)
         _the_world = self
-        self._set_up(joined.world, joined.lifeline)
+        self._set_up(joined.world, joined.lifeline, energy=energy)
         joining.at_exit(self.close)
 
     @classmethod
@@ -77,7 +84,7 @@ class World:
         self._set_up(workers, lifeline)
         return self
 
-    def _set_up(self, workers: Workers, lifeline: Lifeline) -> None:
+    def _set_up(self, workers: Workers, lifeline: Lifeline, *, energy: bool = False) -> None:
         self._workers = workers
         self._lifeline = lifeline
         self._flag = StopFlag(announces=self._workers.place.launcher == "alone")
@@ -85,6 +92,7 @@ class World:
         self._seen_casts = 0
         self._asked = 0
         self._staged: list[Hold] = []
+        self._meter = ScriptMeter(workers) if energy else None
         self._is_apart = False
         agreement = Agreement(self._workers, lambda: self._flag.signal_number or self._asked)
         self._loop = Loop(world=self._workers, agreement=agreement, begin=self._part_ways)
@@ -155,24 +163,7 @@ class World:
         group = None if models else late_group(parts, self._loop.groups)
         check_parts(parts, models, group)
         self._agree("world.wrap")
-        if group is not None:
-            check_new(nn.Identity(), parts, self._loop.groups)
-            group.add(parts)
-            return parts[0] if len(parts) == 1 else parts
-        together = models[0] if len(models) == 1 else nn.ModuleList(models)
-        check_new(together, parts, self._loop.groups)
-        for model in models:
-            model.to(self.device)
-            if sync_batch_norm and self.size > 1:
-                convert_sync_batch_norm(model, SumInModel(self._loop))
-                synchronised = (layer for layer in model.modules() if isinstance(layer, SynchronisedNorm))
-                self._loop.sums_in_models |= any(layer.reduce is not None for layer in synchronised)
-        check_optimizers(parts, together)
-        self._share_weights(together)
-        # Ghost batch norm stays what it is, and its running statistics are a worker's own.
-        has_local = any(isinstance(layer, LocalNorm) for layer in together.modules())
-        group = Group(self._loop, together, parts, average_buffers=has_local or not sync_batch_norm)
-        self._loop.groups.append(group)
+        take_in(self._loop, parts, models, group, sync_batch_norm=sync_batch_norm)
         return parts[0] if len(parts) == 1 else parts
 
     def loader(
@@ -203,7 +194,7 @@ class World:
             seed: of the order and of what a data set draws; default: from the script's own random state.
         """
         self._agree("world.loader")
-        seed = self._workers.share_json(_seed_here() if seed is None else seed)
+        seed = self._workers.share_json(seed_here() if seed is None else seed)
         return make_loader(
             self._loop,
             data,
@@ -262,17 +253,31 @@ class World:
     def share(self, value: Any) -> Any:
         """The main worker's value, on all workers: numbers, text, tensors, lists, tuples, sets and dicts."""
         self._agree("world.share")
-        return unpack(self._share_bytes([pack(value, "shared")] if self.is_main else None)[0])
+        return unpack(share_bytes(self._workers, [pack(value, "shared")] if self.is_main else None)[0])
 
     def gather(self, value: Any) -> list[Any]:
         """Every worker's value, by rank, on all workers: numbers, text, tensors, lists, tuples, sets and dicts."""
         self._agree("world.gather")
         payloads = self._workers.gather_bytes(pack(value, "gathered"))
-        return [unpack(payload) for payload in self._share_bytes(payloads)]
+        return [unpack(payload) for payload in share_bytes(self._workers, payloads)]
 
     def barrier(self) -> None:
         """Wait until all workers are here."""
         self._agree("world.barrier")
+
+    def energy(self) -> Energy:
+        """What all nodes drew since `World()`: joules, with an error bound; printed, it is a sentence.
+
+        The difference of two is what was drawn in between.
+        """
+        if self._meter is None:
+            raise SettingError(
+                "world.energy() was called", "World(energy=False) measures nothing", "leave energy=False out"
+            )
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._agree("world.energy")
+        return self._meter.total()
 
     @contextmanager
     def once_per_node(self) -> Iterator[bool]:
@@ -363,7 +368,10 @@ class World:
         return EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_RESUMABLE
 
     def close(self) -> None:
-        """Leave; happens by itself when the script ends."""
+        """Leave, and say what was drawn; happens by itself when the script ends."""
+        total = self._meter.close() if self._meter is not None else None
+        if total is not None:
+            builtins.print(total, file=sys.stderr, flush=True)  # noqa: T201
         for group in self._loop.groups:
             group.exchange.close()
         for hold in self._staged:
@@ -388,7 +396,7 @@ class World:
     def _part_ways(self) -> None:
         """Once training starts, every worker draws its own dropout; the main one goes on as a single one would."""
         if self.size > 1 and not self._is_apart and not self.is_main:
-            seed_generators(derive_seed(_seed_here(), "worker", self.rank))
+            seed_generators(derive_seed(seed_here(), "worker", self.rank))
         self._is_apart = True
 
     def _listen(self) -> None:
@@ -397,29 +405,8 @@ class World:
                 signal.signal(number, self._flag.handle)
             self._listens = True
 
-    @torch.no_grad()
-    def _share_weights(self, model: nn.Module) -> None:
-        shapes = [f"{name} {tuple(getattr(tensor, 'shape', ()))}" for name, tensor in model.state_dict().items()]
-        self._workers.require_same({"wrapped model": hashlib.sha256("\n".join(shapes).encode()).hexdigest()[:12]})
-        for tensor in [*model.parameters(), *model.buffers()]:
-            if tensor.numel() and self.size > 1:
-                whole = tensor.detach().contiguous()
-                self._workers.broadcast(whole.view(-1).view(torch.uint8))
-                tensor.copy_(whole)
-
     def _reduce(self, what: str, value: _A) -> _A:
         self._agree(f"{what} of {described(value)}")
         workers, is_sum = self._workers, what == "world.sum"
         found: _A = reduced(value, workers.sum, workers.max, self.device, is_sum=is_sum)
         return found
-
-    def _share_bytes(self, payloads: list[bytes] | None) -> list[bytes]:
-        tensors = None
-        if payloads is not None:
-            tensors = {str(n): torch.frombuffer(bytearray(each), dtype=torch.uint8) for n, each in enumerate(payloads)}
-        return [tensor.numpy().tobytes() for tensor in self._workers.share_tensors(tensors).values()]
-
-
-def _seed_here() -> int:
-    """A number that stands for the random state as it is, without drawing from it."""
-    return int.from_bytes(hashlib.sha256(torch.get_rng_state().numpy().tobytes()).digest()[:6], "little")

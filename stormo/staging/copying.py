@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ PIECE_BYTES = 64 << 20
 _BLOCK_BYTES = 8 << 20
 _NUM_THREADS = 8  # a parallel file system answers several readers faster than one, whatever the number of cores
 _Job = TypeVar("_Job")
+Check = Callable[[], None]  # raises where there is nothing more to be done
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,25 +45,18 @@ class StoppedError(StormoError):
         self.exit_code = EXIT_INTERRUPTED if signal_number == signal.SIGINT else EXIT_RESUMABLE
 
 
-def copy_files(
-    tree: Tree, files: Iterable[File], target: Path, partial: Path, stop: Callable[[], int]
-) -> dict[str, Copied]:
-    """Copy files of a data set to where its root is `target`, over what is there.
+def copy_files(tree: Tree, files: Iterable[File], target: Path, partial: Path, check: Check) -> dict[str, Copied]:
+    """Copy files of a data set to where its root is `target`, over what is there; what is not whole lies in `partial`.
 
-    What is not whole lies in `partial`; `stop` gives the signal that came, or 0.
+    `check` is called all the time, and ends it by raising.
     """
     under_way = [_File(tree, file, target, partial / str(number)) for number, file in enumerate(files)]
 
-    def check() -> None:
-        if number := stop():
-            raise StoppedError(number)
-
-    def copy(job: tuple[_File, int]) -> None:
-        check()
+    def copy(job: tuple[_File, int], check: Check) -> None:
         file, piece = job
         file.copy(piece, check)
 
-    _in_parallel(copy, ((file, piece) for file in under_way for piece in range(file.num_pieces)))
+    _in_parallel(copy, ((file, piece) for file in under_way for piece in range(file.num_pieces)), check)
     return {file.copied.name: file.copied for file in under_way}
 
 
@@ -79,14 +73,14 @@ class _File:
         self._lock = threading.Lock()
         self.copied: Copied
 
-    def copy(self, number: int, check: Callable[[], None]) -> None:
+    def copy(self, number: int, check: Check) -> None:
         """Copy one piece and, with the last one, give the file its name; `check` may end it in between."""
         offset = number * PIECE_BYTES
         num_bytes = min(PIECE_BYTES, self._file.num_bytes - offset)
         out = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             sent = self._send(out, offset, num_bytes, check)
-            kept = _digest(out, offset, num_bytes)
+            kept = _digest(out, offset, num_bytes, check)
         finally:
             os.close(out)
         if sent != kept:
@@ -101,7 +95,7 @@ class _File:
         if is_last:
             self._finish()
 
-    def _send(self, out: int, offset: int, num_bytes: int, check: Callable[[], None]) -> str:
+    def _send(self, out: int, offset: int, num_bytes: int, check: Check) -> str:
         digest, done, view = hashlib.sha256(), 0, memoryview(bytearray(min(_BLOCK_BYTES, max(num_bytes, 1))))
         try:
             source = os.open(self._source, os.O_RDONLY | os.O_CLOEXEC)
@@ -144,10 +138,11 @@ class _File:
         )
 
 
-def find_flaws(target: Path, files: Iterable[Copied], *, reads_content: bool) -> set[str]:
+def find_flaws(target: Path, files: Iterable[Copied], check: Check, *, reads_content: bool) -> set[str]:
     """The files of a copy that are not as they were: by size and time, or by their content."""
     flaws, to_read = set(), []
     for file in files:
+        check()
         try:
             status = (target / file.name).lstat()
         except OSError:
@@ -158,25 +153,26 @@ def find_flaws(target: Path, files: Iterable[Copied], *, reads_content: bool) ->
         elif reads_content:
             to_read.append(file)
 
-    def read(job: tuple[Copied, int]) -> None:
+    def read(job: tuple[Copied, int], check: Check) -> None:
         file, number = job
         descriptor = os.open(target / file.name, os.O_RDONLY | os.O_CLOEXEC)
         try:
             offset = number * PIECE_BYTES
-            if _digest(descriptor, offset, min(PIECE_BYTES, file.num_bytes - offset)) != file.pieces[number]:
+            if _digest(descriptor, offset, min(PIECE_BYTES, file.num_bytes - offset), check) != file.pieces[number]:
                 flaws.add(file.name)
         except OSError:  # a sector that cannot be read any more
             flaws.add(file.name)
         finally:
             os.close(descriptor)
 
-    _in_parallel(read, ((file, number) for file in to_read for number in range(len(file.pieces))))
+    _in_parallel(read, ((file, number) for file in to_read for number in range(len(file.pieces))), check)
     return flaws
 
 
-def _digest(descriptor: int, offset: int, num_bytes: int) -> str:
+def _digest(descriptor: int, offset: int, num_bytes: int, check: Check) -> str:
     digest, done, view = hashlib.sha256(), 0, memoryview(bytearray(min(_BLOCK_BYTES, max(num_bytes, 1))))
     while done < num_bytes:
+        check()
         read = os.preadv(descriptor, [view[: num_bytes - done]], offset + done)
         if read == 0:
             break
@@ -191,9 +187,14 @@ def _write(out: int, block: memoryview[Any], offset: int) -> None:
         block, offset = block[written:], offset + written
 
 
-def _in_parallel(work: Callable[[_Job], None], jobs: Iterator[_Job]) -> None:
+def _in_parallel(work: Callable[[_Job, Check], None], jobs: Iterator[_Job], check: Check) -> None:
     """Do every job on some thread; the first error ends all, and is raised when no thread is left."""
     turn, failed = threading.Lock(), threading.Event()
+
+    def check_all() -> None:
+        check()
+        if failed.is_set():
+            raise _OtherFailedError
 
     def pull() -> None:
         while not failed.is_set():
@@ -202,12 +203,24 @@ def _in_parallel(work: Callable[[_Job], None], jobs: Iterator[_Job]) -> None:
             if job is None:
                 return
             try:
-                work(job)
+                check_all()
+                work(job, check_all)
+            except _OtherFailedError:
+                return
             except BaseException:
                 failed.set()
                 raise
 
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="stormo-staging") as threads:
-        started = [threads.submit(pull) for _ in range(_NUM_THREADS)]
+        try:
+            started = [threads.submit(pull) for _ in range(_NUM_THREADS)]
+            wait(started)
+        except BaseException:  # Ctrl-C, which comes to this thread alone
+            failed.set()
+            raise
     for thread in started:
         thread.result()
+
+
+class _OtherFailedError(Exception):
+    """Another thread has failed, which ends this one."""

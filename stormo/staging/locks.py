@@ -11,7 +11,8 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from stormo.errors import SettingError
@@ -20,6 +21,7 @@ KEEP = "keep"  # a file that says that the copy stays
 MANIFEST = "manifest.json"  # written last; without it there is no copy
 REMOVED = ".removed-"  # starts the name of what is being removed
 _TURN, _USERS = "turn", "users"
+_LOOK_AGAIN_S = 0.05
 
 
 class Hold:
@@ -53,8 +55,13 @@ class Hold:
 
 
 @contextlib.contextmanager
-def turn(entry: Path, *, make: bool = False, waits: bool = True) -> Iterator[bool]:
-    """Be the only one who makes, checks or removes a copy; False where there is none, or it is another's turn."""
+def turn(
+    entry: Path, *, make: bool = False, waits: bool = True, check: Callable[[], None] = lambda: None
+) -> Iterator[bool]:
+    """Be the only one who makes, checks or removes a copy; False where there is none, or it is another's turn.
+
+    `check` is called while it is another's, which may copy for an hour, and ends the wait by raising.
+    """
     descriptor = None
     while descriptor is None:
         if make:
@@ -63,7 +70,9 @@ def turn(entry: Path, *, make: bool = False, waits: bool = True) -> Iterator[boo
                 entry.mkdir(mode=0o700, exist_ok=True)
         try:
             descriptor = os.open(entry / _TURN, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+            while not _is_taken(descriptor, raises=not waits):
+                check()
+                time.sleep(_LOOK_AGAIN_S)
             if os.fstat(descriptor).st_ino != (entry / _TURN).stat().st_ino:
                 raise FileNotFoundError(entry)
         except (FileNotFoundError, NotADirectoryError, BlockingIOError) as error:  # removed while this one waited
@@ -73,10 +82,24 @@ def turn(entry: Path, *, make: bool = False, waits: bool = True) -> Iterator[boo
             if not make or isinstance(error, NotADirectoryError):
                 yield False
                 return
+        except BaseException:
+            if descriptor is not None:
+                os.close(descriptor)
+            raise
     try:
         yield True
     finally:
         os.close(descriptor)
+
+
+def _is_taken(descriptor: int, *, raises: bool) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if raises:
+            raise
+        return False
+    return True
 
 
 def remove_if_unused(entry: Path) -> None:

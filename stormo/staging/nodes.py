@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from stormo.errors import SettingError, counted
 from stormo.staging.copying import StoppedError
 from stormo.staging.locks import Hold
-from stormo.staging.shelf import format_bytes, stage
+from stormo.staging.shelf import stage
+from stormo.telemetry.text import format_bytes
 
 if TYPE_CHECKING:
     from stormo.world.world import World

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from stormo.errors import SettingError, full_disk
-from stormo.staging.copying import Copied, copy_files, find_flaws
+from stormo.staging.copying import Check, Copied, StoppedError, copy_files, find_flaws
 from stormo.staging.locks import KEEP, MANIFEST, REMOVED, Hold, remove_if_unused, turn
 from stormo.staging.tree import Tree, list_tree
+from stormo.telemetry.text import format_bytes
 
 READ_ALL_BYTES = 1 << 30  # a copy up to this size is read and compared whenever it is used again
 _CONTENT, _PARTIAL = "content", "partial"
@@ -53,16 +54,21 @@ def stage(
         tell: is given a sentence when there is something to wait for.
         stop: gives the signal that ends the job, or 0.
     """
+
+    def check() -> None:
+        if number := stop():
+            raise StoppedError(number)
+
     began_s = time.monotonic()
     source = source.expanduser().absolute()
-    tree = list_tree(source)
+    tree = list_tree(source, check)
     _check_apart(source, folder)
     root = root_of(folder)
     entry = root / f"{source.name or 'root'}-{tree.sha256[:16]}"
-    with turn(entry, make=True):
+    with turn(entry, make=True, check=check):
         hold = Hold(entry)
         try:
-            copied_bytes = _complete(tree, entry, tell, stop)
+            copied_bytes = _complete(tree, entry, tell, check)
             if keep:
                 (entry / KEEP).touch()
         except BaseException as error:
@@ -107,7 +113,7 @@ def remove_unused(folder: Path, *, of_source: Path | None = None, but: Path | No
         root.rmdir()  # where nothing is left
 
 
-def _complete(tree: Tree, entry: Path, tell: Callable[[str], None], stop: Callable[[], int]) -> int:
+def _complete(tree: Tree, entry: Path, tell: Callable[[str], None], check: Check) -> int:
     """Make the copy whole; how many bytes were copied for that."""
     content = _content(entry, tree.root)
     manifest = _read_manifest(entry)
@@ -119,7 +125,7 @@ def _complete(tree: Tree, entry: Path, tell: Callable[[str], None], stop: Callab
     else:
         known = {file["name"]: Copied(**file) for file in manifest["files"]}
         reads_content = tree.num_bytes <= READ_ALL_BYTES or manifest["boot"] != _boot()
-        flaws = find_flaws(content, known.values(), reads_content=reads_content)
+        flaws = find_flaws(content, known.values(), check, reads_content=reads_content)
         missing = [file for file in tree.files if file.name in flaws]
         if not missing and _has_names(tree, content):
             return 0
@@ -131,7 +137,7 @@ def _complete(tree: Tree, entry: Path, tell: Callable[[str], None], stop: Callab
     partial.mkdir()
     content.parent.mkdir(exist_ok=True)
     _make_names(tree, content)
-    known |= copy_files(tree, missing, content, partial, stop)
+    known |= copy_files(tree, missing, content, partial, check)
     partial.rmdir()
     written = {
         "source": str(tree.root),
@@ -201,12 +207,3 @@ def _check_room(tree: Tree, num_bytes: int, entry: Path) -> None:
             f"it needs {format_bytes(num_bytes)} and there {'is' if free == 1 else 'are'} {format_bytes(free)} free",
             "name a larger folder with --stage FOLDER, or leave staging out",
         )
-
-
-def format_bytes(num_bytes: float) -> str:
-    """A size as people read it, in powers of ten: 53.2 MB."""
-    for unit in ("bytes", "kB", "MB", "GB", "TB"):
-        if num_bytes < 999.5 or unit == "TB":
-            return f"{num_bytes:.0f} {unit}" if unit == "bytes" or num_bytes >= 99.95 else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1000
-    raise AssertionError(num_bytes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -53,25 +53,28 @@ class Tree:
         yield from (f"link\0{name}\0{target}" for name, target in self.links.items())
 
 
-def list_tree(source: Path) -> Tree:
-    """List a folder with all that is in it, or a single file."""
+def list_tree(source: Path, check: Callable[[], None] = lambda: None) -> Tree:
+    """List a folder with all that is in it, or a single file; `check` is called for each, and ends it by raising."""
     tree = Tree(root=source)
     try:
         status = source.stat()
     except OSError as error:
         raise unreadable(source, source, error) from None
     if stat.S_ISDIR(status.st_mode):
-        _list_folder(tree, source, "", {(status.st_dev, status.st_ino)})
+        _list_folder(tree, source, "", {(status.st_dev, status.st_ino)}, check)
     else:
         _add(tree, source, "", status)
     return tree
 
 
-def _list_folder(tree: Tree, folder: Path, inside: str, around: set[tuple[int, int]]) -> None:
+def _list_folder(
+    tree: Tree, folder: Path, inside: str, around: set[tuple[int, int]], check: Callable[[], None]
+) -> None:
     try:
         with os.scandir(folder) as listing:
             entries = sorted(listing, key=lambda entry: os.fsencode(entry.name))
         for entry in entries:
+            check()
             name = f"{inside}{entry.name}"
             if entry.is_symlink() and (target := _link_inside(tree.root, Path(entry.path))) is not None:
                 tree.links[name] = target
@@ -88,7 +91,7 @@ def _list_folder(tree: Tree, folder: Path, inside: str, around: set[tuple[int, i
                     "remove that link, or name a folder without it",
                 )
             tree.folders.append(name)
-            _list_folder(tree, Path(entry.path), f"{name}/", around | {key})
+            _list_folder(tree, Path(entry.path), f"{name}/", around | {key}, check)
     except OSError as error:
         raise unreadable(tree.root, Path(error.filename or folder), error) from None
 

@@ -25,7 +25,7 @@ from stormo.plan import Plan
 from stormo.strategies.blank import Value, blank_model, make_room
 from stormo.strategies.compose import compose
 from stormo.strategies.parts import Held, Part, as_part, held, plain, values_on_host
-from stormo.strategies.replicate import KEEP_BUFFERS
+from stormo.strategies.replicate import replica
 from stormo.strategies.split_layers import Cut
 from stormo.strategies.strategy import Strategy
 from stormo.strategies.tensor import unequal_gradients
@@ -98,13 +98,12 @@ class Composed(Strategy):
             return model
         if self._plan.layout.strategy == "hybrid":  # these are cut, not copied
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(self._cuts))
-        self._replica = DistributedDataParallel(
+        self._replica = replica(
             model,
             device_ids=[self.world.device] if self.world.device.type == "cuda" else None,
             process_group=line.group,
             gradient_as_bucket_view=True,
             find_unused_parameters=self.task.find_unused,
-            **KEEP_BUFFERS,
         )
         return self._replica
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from stormo.optim.table import spare_compiler
 from stormo.strategies.strategy import Strategy
 
 # Buffers are averaged before validation instead of overwritten in every pass. torch 2.13 renamed the switch.
@@ -17,6 +21,22 @@ _NEW_NAME, _OLD_NAME = "forward_sync_buffers", "broadcast_buffers"
 KEEP_BUFFERS: dict[str, Any] = {
     _NEW_NAME if _NEW_NAME in inspect.signature(DistributedDataParallel.__init__).parameters else _OLD_NAME: False
 }
+
+
+def replica(model: nn.Module, **options: Any) -> DistributedDataParallel:
+    """torch's own; it would load the compiler, which takes seconds, to ask whether that was set to another exchange."""
+    if "torch._dynamo" not in sys.modules:
+        spare_compiler(DistributedDataParallel)
+        # What nobody has loaded, nobody has set.
+        stand_in = SimpleNamespace(utils=SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer"))
+        vars(torch)["_dynamo"] = stand_in
+        try:
+            with suppress(AttributeError):  # of a release that asks for something else
+                return DistributedDataParallel(model, **options, **KEEP_BUFFERS)
+        finally:
+            if vars(torch).get("_dynamo") is stand_in:
+                del vars(torch)["_dynamo"]
+    return DistributedDataParallel(model, **options, **KEEP_BUFFERS)
 
 
 class Replicate(Strategy):
@@ -28,12 +48,11 @@ class Replicate(Strategy):
     def _wrap(self, model: nn.Module) -> nn.Module:
         if self.world.size == 1:
             return model
-        self._replica = DistributedDataParallel(
+        self._replica = replica(
             model,
             device_ids=[self.world.device] if self.world.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
             find_unused_parameters=self.task.find_unused,
-            **KEEP_BUFFERS,
         )
         if self.noise_scale is not None:
             # No method itself: torch reads annotations, and does not know them as text.

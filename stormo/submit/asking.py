@@ -13,12 +13,13 @@ from stormo.errors import SettingError
 from stormo.hardware import Gpu
 from stormo.layout import Launched, resolve_layout
 from stormo.plan import resolve
+from stormo.plan.checks import check_run_name
 from stormo.submit.script import Job, Run
 from stormo.submit.settings import SECTION, Slurm, joined, make_slurm
 from stormo.submit.sweep import Point, read_grid, read_seeds
 from stormo.tasks.check import check_made, check_task
 from stormo.tasks.task import Task
-from stormo.telemetry.files import default_run_name, require_new_run
+from stormo.telemetry.finding import default_run_name, require_new_run
 
 _USAGE = """\
 stormo submit [TASK] [options of the job] [any option of stormo train]
@@ -139,9 +140,10 @@ def _points(slurm: Slurm, known: Sequence[options.Option]) -> list[Point]:
 
 def _name(config: TrainConfig, *, is_sweep: bool) -> str:
     name = config.run.run_name or default_run_name(config.task)
-    if name in (".", "..") or "/" in name or any(sign in name for sign in '\n"\\'):
+    check_run_name(name)
+    if any(sign in name for sign in '"\\'):
         raise SettingError(
-            f"--run-name {name!r} was set", "it is to be the name of a folder", "set one without slashes and quotes"
+            f"--run-name {name!r} was set", "it stands in a job script", "set one without quotes and backslashes"
         )
     if is_sweep and config.run.resume:
         raise SettingError(

@@ -31,6 +31,9 @@ _INSTEAD = {
 }
 
 
+_DOWN = "see whether slurmctld is up (scontrol ping) and whether this machine reaches it and has its slurm.conf"
+
+
 class NoAnswerError(StormoError):
     """A command of Slurm's failed, which may be for a moment only."""
 
@@ -65,8 +68,10 @@ def submit(script: Path) -> str:
     """Hand a script to Slurm; the number of the job."""
     done = _run("sbatch", "--parsable", str(script))
     if done.returncode != 0:
-        reason = refusal(done.stderr)
-        raise SettingError("the job was handed to Slurm", f"sbatch refused it ({reason})", _instead(reason))
+        reason, said = refusal(done.stderr), "the job was handed to Slurm"
+        if not _is_up():
+            raise SettingError(said, f"Slurm cannot be reached ({reason})", _DOWN)
+        raise SettingError(said, f"sbatch refused it ({reason})", _instead(reason))
     return done.stdout.strip().splitlines()[-1].partition(";")[0]
 
 
@@ -106,9 +111,10 @@ def cancel(job_id: str) -> None:
     """End a job for good."""
     done = _run("scancel", job_id)
     if done.returncode != 0:
-        raise SettingError(
-            f"job {job_id} was to be cancelled", f"scancel refused ({refusal(done.stderr)})", "see squeue --me"
-        )
+        reason, said = refusal(done.stderr), f"job {job_id} was to be cancelled"
+        if not _is_up():
+            raise SettingError(said, f"Slurm cannot be reached ({reason})", _DOWN)
+        raise SettingError(said, f"scancel refused ({reason})", "see squeue --me")
 
 
 def _look_back(job_id: str) -> JobState | None:
@@ -132,6 +138,11 @@ def _shell_code(code: str, signal_number: str) -> int:
 def _instead(reason: str) -> str:
     advice = next((words for part, words in _INSTEAD.items() if part in reason.lower()), "ask for something else")
     return advice.replace("{partitions}", _partitions()) if "{partitions}" in advice else advice
+
+
+def _is_up() -> bool:
+    """Whether the controller answers, which what a command says of a failure does not tell in the same words."""
+    return shutil.which("sinfo") is None or _run("sinfo", "--noheader", "--format=%R").returncode == 0
 
 
 def _partitions() -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import codecs
+import errno
+import os
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,9 +52,36 @@ class Log:
             self._file.seek(0, 2)
 
     def read(self) -> str:
-        """The new text."""
+        """The new text; all of a file that was made anew, or cut, since the last time."""
+        text = ""
+        try:
+            text += self._read()
+            is_another = self._is_another()
+            text += self._read() if is_another else ""  # what came to the old one in between
+        except OSError as error:
+            if error.errno != errno.ESTALE:  # deleted on a file system of the network
+                raise
+            is_another = True
+        if is_another:
+            self.close()
+            self._file = None
+            self._decoder.reset()
+            text += self._read()
+        return text
+
+    def _read(self) -> str:
         self._open()
         return "" if self._file is None else self._decoder.decode(self._file.read())
+
+    def _is_another(self) -> bool:
+        if self._file is None:
+            return False
+        try:
+            now = self.path.stat()
+        except FileNotFoundError:  # perhaps to be made again
+            return False
+        was = os.fstat(self._file.fileno())
+        return (now.st_dev, now.st_ino) != (was.st_dev, was.st_ino) or now.st_size < self._file.tell()
 
     def close(self) -> None:
         """Close the file."""

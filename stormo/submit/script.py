@@ -192,10 +192,9 @@ def _pairs(words: Sequence[str]) -> Iterator[str]:
 def _end(job: Job) -> str:
     if job.slurm.on_time_limit == "stop":
         return 'exit "$code"'
-    array = ' --array="$SLURM_ARRAY_TASK_ID"' if job.is_array else ""
     of_array = "_$SLURM_ARRAY_TASK_ID" if job.is_array else ""
     chain = f"""\
-    if next=$(sbatch --parsable --dependency="afterany:$SLURM_JOB_ID"{array} "$folder/{SCRIPT}"); then
+    if next=$(sbatch --parsable {_after(job)} "$folder/{SCRIPT}"); then
         note chain "${{next%%;*}}{of_array}"
     fi"""
     requeue = f"""\
@@ -214,6 +213,19 @@ if [ "$code" = {EXIT_RESUMABLE} ] && [ "$warnings" != 0 ]; then
 {requeue if job.slurm.on_time_limit == "requeue" else chain}
 fi
 exit "$code\""""
+
+
+def _after(job: Job) -> str:
+    """Which job the next one waits for, in flags of sbatch."""
+    if not job.is_array:
+        return '--dependency="afterany:$SLURM_JOB_ID"'
+    array = '--array="$SLURM_ARRAY_TASK_ID"'
+    if job.slurm.array_limit is None:
+        return f'--dependency="afterany:$SLURM_JOB_ID" {array}'
+    # Slurm's limit is that of one array, and the next job is no part of this one. So it comes after all of this array,
+    # and then in one of as many lanes as may run: of jobs with one name, one runs at a time.
+    lane = f"{shlex.quote(f'{job.slurm.job_name or job.name}-lane')}$((SLURM_ARRAY_TASK_ID % {job.slurm.array_limit}))"
+    return f'--dependency="afterany:$SLURM_ARRAY_JOB_ID,singleton" --job-name={lane} {array}'
 
 
 def _escaped(path: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.machinery
 import importlib.util
 import sys
 import traceback
@@ -16,6 +17,7 @@ from stormo.tasks.check import looks_like_task
 from stormo.tasks.task import Task
 
 _PACKAGE = str(Path(__file__).parents[1])
+_STANDARD_LIBRARY = str(Path(ast.__file__).parent)
 TASKS = {
     "fashion-mnist": "stormo.tasks.fashion_mnist:FashionMnist",
     "language-model": "stormo.tasks.language_model:LanguageModel",
@@ -31,7 +33,19 @@ def find_task(name: str) -> type[Task]:
     if ":" in target or "." in target:
         module_name, _, wanted = target.partition(":")
         return _class_in(_import_module(module_name, name), wanted, name)
-    raise unknown_name("task", name, [*TASKS, "FILE.py", "package.module:Class"])
+    beside = [f"{name}.py"] if Path(f"{name}.py").is_file() else []
+    raise unknown_name("task", name, [*TASKS, *beside, "FILE.py", "package.module:Class"])
+
+
+def check_module(name: str, said: str) -> None:
+    """Refuse a file of another kind and a part of a module that has none, before the module itself is imported."""
+    top, dot, _ = name.partition(".")
+    instead = f"name {top}.py" if Path(f"{top}.py").is_file() else "name a file that ends in .py, or a module"
+    if Path(name).is_file():
+        raise SettingError(said, "it is no Python file", instead)
+    spec = importlib.machinery.PathFinder.find_spec(top, ["", *sys.path]) if top and dot else None
+    if spec is not None and spec.submodule_search_locations is None:
+        raise SettingError(said, f"{top} is a module that holds no others", instead)
 
 
 def _import_file(path: Path) -> ModuleType:
@@ -96,12 +110,28 @@ def _import_failure(error: Exception | SystemExit, name: str) -> StormoError:
         file, line = (own[-1].filename, own[-1].lineno) if own else (None, None)
         text = next(iter(str(error).splitlines()), "")
     place = f"line {line} of {Path(file).name}" if file and line else "its import"
+    if _is_of_a_script(error):
+        where = next((frame for frame in reversed(own) if not _is_installed(frame.filename)), None)
+        place = place if where is None else f"line {where.lineno} of {Path(where.filename).name}"
+        return SettingError(
+            f"the task {name} was named",
+            f"{place} {'ends the process' if isinstance(error, SystemExit) else 'waits for input'} when it is imported",
+            'put what only a script does under if __name__ == "__main__":',
+        )
     return _ImportFailedError(
         f"the task {name} was named",
         f"{place} raised {type(error).__name__}{f': {text}' if text else ''}",
         "install that package, or leave it out" if isinstance(error, ModuleNotFoundError) else "mend that line",
         "".join(told.format()),
     )
+
+
+def _is_of_a_script(error: BaseException) -> bool:
+    return isinstance(error, SystemExit) or (isinstance(error, EOFError) and "reading a line" in str(error))
+
+
+def _is_installed(file: str) -> bool:
+    return file.startswith(_STANDARD_LIBRARY) or "site-packages" in file or "dist-packages" in file
 
 
 class _ImportFailedError(SettingError):
@@ -113,6 +143,7 @@ class _ImportFailedError(SettingError):
 
 
 def _import_module(module_name: str, name: str) -> ModuleType:
+    check_module(module_name, f"the task {name} was named")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
+from stormo.telemetry.files import naming
 from stormo.telemetry.record import DivergenceNoticed, EpochDone, Record, RunEnded, RunStarted, StepDone
 
 _CRC32C_POLYNOMIAL = 0x82F63B78  # Castagnoli, bits reversed
@@ -88,8 +89,9 @@ class TensorBoardFile:
     def _write_event(self, step: int, content: bytes, *, time_unix_s: float) -> None:
         assert self._file is not None, "a record came before RunStarted or after RunEnded"
         event = _field(1, _FIXED64, struct.pack("<d", time_unix_s)) + _field(2, _VARINT, _varint(step)) + content
-        self._file.write(frame(event))
-        self._file.flush()  # TensorBoard follows a running run; records come a few times a second at most
+        with naming(self._folder):
+            self._file.write(frame(event))
+            self._file.flush()  # TensorBoard follows a running run; records come a few times a second at most
 
 
 def frame(data: bytes) -> bytes:

@@ -7,6 +7,7 @@ import errno
 import math
 import os
 import shlex
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
@@ -42,6 +43,15 @@ def format_clock(seconds: float) -> str:
 def format_rate(per_s: float) -> str:
     """`2,423`, and one decimal below a hundred."""
     return f"{per_s:,.0f}" if abs(per_s) >= 99.95 else f"{per_s:.1f}"
+
+
+def format_bytes(num_bytes: float) -> str:
+    """`12 B`, `1.5 kB`, `75.3 GB`: three digits, in powers of ten."""
+    for unit, step in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= 0.9995 * step:  # which three digits would round up to the next unit
+            figure = f"{num_bytes / step:.3g}" if num_bytes < 999.5 * step else f"{num_bytes / step:.0f}"
+            return f"{figure} {unit}"
+    return f"{num_bytes:.0f} B"
 
 
 def format_figure(value: float) -> str:
@@ -91,6 +101,20 @@ def metric_order(validation: Mapping[str, float]) -> list[str]:
 def nobody_reads(error: OSError) -> bool:
     """A pipe whose reader ended (`| head`), or a terminal that was closed."""
     return error.errno in (errno.EPIPE, errno.EIO)
+
+
+def open_closed_streams() -> None:
+    """Lead a standard stream that was closed (`>&-`) nowhere, before another file takes its number and its text."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is not None:
+            continue
+        null_fd = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null_fd, number)
+        if null_fd == number:
+            os.set_inheritable(number, True)
+        else:
+            os.close(null_fd)
+        setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
 def discard(stream: TextIO) -> None:

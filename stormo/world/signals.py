@@ -11,14 +11,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from stormo.process import hear_warning
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class StopFlag:
     """The last stop signal that came, or 0."""
 
-    def __init__(self, *, announces: bool = False) -> None:
+    def __init__(self, *, announces: bool = False, is_training: bool = True) -> None:
         self.signal_number = 0
+        self.is_training = is_training  # steps are made, between which the flag is read
         self._announces = announces  # an agent does it for its workers
 
     def handle(self, number: int, frame: FrameType | None) -> None:
@@ -26,7 +29,8 @@ class StopFlag:
         if number == signal.SIGINT and self.signal_number:  # whatever came first, this is somebody at the keyboard
             raise KeyboardInterrupt
         if number == signal.SIGINT and self._announces:
-            os.write(2, b"\nstormo: stopping after this step; press Ctrl-C again to stop at once\n")
+            when = "after this step" if self.is_training else "after the first step at the latest"
+            os.write(2, f"\nstormo: stopping {when}; press Ctrl-C again to stop at once\n".encode())
         self.signal_number = number
 
 
@@ -36,8 +40,9 @@ def stop_flag(*, announces: bool = False, is_last: bool = False) -> Iterator[Sto
 
     `is_last`: nothing follows but the end of the process, which a late signal must not turn into a failure.
     """
-    flag = StopFlag(announces=announces)
+    flag = StopFlag(announces=announces, is_training=False)
     before = {number: signal.signal(number, flag.handle) for number in STOP_SIGNALS}
+    hear_warning()
     try:
         yield flag
     finally:

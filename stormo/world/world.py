@@ -5,9 +5,11 @@ With one worker every collective returns at once and no process group exists.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -214,6 +216,24 @@ class World:
         """Every worker's JSON-able value, in the order of ranks, on the main worker; None on the others."""
         gathered = self.gather_bytes(json.dumps(value).encode())
         return None if gathered is None else [json.loads(payload) for payload in gathered]
+
+    def leave_word(self, name: str, value: Any) -> None:
+        """Tell something JSON-able to who may ask for it, without waiting; if the main worker is gone, to nobody."""
+        if self._store is not None:
+            with contextlib.suppress(dist.DistError):
+                self._store.set(f"words/{name}", json.dumps(value))
+
+    def words(self, names: Sequence[str], timeout_s: float) -> list[Any]:
+        """What others have told under these names, None for those who do not within so many seconds in all."""
+        deadline, found = time.monotonic() + timeout_s, list[Any]()
+        for key in (f"words/{name}" for name in names):
+            try:
+                assert self._store is not None, "only several workers have something to tell"
+                self._store.wait([key], timedelta(seconds=max(0.01, deadline - time.monotonic())))
+                found.append(json.loads(self._store.get(key)))
+            except dist.DistError:
+                found.append(None)
+        return found
 
     def close(self) -> None:
         """Leave the process group."""

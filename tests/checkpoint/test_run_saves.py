@@ -17,7 +17,8 @@ from stormo.errors import StormoError
 from stormo.journal import Journal
 from stormo.loop import Training, train
 from stormo.metrics import Validation
-from stormo.telemetry.files import RunFolder, read_events, read_summary
+from stormo.telemetry.events import read_events
+from stormo.telemetry.folder import RunFolder, read_summary
 from stormo.telemetry.record import Notice
 from stormo.world.world import World
 from tests.test_divergence import _lost, _rolled_back, put_together

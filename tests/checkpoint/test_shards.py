@@ -251,7 +251,7 @@ def test_a_full_disk_of_one_worker_ends_the_save_on_all_in_its_words(
     assert len(told) == 1
     ((text, exit_code),) = told
     assert text.startswith(f"Rank 1's part of the checkpoint of step 2 could not be written to {tmp_path} (No space")
-    assert text.endswith("checkpoints saved before it are untouched.")
+    assert text.endswith("before it are untouched: make room, then go on (a run: with --resume).")
     assert exit_code == 1
     assert listed(tmp_path) == ["step-00000001"]
     verify(tmp_path / "step-00000001")

@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import gzip
 import hashlib
-import multiprocessing
 import os
 import random
 import shutil
@@ -36,9 +35,9 @@ from stormo.data.fashion_mnist import (
 )
 from stormo.data.fetch import Fetch
 from stormo.errors import EXIT_USAGE, SettingError
+from tests.programs import fork
 
 REAL_ENVIRONMENT = dict(os.environ)  # before any fixture
-SPAWN = multiprocessing.get_context("spawn")
 
 
 def make_file(name: str, shape: tuple[int, ...], values: int) -> tuple[IdxFile, bytes]:
@@ -563,8 +562,7 @@ def wait_until(condition: Callable[[], object], limit_s: float = 60.0) -> None:
 
 def test_after_a_kill_in_the_middle_the_next_start_works_and_cleans_up(tmp_path: Path, mirror: Mirror) -> None:
     mirror.answers["train-images.gz"] = mirror.trickle
-    child = SPAWN.Process(target=fetch_in_child, args=(tmp_path, mirror.url, True))
-    child.start()
+    child = fork(fetch_in_child, (tmp_path, mirror.url, True))
     home = tmp_path / "fashion-mnist"
     wait_until(lambda: list(home.glob(".fetch-*/train-images.*")) and (home / "train-labels").exists())
     child.kill()
@@ -585,9 +583,7 @@ def test_two_processes_can_fetch_at_the_same_time(tmp_path: Path, mirror: Mirror
         good(handler, body)
 
     mirror.answer = when_both_are_there
-    children = [SPAWN.Process(target=fetch_in_child, args=(tmp_path, mirror.url, with_lock)) for _ in range(2)]
-    for child in children:
-        child.start()
+    children = [fork(fetch_in_child, (tmp_path, mirror.url, with_lock)) for _ in range(2)]
     for child in children:
         child.join(120)
     assert [child.exitcode for child in children] == [0, 0]

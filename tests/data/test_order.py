@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stormo.data.order import Pass, derive_seed, epoch_draws, epoch_order, part, passes
+from stormo.world.world import World
 
 
-def test_seeds_depend_on_every_part_and_on_nothing_else() -> None:
+def seed_elsewhere(_: World) -> int:
+    return derive_seed(0, "order", 1)
+
+
+def test_seeds_depend_on_every_part_and_on_nothing_else(run_ranks: Callable[..., list[Any]]) -> None:
     seeds = {derive_seed(*parts) for parts in [(0,), (1,), (0, "a"), (0, "b"), ("0a",), (0, "a", 1), ("a", 0)]}
     assert len(seeds) == 7
     assert all(0 <= seed < 2**63 for seed in seeds)
     # The same on every machine and in every process, whatever PYTHONHASHSEED is.
     assert derive_seed(0, "order", 1) == derive_seed("0", "order", "1")
-    program = "from stormo.data.order import derive_seed; print(derive_seed(0, 'order', 1))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert int(done.stdout) == derive_seed(0, "order", 1)
+    assert run_ranks(seed_elsewhere, 1) == [derive_seed(0, "order", 1)]
 
 
 def test_an_epoch_is_a_permutation_and_the_next_one_another() -> None:

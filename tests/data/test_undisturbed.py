@@ -42,3 +42,23 @@ def test_data_is_loaded_to_the_end_although_the_whole_group_is_told_to_stop() ->
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def fail_in_the_middle() -> None:
+    batches = [[(index, 0)] for index in range(NUM_BATCHES)]
+    loader = stream(TensorDataset(torch.arange(NUM_BATCHES)), batches, torch.device("cpu"), 1)
+    for _ in loader:
+        raise ValueError("of the user")
+
+
+def test_an_error_ends_the_process_although_its_loading_processes_ignore_what_python_sends_them() -> None:
+    code = f"import {__name__} as test; test.{fail_in_the_middle.__name__}()"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "ValueError: of the user")

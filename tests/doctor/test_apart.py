@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -35,15 +37,18 @@ def test_checks_that_hang_fail_die_or_print_are_findings(monkeypatch: pytest.Mon
     assert set(CHECKS) == {*names, "waits"}
 
 
-def test_a_doctor_that_is_killed_leaves_no_file_and_no_process(tmp_path: Path) -> None:
-    program = "from stormo.doctor.apart import examine; examine(['waits'], {'runs_folder': %r}, table=%r)"
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_doctor_that_is_killed_leaves_no_file_and_no_process(tmp_path: Path, number: signal.Signals) -> None:
+    program = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    program += "from stormo.doctor.apart import examine; examine(['waits'], {'runs_folder': %r}, table=%r)"
     words = program % (str(tmp_path), "tests.doctor.strange_checks:CHECKS")
-    with subprocess.Popen([sys.executable, "-c", words], cwd=Path(__file__).parents[2]) as doctor:
+    options: dict[str, Any] = {"cwd": Path(__file__).parents[2], "stderr": subprocess.DEVNULL}
+    with subprocess.Popen([sys.executable, "-c", words], **options) as doctor:
         while not (tmp_path / "scratch" / "pid").exists():
             assert doctor.poll() is None
             time.sleep(0.05)
         started = psutil.Process(int((tmp_path / "scratch" / "pid").read_text()))
-        doctor.kill()
+        doctor.send_signal(number)
     deadline_s = time.monotonic() + 60.0
     while (tmp_path / "scratch").exists() or started.is_running():
         assert time.monotonic() < deadline_s, (list(tmp_path.rglob("*")), started)

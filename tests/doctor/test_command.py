@@ -42,7 +42,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, st
     """What would be examined; the one finding is an error."""
     calls: list[tuple[list[str], dict[str, str]]] = []
 
-    def note(names: list[str], folders: dict[str, str]) -> list[Finding]:
+    def note(names: list[str], folders: dict[str, str], **table: str) -> list[Finding]:
+        if table:  # whether a flag can hold
+            return examine(names, folders, **table)
         calls.append((names, folders))
         return FOUND
 
@@ -96,6 +98,26 @@ def test_bad_flags_are_refused_before_anything_is_looked_at(
     assert cli.main(["doctor", *flags]) == 2
     assert words in capsys.readouterr().err
     assert not asked
+
+
+_DEAD = """
+import os, time
+real = os.stat
+os.stat = lambda path, *words, **more: time.sleep(600) if "/dead" in str(path) else real(path, *words, **more)
+"""
+
+
+def test_a_file_system_that_does_not_answer_is_named_and_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(_DEAD)  # for the processes that look
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for table in (command.ASKED, CHECKS):
+        for name, check in table.items():
+            monkeypatch.setitem(table, name, check._replace(limit_s=0.5))
+    words = ["--only", "storage", "--runs-folder", "/dead/runs", "--data-folder", "/dead/data"]
+    assert cli.main(["doctor", *words]) == 1
+    assert "error    storage: the check took longer than 0.5 s at /dead/runs and was ended\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

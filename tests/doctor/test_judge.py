@@ -11,10 +11,11 @@ from stormo.doctor.finding import Finding
 from stormo.doctor.hangs import describe
 from stormo.doctor.judge import judge
 from stormo.doctor.measured import Attempt, Device, Link, Measured, Spot
-from stormo.doctor.naming import Names, sentence, size_text, time_text
+from stormo.doctor.naming import Names, sentence, time_text
 from stormo.doctor.pairs import partners, rounds
 from stormo.doctor.phases import HungError
 from stormo.doctor.training import notices_of
+from stormo.telemetry.text import format_bytes
 
 GPU = Device(
     rank=0,
@@ -246,5 +247,6 @@ def test_a_training_is_told_in_one_line_and_a_line_for_each_warning() -> None:
 
 
 def test_sizes_and_times_in_words() -> None:
-    assert [size_text(value) for value in (12, 1.5e3, 999.6e6, 1.234e9)] == ["12 B", "1.5 kB", "1 GB", "1.23 GB"]
+    sizes = [format_bytes(value) for value in (0, 12, 999.6, 1.5e3, 999.6e6, 1.234e9, 123.4e12, 12.3456e15)]
+    assert sizes == ["0 B", "12 B", "1 kB", "1.5 kB", "1 GB", "1.23 GB", "123 TB", "12346 TB"]
     assert [time_text(value) for value in (3.5e-5, 0.0123, 2.0)] == ["35 µs", "12.3 ms", "2 s"]

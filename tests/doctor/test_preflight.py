@@ -259,11 +259,14 @@ def test_the_doctor_ends_all_workers_when_one_is_stuck_the_main_one_or_another(r
 
 
 def test_the_doctor_of_a_job_on_this_machine(tmp_path: Path) -> None:
-    done = programs.run(["-m", "stormo", "doctor", "--num-gpus", "2"], tmp_path, 2)
-    assert done.returncode == ("\n  error " in done.stdout)
+    (tmp_path / "runs").touch()
+    done = programs.run(["-m", "stormo", "doctor", "--num-gpus", "2", "--runs-folder", "runs/mine"], tmp_path, 2)
     assert done.stdout.startswith(f"stormo {__version__}: 2 workers on 1 node, gloo; node 0 (")
     assert {"versions", "runs-folder", "devices", "inside", "all-reduce"} <= set(done.stdout.split())
-    assert list(tmp_path.iterdir()) == []
+    assert done.returncode == 1
+    said = " ".join(done.stdout.split())
+    assert f"error runs-folder runs/mine cannot be written by rank 0 ({tmp_path}/runs is no folder)" in said
+    assert list(tmp_path.iterdir()) == [tmp_path / "runs"]
 
 
 @pytest.mark.gpu
@@ -296,6 +299,13 @@ def test_a_gpu_is_measured_and_left_as_it_was() -> None:
 def test_bad_flags_of_the_jobs_doctor(arguments: list[str], match: str) -> None:
     with pytest.raises(SettingError, match=match):
         job.main(arguments)
+
+
+def test_the_workers_of_a_doctor_have_nothing_to_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(job, "run_node", lambda *_, patience, **__: seen.append(patience.interrupted_s) or 0)
+    job.main(["--num-gpus", "2", "--device", "cpu"])
+    assert 0.0 < seen[0] < 2.0
 
 
 def test_the_same_finding_on_many_nodes_is_one() -> None:

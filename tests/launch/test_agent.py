@@ -113,6 +113,12 @@ def test_an_exit_code_without_a_word_is_a_failure(start_agent: StartAgent) -> No
     assert "usage: wrong" in job.err
 
 
+def test_ranks_that_leave_in_the_middle_without_an_error_have_failed(start_agent: StartAgent) -> None:
+    job = start_agent({"*": [["step", 1], ["vanish"]]})
+    assert job.wait() == 1
+    assert "ended with exit code 0 before its work was done" in first_line(job)
+
+
 def test_a_rank_that_ends_early_is_the_cause_of_the_others_complaints(start_agent: StartAgent) -> None:
     job = start_agent({"1": [["exit", 0]], "0": [["sleep", 0.5], ["complain", "connection closed by peer"]]})
     assert job.wait() == 1
@@ -141,14 +147,38 @@ def test_a_setting_error_on_all_ranks_is_shown_once_without_traceback(start_agen
     assert job.err == "stormo: --batch-size 3 was set, but 3 is no multiple of 2; set 2 or 4.\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_a_signal_reaches_every_worker(start_agent: StartAgent, number: signal.Signals) -> None:
-    job = start_agent({"*": STOP_WITH_75}, node={"num_workers": 3})
+@pytest.mark.parametrize(
+    ("number", "before", "said"),
+    [
+        (signal.SIGTERM, [], ""),
+        (signal.SIGUSR1, [], ""),
+        (
+            signal.SIGINT,
+            [],
+            "stormo: stopping after the first step at the latest; press Ctrl-C again to stop at once\n",
+        ),
+        (signal.SIGINT, [["step", 0]], "stormo: stopping after this step; press Ctrl-C again to stop at once\n"),
+    ],
+)
+def test_a_signal_reaches_every_worker(
+    start_agent: StartAgent, number: signal.Signals, before: list[Any], said: str
+) -> None:
+    job = start_agent({"2": [*before, *STOP_WITH_75], "*": STOP_WITH_75}, node={"num_workers": 3})
     job.wait_until_ready(3)
     job.process.send_signal(number)
     assert job.wait() == 75
-    expected = "stormo: stopping after this step; press Ctrl-C again to stop at once\n"
-    assert job.err == (expected if number == signal.SIGINT else "")
+    assert job.err == said
+
+
+@pytest.mark.parametrize("stops", [STOP_WITH_75, [["stop on", "SIGINT"], WAIT, *FOREVER]])
+def test_workers_without_work_to_save_are_ended_by_the_first_ctrl_c(start_agent: StartAgent, stops: list[Any]) -> None:
+    job = start_agent({"*": stops}, patience={"interrupted_s": 0.5})
+    job.wait_until_ready(2)
+    job.process.send_signal(signal.SIGINT)
+    assert job.wait() == 130
+    assert job.err.startswith("stormo: node 0 on host ")
+    assert job.err.endswith(" was stopped by Ctrl-C\n")
+    assert len(job.err.splitlines()) == 1
 
 
 def test_a_closed_terminal_stops_like_sigterm(start_agent: StartAgent) -> None:

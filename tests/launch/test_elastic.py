@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from stormo import options
 from stormo.cli import main
 from stormo.config import NodeRange, TrainConfig
-from stormo.elastic import _Agent, _agree, _store
+from stormo.elastic import _Agent, _agree, _store, unnamed
 from stormo.errors import SettingError, StormoError
 from stormo.launch import torchrun
 from stormo.launch.detect import check_flags, detect
@@ -25,6 +31,7 @@ from stormo.launch.elastic import (
     open_meeting_point,
     wait_for_meeting_point,
 )
+from stormo.launch.own_folder import own_folder
 from stormo.launch.place import Place
 
 TASK = str(Path(__file__).parents[1] / "tiny_task.py")
@@ -263,6 +270,50 @@ def test_a_failure_that_comes_again_at_the_same_point_ends_the_training(
     agent._judge({1}, {"ValueError: boom"})
     assert agent._remaining_restarts == 0
     assert capfd.readouterr().err == "stormo: it failed as before, and at the same point: a restart does not help\n"
+
+
+def test_a_worker_that_dies_before_it_has_met_the_others_is_named_by_its_agent(tmp_path: Path) -> None:
+    ends = {10: -signal.SIGTERM, 11: -signal.SIGKILL, 12: 3, 13: -signal.SIGSEGV, 14: 1, 15: 75}  # on the second node
+    files = {rank: str(tmp_path / f"{rank}.json") for rank in ends}
+    torchrun.note_meeting({"TORCHELASTIC_ERROR_FILE": files[13]})  # so that the others tell of its end
+    torchrun.note_failure({"TORCHELASTIC_ERROR_FILE": files[14]}, ValueError("boom"))  # which it has shown itself
+
+    def named(*ranks: int) -> list[tuple[str, str]]:
+        failures = {
+            rank: ProcessFailure(local_rank=rank - 10, pid=1, exitcode=ends[rank], error_file=files[rank])
+            for rank in ranks
+        }
+        found = unnamed(RunResult(WorkerState.FAILED, failures=failures), {rank - 10: files[rank] for rank in ranks})
+        return [(failure.who, failure.what) for failure in found]
+
+    assert named(*ends) == [
+        ("rank 11", "was killed by SIGKILL (signal 9)"),
+        ("rank 12", "ended with exit code 3 and did not report why"),
+    ]
+    assert named(10, 13) == [("rank 10", "was killed by SIGTERM (signal 15)")]
+
+
+def test_what_a_killed_agent_has_left_is_removed_by_the_next_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    program = "import os; from stormo.launch.own_folder import own_folder\nwith own_folder() as folder:\n"
+    program += "    (folder / 'logs').mkdir(); os.kill(os.getpid(), 9)"
+    killed = subprocess.run([sys.executable, "-c", program], env={**os.environ, "TMPDIR": str(tmp_path)}, check=False)
+    assert killed.returncode == -9
+    (left,) = tmp_path.iterdir()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / f"{left.name}-link").symlink_to(tmp_path / "mine")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: os.getuid() + 1)  # as another user
+        with own_folder() as other:
+            assert left.is_dir()
+    with own_folder() as living, own_folder() as another:
+        assert living.is_dir()
+        assert sorted(tmp_path.iterdir()) == sorted(
+            [living, another, tmp_path / "mine", tmp_path / f"{left.name}-link"]
+        )
+    assert [path for path in (other, living, another) if path.exists()] == []
 
 
 def _agent(most: int, folder: Path) -> _Agent:

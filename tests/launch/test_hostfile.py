@@ -79,6 +79,11 @@ def test_what_is_no_list_is_refused(tmp_path: Path) -> None:
         parse_hosts("n[1-3")
     with pytest.raises(SettingError, match=r"--hosts a,,b was set, but a name in it is empty"):
         parse_hosts("a,,b")
+    with pytest.raises(SettingError, match=r"but the range '3-1' runs backwards: 1 is less than 3; set something"):
+        parse_hosts("n[3-1]")
+    why = r"alone names 99999999 - 1 \+ 1 = 99999999 hosts, and 1000000 are the most; set something like --hosts node1"
+    with pytest.raises(SettingError, match=rf"--hosts a\[1-99999999\] was set, but the range '1-99999999' {why}"):
+        parse_hosts("a[1-99999999]")
 
 
 def test_workers_of_a_host_are_as_set_or_its_slots() -> None:

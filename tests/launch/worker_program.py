@@ -96,10 +96,12 @@ ACTIONS: dict[str, Callable[..., Any]] = {
     "out": lambda line, text: print(text, flush=True),
     "unflushed out": lambda line, text: sys.stdout.write(text),
     "err": lambda line, text: os.write(2, text.encode("latin-1")),
+    "step": lambda line, number: line.alive(number),
     "sleep": lambda line, seconds: time.sleep(seconds),
     "hold the interpreter": lambda line, seconds: ctypes.PyDLL(None).sleep(seconds),  # no other thread runs
     "kill": lambda line, number: os.kill(os.getpid(), number),
     "exit": end,
+    "vanish": lambda line: os._exit(0),
     "raise": lambda line, text: fail(line, ValueError(text)),
     "raise and linger": lambda line, text: fail(line, ValueError(text), linger=True),
     "complain": lambda line, text: fail(line, ValueError(text), secondary=True),

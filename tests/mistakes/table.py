@@ -150,6 +150,15 @@ IN_THE_CLASS = [
         ),
     ),
     Mistake(
+        name="a script that ends its process",
+        change=("import stormo\n", "import stormo\nimport sys\nsys.exit()\n"),
+        before_workers=True,
+        says=(
+            "the task my_task.py was named, but line 5 of my_task.py ends the process when it is imported; put what "
+            'only a script does under if __name__ == "__main__":.'
+        ),
+    ),
+    Mistake(
         name="a package that is not installed",
         change=("import stormo\n", "import stormo\nimport a_package_of_another_machine\n"),
         before_workers=True,
@@ -234,6 +243,14 @@ IN_THE_FIRST_BATCH = [
         change=(_TRAIN_DATA, "        pass\n"),
         says=(
             "Net.train_data() returned None, but batches are made of a data set; end it with return and the data set."
+        ),
+    ),
+    Mistake(
+        name="`TensorData` of different lengths",
+        change=(_TRAIN_DATA, _TRAIN_DATA.replace("(3, (64,))", "(3, (63,))")),
+        says=(
+            "TensorData was given tensors of 64, 63 rows, but a sample is one row of each of them; give it tensors of "
+            "one length."
         ),
     ),
     Mistake(
@@ -352,6 +369,14 @@ IN_THE_FIRST_BATCH = [
         ),
     ),
     Mistake(
+        name="`model.eval()` in `loss()`",
+        change=("x, y = batch", "model.eval()\n        x, y = batch"),
+        says=(
+            "Net.loss() leaves the model as model.eval() makes it, but dropout and batch norm would not train from "
+            "then on; leave model.eval() out of it: every pass begins in the mode that it needs."
+        ),
+    ),
+    Mistake(
         name="a parameter that `loss()` does not use",
         change=(_MODEL, "        return Two()\n"),
         good=_TWO_LAYERS,
@@ -392,6 +417,16 @@ IN_THE_FIRST_BATCH = [
             "Net.loss() mixes tensors (my_task.py, line 19: mat1 and mat2 must have the same dtype, but got "
             "Double and Float), but the numbers of the batch and the weights must be of one type; let the "
             "data set give torch.float32 (.float()), and class numbers as torch.int64 (.long())."
+        ),
+    ),
+    Mistake(
+        name="data in single precision for fp64",
+        change=(_TRAIN_DATA, _TRAIN_DATA.replace("(64, 8)", "(64, 8, dtype=torch.float32)")),
+        flags=("--precision", "fp64"),
+        says=(
+            "Net.loss() mixes tensors (my_task.py, line 19: mat1 and mat2 must have the same dtype, but got "
+            "Float and Double), but the numbers of the batch and the weights must be of one type; let the "
+            "data set give torch.float64 (.double()) for --precision fp64, and class numbers as torch.int64 (.long())."
         ),
     ),
 ]

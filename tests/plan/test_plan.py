@@ -157,6 +157,14 @@ def said(plan: Plan | Layout, label: str) -> str:
             "--grad-averaging was set with --optimizer adamw, but it belongs to novograd; leave out --grad-averaging, "
             "or set another --optimizer.",
         ),
+        *(
+            (
+                {"run_name": name},
+                f"--run-name {name!r} was set, but it names a folder in --runs-folder; set a plain name of at most 200 "
+                "bytes, without / and line ends and not with - in front.",
+            )
+            for name in ("", "..", "a/b", "-x", "a\nb", "a\x1b[2J")
+        ),
         (
             {"nesterov": True, "momentum": 0.0},
             "--nesterov was set with --optimizer sgd --momentum 0, but Nesterov's momentum needs sgd, lars or larc and "
@@ -639,6 +647,8 @@ def test_what_cannot_be_estimated_is_off_and_says_so() -> None:
     ("train_bytes", "asked", "loader", "reason"),
     [
         (60_000 * 792, "auto", "resident", "45 MiB are kept on each device, batches are made there"),
+        (60_000, "auto", "resident", "59 KiB are kept on each device, batches are made there"),
+        (600, "auto", "resident", "600 bytes are kept on each device, batches are made there"),
         (9 * 2**30, "auto", "streamed", "9.0 GiB are more than the 8.0 GiB that are kept on a device"),
         (None, "auto", "streamed", "the data set is not held in tensors"),
         (60_000 * 792, "streamed", "streamed", "as set"),

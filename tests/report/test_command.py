@@ -18,7 +18,7 @@ from stormo.report.document import make_document, make_panels
 from stormo.report.exports import write_png
 from stormo.report.history import Reader
 from stormo.report.page import make_page
-from stormo.telemetry.files import RunFolder
+from stormo.telemetry.folder import RunFolder
 from tests.report.made_run import BEGIN_UNIX_S, MadeRun, append
 
 PANELS = [
@@ -207,6 +207,10 @@ def test_errors_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         command.main(["made", *place, "--output", str(tmp_path / "no" / "page.html")])
     with pytest.raises(SettingError, match="--output /dev/null was set, but it is no ordinary file"):
         command.main(["made", *place, "--output", "/dev/null"])
+    (folder / "report.html").mkdir()
+    with pytest.raises(SettingError, match=r"^the page was to be .*report\.html, but .* another place by --output"):
+        command.main(["made", *place])
+    (folder / "report.html").rmdir()
     with pytest.raises(SettingError, match=r"--csv .* cannot be written"):
         command.main(["made", *place, "--csv", str(folder / "config.toml")])
     events = folder / "events.jsonl"

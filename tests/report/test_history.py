@@ -11,7 +11,7 @@ from stormo.report.clock import make_clock
 from stormo.report.facts import happenings
 from stormo.report.history import Reader
 from stormo.report.lines import JsonLines
-from stormo.telemetry.files import RunFolder
+from stormo.telemetry.folder import RunFolder
 from tests.report.made_run import BEGIN_UNIX_S, MadeRun, append
 
 

@@ -11,7 +11,7 @@ from stormo.report.document import make_document, make_panels
 from stormo.report.exports import write_csv, write_png
 from stormo.report.history import Reader
 from stormo.report.panel import Panel
-from stormo.telemetry.files import RunFolder
+from stormo.telemetry.folder import RunFolder
 from tests.report.made_run import MadeRun, append, made_pass
 
 

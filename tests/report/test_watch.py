@@ -11,7 +11,7 @@ import pytest
 
 from stormo.errors import SettingError
 from stormo.report import watch
-from stormo.telemetry.files import RunFolder
+from stormo.telemetry.folder import RunFolder
 from tests.report.made_run import MadeRun, append
 
 

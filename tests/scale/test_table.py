@@ -62,6 +62,8 @@ def test_a_row_without_power_has_no_energy(tmp_path: Path) -> None:
         ("workers,units_per_s\n" + "x,1\n" * 7, "and 2 more"),
         ("workers,units_per_s\n", "no row of figures"),
         ("", "no row of figures"),
+        ('"""Trains, and more.\n"""\nimport a\n', "its first line is none of names with commas between"),
+        ("workers;units_per_s\n1;10\n", "its first line is none of names with commas between"),
         ("gpus,units_per_s\n1,10\n", "its columns are gpus, units_per_s"),
         ("workers,power_w\n1,10\n", "its columns are workers, power_w"),
         ("workers,workers,units_per_s\n1,1,10\n", "two columns workers"),

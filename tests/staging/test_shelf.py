@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 
 from stormo.errors import SettingError
 from stormo.staging import copying, shelf
+from stormo.staging.copying import StoppedError
 from stormo.staging.locks import Hold, turn
 from stormo.staging.shelf import Staged, stage
 from stormo.staging.tree import list_tree
@@ -150,7 +152,7 @@ def test_too_little_room_is_told_with_the_numbers_before_anything_is_copied(
 ) -> None:
     real = os.statvfs(folder)
     monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((4096, 1000, *real[2:4], 4, *real[5:])))
-    with pytest.raises(SettingError, match=r"it needs 14\.7 kB and there are 4\.0 kB free; name a larger folder"):
+    with pytest.raises(SettingError, match=r"it needs 14\.7 kB and there are 4 kB free; name a larger folder"):
         stage(source, folder)
     assert list(folder.iterdir()) == []
 
@@ -205,6 +207,57 @@ def test_what_cannot_be_copied_or_may_not_be_trusted_is_refused(source: Path, fo
     shelf.root_of(folder).symlink_to(tmp_path / "outside")  # as another user could do it in /tmp
     with pytest.raises(SettingError, match="is not a folder of this user"):
         stage(source, folder)
+
+
+@pytest.mark.parametrize("at", ["listing", "waiting", "copying", "comparing"])
+def test_a_stop_ends_it_wherever_it_is_and_nothing_half_done_is_trusted(
+    source: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    entry = stage(source, folder).entry if at == "comparing" else None
+    number, real = 0, os.preadv
+
+    def read(*arguments: Any) -> int:
+        nonlocal number
+        number = signal.SIGINT
+        return real(*arguments)
+
+    monkeypatch.setattr(os, "preadv", read)
+    whole = shelf.root_of(folder) / f"data-{list_tree(source).sha256[:16]}"
+    if at in ("listing", "waiting"):
+        number = signal.SIGINT
+    if at == "waiting":
+        monkeypatch.setattr(shelf, "list_tree", lambda source, _: list_tree(source))
+    with turn(whole, make=True) if at == "waiting" else nullcontext(), pytest.raises(StoppedError):
+        stage(source, folder, stop=lambda: number)
+    monkeypatch.undo()
+    _make_small(monkeypatch.setattr)
+    assert (entry is not None and entry.exists()) or at == "waiting" or not list(folder.iterdir())
+    assert content(stage(source, folder).path) == content(source)
+
+
+def test_ctrl_c_ends_the_threads_that_copy(source: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, make, calls, events = os.pwrite, threading.Event, iter(range(1000)), list[threading.Event]()
+
+    def noted() -> threading.Event:
+        events.append(make())
+        return events[-1]
+
+    def interrupting(*arguments: Any) -> int:
+        if next(calls) == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+        events[0].wait(20.0)  # until the threads are told of an end
+        return write(*arguments)
+
+    monkeypatch.setattr(threading, "Event", noted)
+    monkeypatch.setattr(os, "pwrite", interrupting)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            stage(source, folder)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert next(calls) <= copying._NUM_THREADS  # none went on
+    assert not list(folder.iterdir())
 
 
 def _stage_and_wait(source: str, folder: str, link: Connection, num_writes: int | None) -> None:

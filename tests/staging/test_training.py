@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from stormo.telemetry.text import format_bytes
 from tests import programs
 from tests.staging.task import write_points
 
@@ -50,8 +51,8 @@ def test_a_staged_training_is_the_same_one_and_goes_on_from_the_original(place: 
     assert stopped.returncode == 75, stopped.stderr
     where = place / "local" / f"stormo-staged-{os.geteuid()}"
     assert stopped.stdout.count(f"reads {where}/data-") == 2
-    size = (place / "data" / "points.pt").stat().st_size / 1000
-    assert re.search(rf"^Data: staged {size:.1f} kB in .* s \(.*/s\) to {where}/", stopped.stdout, re.MULTILINE)
+    size = format_bytes((place / "data" / "points.pt").stat().st_size)
+    assert re.search(rf"^Data: staged {size} in .* s \(.*/s\) to {where}/", stopped.stdout, re.MULTILINE)
     assert list((place / "local").iterdir()) == []
     settings = tomllib.loads((place / "runs" / "staged" / "config.toml").read_text(encoding="utf-8"))
     assert settings["task_options"]["data_folder"] == str(place / "data")

@@ -31,6 +31,7 @@ class Slurmlike:
         self.calls = folder / "calls"
         self.says("sbatch", "12")
         self.says("scancel", "")
+        self.says("sinfo", "main")
         self.job()
 
     def says(self, name: str, text: str, error: str = "", code: int = 0) -> None:
@@ -166,6 +167,8 @@ def test_every_setting_that_is_given_is_told_to_the_training_and_nothing_else(
         (["--no-slurm"], "--no-slurm was set"),
         (["--dry-run"], "--dry-run was set for a job that is submitted"),
         (["--run-name", "a/b"], "--run-name 'a/b' was set"),
+        (["--run-name=-a"], "--run-name '-a' was set"),
+        (["--sweep", "lr=0.1,0.2"], "did you mean base_lr?"),
     ],
 )
 def test_what_cannot_hold_is_refused_before_slurm_is_asked(
@@ -186,6 +189,20 @@ def test_what_slurm_refuses_leaves_nothing_behind(slurm: Slurmlike, capsys: pyte
     assert capsys.readouterr().err == (
         "stormo: the job was handed to Slurm, but sbatch refused it (Invalid qos specification); "
         "set --qos to one of yours (sacctmgr show associations user=$USER format=account,qos).\n"
+    )
+    assert _files() == ["bin"]
+
+
+def test_a_slurm_that_does_not_answer_is_not_said_to_refuse(
+    slurm: Slurmlike, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm.says("sbatch", "", "sbatch: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host\n", 1)
+    slurm.says("sinfo", "", "sinfo: error: Could not establish a configuration source\n", 1)
+    assert _submit() == 2
+    assert capsys.readouterr().err == (
+        "stormo: the job was handed to Slurm, but Slurm cannot be reached (resolve_ctls_from_dns_srv: res_nsearch "
+        "error: Unknown host); see whether slurmctld is up (scontrol ping) and whether this machine reaches it and has "
+        "its slurm.conf.\n"
     )
     assert _files() == ["bin"]
 
@@ -234,6 +251,25 @@ def test_the_accounting_is_asked_of_a_job_that_the_controller_has_forgotten(
     slurm.says("sacct", "CANCELLED by 1000|0:15|n[1-2]\n")
     row = _row(capsys)
     assert (row["state"], row["exit_code"]) == ("cancelled", 143)
+
+
+def test_a_log_that_is_made_anew_or_cut_is_read_from_its_beginning(tmp_path: Path) -> None:
+    log = follow.Log(path=tmp_path / "slurm.log")
+    assert log.read() == ""
+    log.path.write_bytes("earlier\nß".encode())
+    log.skip()
+    with log.path.open("ab") as file:
+        file.write("more \N{EURO SIGN}".encode()[:-1])
+    assert log.read() == "more "
+    log.path.rename(tmp_path / "old")
+    assert log.read() == ""
+    with (tmp_path / "old").open("ab") as file:
+        file.write("\N{EURO SIGN}!".encode()[2:])
+    log.path.write_text("again, and longer than before\n")
+    assert log.read() == "\N{EURO SIGN}!again, and longer than before\n"
+    log.path.write_text("cut\n")
+    assert [log.read(), log.read()] == ["cut\n", ""]
+    log.close()
 
 
 def test_following_goes_on_while_the_controller_does_not_answer(

@@ -289,13 +289,23 @@ def test_every_word_reaches_the_training_as_it_was_typed(node: Node) -> None:
     ]
 
 
-def test_a_task_of_an_array_has_its_own_run_and_settings(node: Node) -> None:
+@pytest.mark.parametrize(
+    ("slurm", "flags"),
+    [
+        (Slurm(), ["--dependency=afterany:14", "--array=1"]),
+        (  # two at a time of those that go on too: after the array, and one of each name at a time
+            Slurm(array_limit=2, job_name="it's"),
+            ["--dependency=afterany:13,singleton", "--job-name=it's-lane1", "--array=1"],
+        ),
+    ],
+)
+def test_a_task_of_an_array_has_its_own_run_and_settings(node: Node, slurm: Slurm, flags: list[str]) -> None:
     runs, words = JOBS["sweep"].runs, ("my_task.py",)
     node.fake("srun", _listens("mkdir runs/rates-1/checkpoints/step-1"))
     node.fake("scontrol", "exit 1")
     node.fake("sbatch", "echo 21")
     process = node.start(
-        node.job(name="rates", is_array=True, runs=runs, words=words),
+        node.job(name="rates", is_array=True, runs=runs, words=words, slurm=slurm),
         **{"SLURM_JOB_ID": "14", "SLURM_ARRAY_JOB_ID": "13", "SLURM_ARRAY_TASK_ID": "1"},
     )
     wait_until((node.folder / "ready").exists, 60.0, "the training did not start")
@@ -304,7 +314,7 @@ def test_a_task_of_an_array_has_its_own_run_and_settings(node: Node) -> None:
     srun, _, sbatch = node.called()
     assert srun[9:11] == ["my_task.py", "--base-lr"]
     assert srun[-3:] == ["--run-name", "rates-1", "--resume"]
-    assert sbatch[1:4] == ["--parsable", "--dependency=afterany:14", "--array=1"]
+    assert sbatch[1:-1] == ["--parsable", *flags]
     assert node.notes("rates-1") == ["13_1 start n[1-4]", "13_1 end 75", "13_1 requeue", "13_1 chain 21_1"]
 
 

@@ -41,8 +41,15 @@ class Train:
     def arguments(self, *options: str) -> list[str]:
         """What follows the verb."""
         run = ["--runs-folder", str(self.folder), "--run-name", RUN_NAME, "--timeout", "60"]
-        fixed = ["--deterministic", "--epochs", "3", "--target-accuracy", "1", "--patience", "100"]
+        # --deterministic changes no bit on a CPU, and torch imports its compiler for it in every worker.
+        fixed = ["--epochs", "3", "--target-accuracy", "1", "--patience", "100"]
         return [str(HERE / "task.py"), *run, *fixed, *options]
+
+    def slowly(self, pass_s: str = "0.1") -> tuple[Path, list[str]]:
+        """A file, and the options of a training that takes its time for as long as that is there."""
+        hold = self.folder.with_name("hold")
+        hold.touch()
+        return hold, ["--task.pass-s", pass_s, "--task.while-there", str(hold)]
 
     def first_epoch_is_saved(self) -> bool:
         """Whether the checkpoint at the end of the first epoch of two workers is there."""

@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stormo.config import option
@@ -32,6 +33,7 @@ class Options:
     how: str = option("raise", "raise, or kill")
     at: int = option(20, "pass in which it fails")
     pass_s: float = option(0.0, "seconds that a training pass takes at least")
+    while_there: str = option("", "file without which it does not")
 
 
 class Tiny(Task):
@@ -64,7 +66,8 @@ class Tiny(Task):
         self._num_passes += 1
         if self._num_passes == self.options.at:
             self._fail_if_asked_to()
-        time.sleep(self.options.pass_s)
+        if not self.options.while_there or Path(self.options.while_there).exists():
+            time.sleep(self.options.pass_s)
         return cross_entropy(model(inputs), labels)
 
     def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:

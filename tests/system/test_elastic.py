@@ -16,6 +16,7 @@ Hosts = tuple[Host, Host]
 Three = tuple[Host, Host, Host]
 BATCH = ("--global-batch-size", "64", "--base-lr", "0.02", "--warmup-from", "0.5")  # what two workers have by default
 HELD = str(HERE / "held_task.py")
+QUICK = (PYTHON, str(HERE / "quick_nodes.py"))
 FINDS_TASK = {"PYTHONPATH": str(Path.cwd())}
 
 
@@ -43,7 +44,7 @@ def held(train: Train, hold: Path, *options: str) -> list[str]:
 
 def start_node(host: Host, train: Train, hold: Path, meet: str, nodes: str) -> Job:
     flags = ("--num-nodes", nodes, "--num-gpus", "1", "--master-addr", meet, "--master-port", "29500")
-    return host.start(STORMO, "train", *held(train, hold, *flags, *BATCH), **FINDS_TASK)
+    return host.start(*QUICK, "train", *held(train, hold, *flags, *BATCH), **FINDS_TASK)
 
 
 def is_training(run: Path) -> Callable[[], bool]:

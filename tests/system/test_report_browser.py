@@ -11,7 +11,7 @@ from urllib.parse import quote
 import pytest
 
 from stormo.report import command, watch
-from stormo.telemetry.files import RunFolder
+from stormo.telemetry.folder import RunFolder
 from tests.report.made_run import MadeRun, append, made_pass
 from tests.report.test_command import PANELS
 from tests.system.browser import Browser, Page

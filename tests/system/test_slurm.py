@@ -13,21 +13,11 @@ from tests.system.runs import ENDS_WITHIN_S, SLOW, STEPS_PER_EPOCH, Digests, Tra
 from tests.system.slurm import Cluster
 
 TWO_NODES = ("srun", "--quiet", "-N2", "--ntasks-per-node=1")  # not that a job waits for the one before it
-
-
-def test_a_step_of_two_tasks_on_one_node_trains_to_the_same_bits_as_two_local_workers(
-    cluster: Cluster, train: Train, local_digests: Callable[[int], Digests]
-) -> None:
-    job = cluster.start("srun", "--quiet", "-N1", "-n2", *train())
-    assert job.wait() == 0, job.err
-    assert job.err == ""
-    assert "1 node" in job.out
-    assert job.out.count("Epoch = 3:") == 1
-    assert digests_of(train.folder) == local_digests(2)
+ONE_NODE = ("srun", "--quiet", "-N1", "-n2")
 
 
 def test_flags_that_contradict_the_step_are_refused_by_one_sentence(cluster: Cluster, train: Train) -> None:
-    job = cluster.start("srun", "--quiet", "-N1", "-n2", *train("--num-gpus", "4"))
+    job = cluster.start(*ONE_NODE, *train("--num-gpus", "4"))
     assert job.wait() == 2
     sentence = (
         "stormo: --num-gpus 4 was set, but srun started 2 tasks on this node; "
@@ -64,21 +54,24 @@ def test_the_main_task_when_it_is_killed_ends_the_step_and_is_named_first(
     assert "Traceback" not in job.err
 
 
-def test_a_step_on_two_nodes_stopped_by_a_signal_ends_with_75_and_goes_on_to_the_same_bits(
+def test_a_step_on_two_nodes_stopped_by_a_signal_ends_with_75_and_goes_on_on_one_to_the_same_bits(
     cluster: Cluster, train: Train, local_digests: Callable[[int], Digests]
 ) -> None:
-    job = cluster.start(*TWO_NODES, *train("--task.pass-s", "0.2"))
+    hold, slow = train.slowly("0.2")
+    job = cluster.start(*TWO_NODES, *train(*slow))
     job.wait_for("Epoch = 1:")
     cluster.command("scancel", "--signal=USR1", cluster.step())
     assert job.wait(ENDS_WITHIN_S) == 75
+    assert "2 = 2 nodes × 1 CPU process" in job.out
     stopped = summary_of(train.folder)
     assert stopped["stopped_by"] == "signal"
     whole = local_digests(2)
     assert STEPS_PER_EPOCH <= stopped["steps"] < whole.num_steps
-    job = cluster.start(*TWO_NODES, *train.resume())
+    hold.unlink()
+    job = cluster.start(*ONE_NODE, *train.resume())
     assert job.wait() == 0, job.err
     assert job.err == ""
-    assert "2 node" in job.out
+    assert "2 = 1 node × 2 CPU processes" in job.out
     assert job.out.count("Epoch = 3:") == 1
     assert digests_of(train.folder) == whole
     assert summary_of(train.folder)["num_resumes"] == 1

@@ -18,7 +18,7 @@ BOTH = ("--launcher", "ssh", "--hosts", "n[1-2]", "--num-gpus", "1")
 def test_hosts_save_and_stop_when_the_command_is_killed_and_go_on_by_hand_to_the_same_bits(
     hosts: tuple[Host, Host], ssh: Ssh, train: Train, local_digests: Callable[[int], Digests]
 ) -> None:
-    slow = ("--task.pass-s", "0.1")
+    hold, slow = train.slowly()
     job = hosts[0].start(*train(*slow, *BOTH), STORMO_SSH=ssh.client, GLOO_SOCKET_IFNAME="eth0")
     job.wait_for("Epoch = 1:")
     # What the user has set here holds there too.
@@ -30,6 +30,7 @@ def test_hosts_save_and_stop_when_the_command_is_killed_and_go_on_by_hand_to_the
     wait_until(lambda: not any(host.processes() for host in hosts), ENDS_WITHIN_S, "it went on without its user")
     assert job.err == ""
     assert summary_of(train.folder)["stopped_by"] == "signal"
+    hold.unlink()
     shown = hosts[0].start(*train.resume(*BOTH, "--print-commands"))
     assert shown.wait() == 0, shown.err
     lines = shown.out.splitlines()
@@ -43,7 +44,7 @@ def test_hosts_save_and_stop_when_the_command_is_killed_and_go_on_by_hand_to_the
 @pytest.mark.parametrize(
     ("names", "options", "culprit", "why"),
     [
-        ("n1,10.99.0.9", "-o ConnectTimeout=3", "10.99.0.9", "connect to host 10.99.0.9"),  # nobody has that address
+        ("n1,10.99.0.9", "-o ConnectTimeout=1", "10.99.0.9", "connect to host 10.99.0.9"),  # nobody has that address
         ("n2", "-o PubkeyAuthentication=no", "n2", "Permission denied"),
     ],
 )

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from stormo.energy import read_bill
-from stormo.telemetry.files import read_events
+from stormo.telemetry.events import read_events
 from tests.system.hosts import Host, Job, wait_until
 from tests.system.runs import HERE, PYTHON, Digests, digests_of
 from tests.system.slurm import Cluster
@@ -53,7 +53,7 @@ class Run:
 
     def submit(self, *options: str, **environ: str) -> Job:
         """Start `stormo submit`."""
-        settings = ["--deterministic", "--epochs", "3", "--target-accuracy", "1", "--patience", "100"]
+        settings = ["--epochs", "3", "--target-accuracy", "1", "--patience", "100"]
         place = ["--runs-folder", str(self.folder), "--run-name", "run", "--device", "cpu", "--num-gpus", "2"]
         words = [*settings, *place, "--task.hold", str(self.hold), "--timeout", "60"]
         settled = [f"{name}={value}" for name, value in environ.items()]
@@ -122,6 +122,7 @@ def preempted(make_run: Callable[[str], Run]) -> tuple[Run, Job]:
     return run, run.submit("--nodelist", "n2", "--exclusive", "--num-gpus", "1")
 
 
+@pytest.mark.usefixtures("limited", "preempted")  # which have the time to start meanwhile
 def test_what_slurm_refuses_is_one_sentence_with_its_own_reason_and_leaves_nothing(
     make_run: Callable[[str], Run],
 ) -> None:
@@ -143,7 +144,6 @@ def test_what_slurm_refuses_is_one_sentence_with_its_own_reason_and_leaves_nothi
         assert not run.path.exists()
 
 
-@pytest.mark.usefixtures("preempted")  # which has the time to start meanwhile
 def test_a_chained_job_shares_a_node_with_another_and_goes_on_where_requeueing_is_not_wanted(
     make_run: Callable[[str], Run],
     limited: tuple[Run, Job],
@@ -204,38 +204,6 @@ def test_a_job_that_is_preempted_and_then_loses_its_node_ends_with_the_same_bits
     assert not [what for _, _, what in run.attempts() if what == "requeue"]
 
 
-def test_a_sweep_is_an_array_job_of_which_ctrl_c_ends_the_following_alone_and_cancel_one_run_for_good(
-    cluster: Cluster, make_run: Callable[[str], Run]
-) -> None:
-    run = make_run("sweep")
-    options = ["--sweep", "seed=0,1", "--array-limit", "1", "--job-name", "it's a näme", "--epochs", "1"]
-    job = run.submit(*options, "--nodelist", "n2", "--num-gpus", "1")
-    job.wait_for("1 running, 1 waiting", DEADLINE_S)
-    job.process.send_signal(signal.SIGINT)
-    assert job.wait() == 130
-    first, second = (run.folder / name for name in ("run-0", "run-1"))
-    number = json.loads((first / "slurm.json").read_text())["job_id"].partition("_")[0]
-    assert job.out.splitlines()[-1].startswith(f"job {number} goes on; stormo status run --runs-folder {run.folder}")
-    assert "it's a näme" in cluster.command("squeue", "--noheader", f"--job={number}", "--format=%j")
-    follower = cluster.start(*STORMO, "status", str(first), "--follow")
-    follower.wait_for("starts from the beginning", DEADLINE_S)
-    said = run.call("cancel", f"{number}_0")
-    assert said == f"job {number}_0 of run {first} is cancelled; what it has saved is kept\n"
-    assert follower.wait(DEADLINE_S) != 0
-    assert f"job {number}_0 was cancelled; " in follower.out
-    run.hold.unlink()
-    follower = cluster.start(*STORMO, "status", str(second), "--follow")
-    assert follower.wait(DEADLINE_S) == 0, follower.out
-    assert "Epoch = 1:" in follower.out
-    rows = json.loads(run.call("status", number, "--json"))
-    assert [(row["run"], row["settings"], row["state"], row["starts"]) for row in rows] == [
-        ("run-0", ["--seed", "0"], "cancelled", 1),
-        ("run-1", ["--seed", "1"], "done", 1),
-    ]
-    assert json.loads((second / "summary.json").read_text())["stopped_by"] == "epochs"
-    assert run.call("cancel", "run-0").endswith("has ended already (cancelled)\n")
-
-
 def test_a_time_limit_shorter_than_the_training_is_lived_with_and_all_attempts_are_one_run(
     limited: tuple[Run, Job], local_digests: Callable[[int], Digests]
 ) -> None:
@@ -268,3 +236,35 @@ def test_a_time_limit_shorter_than_the_training_is_lived_with_and_all_attempts_a
     page = run.path / "report.html"
     run.call("report", "run")
     assert f"Slurm job {number}, restart 2, on n1" in page.read_text(encoding="utf-8")
+
+
+def test_a_sweep_is_an_array_job_of_which_ctrl_c_ends_the_following_alone_and_cancel_one_run_for_good(
+    cluster: Cluster, make_run: Callable[[str], Run]
+) -> None:
+    run = make_run("sweep")
+    options = ["--sweep", "seed=0,1", "--array-limit", "1", "--job-name", "it's a näme", "--epochs", "1"]
+    job = run.submit(*options, "--nodelist", "n2", "--num-gpus", "1")
+    job.wait_for("1 running, 1 waiting", DEADLINE_S)
+    job.process.send_signal(signal.SIGINT)
+    assert job.wait() == 130
+    first, second = (run.folder / name for name in ("run-0", "run-1"))
+    number = json.loads((first / "slurm.json").read_text())["job_id"].partition("_")[0]
+    assert job.out.splitlines()[-1].startswith(f"job {number} goes on; stormo status run --runs-folder {run.folder}")
+    assert "it's a näme" in cluster.command("squeue", "--noheader", f"--job={number}", "--format=%j")
+    follower = cluster.start(*STORMO, "status", str(first), "--follow")
+    follower.wait_for("starts from the beginning", DEADLINE_S)
+    said = run.call("cancel", f"{number}_0")
+    assert said == f"job {number}_0 of run {first} is cancelled; what it has saved is kept\n"
+    assert follower.wait(DEADLINE_S) != 0
+    assert f"job {number}_0 was cancelled; " in follower.out
+    run.hold.unlink()
+    follower = cluster.start(*STORMO, "status", str(second), "--follow")
+    assert follower.wait(DEADLINE_S) == 0, follower.out
+    assert "Epoch = 1:" in follower.out
+    rows = json.loads(run.call("status", number, "--json"))
+    assert [(row["run"], row["settings"], row["state"], row["starts"]) for row in rows] == [
+        ("run-0", ["--seed", "0"], "cancelled", 1),
+        ("run-1", ["--seed", "1"], "done", 1),
+    ]
+    assert json.loads((second / "summary.json").read_text())["stopped_by"] == "epochs"
+    assert run.call("cancel", "run-0").endswith("has ended already (cancelled)\n")

@@ -82,11 +82,13 @@ def test_a_job_of_two_nodes_trains_to_the_same_bits_as_two_local_workers(
 def test_a_job_that_was_stopped_is_started_again_by_slurm_and_goes_on(
     cluster: Cluster, train: Train, local_digests: Callable[[int], Digests], tmp_path: Path
 ) -> None:
-    job = submit(cluster, train, tmp_path, "--max_retries 1", "--task.pass-s", "0.05")
+    hold, slow = train.slowly()
+    job = submit(cluster, train, tmp_path, "--max_retries 1", *slow)
     output = tmp_path / f"slurm-{job}-stormo-0.out"
     begun = lambda: output.exists() and "Epoch = 1:" in output.read_text()  # noqa: E731
     wait_until(begun, ENDS_WITHIN_S, lambda: _logs(tmp_path))
     cluster.command("scancel", "--signal=USR1", f"{job}.0")
+    hold.unlink()
     wait_for_end(cluster, tmp_path)
     assert digests_of(train.folder) == local_digests(1), _logs(tmp_path)
     assert summary_of(train.folder)["num_resumes"] == 1

@@ -56,27 +56,25 @@ def test_a_host_that_leaves_the_network_is_lost_to_the_other_and_ends_too(hosts:
     jobs = start_both(hosts, train, *SLOW)
     jobs[0].wait_for("Epoch = 1:")
     hosts[1].leave_network()
-    cut_at = time.monotonic()
     try:
-        assert [job.wait(30.0) for job in jobs] == [1, 1]
+        assert [job.wait(ENDS_WITHIN_S) for job in jobs] == [1, 1]  # how soon is looked at in tests/launch
     finally:
         hosts[1].join_network()
-    assert 9.0 < time.monotonic() - cut_at < 10.0 + 5.0  # the promise, and slack for heartbeats and a slow machine
     for job, other in zip(jobs, ("node 1 on host n2", "node 0 on host n1"), strict=True):
         assert job.first_line.startswith(f"stormo: {other} is lost: ")
 
 
 def test_hosts_that_never_meet_say_so_when_the_time_is_up(hosts: Hosts, train: Train) -> None:
     jobs = (
-        start_node(hosts[0], train, 0, "--timeout", "5"),
-        start_node(hosts[1], train, 1, "--timeout", "5", "--master-addr", "10.99.0.77"),
+        start_node(hosts[0], train, 0, "--timeout", "2"),
+        start_node(hosts[1], train, 1, "--timeout", "2", "--master-addr", "10.99.0.77"),
     )
     assert [job.wait(20.0) for job in jobs] == [1, 1]
     assert jobs[0].first_line.startswith(
-        "stormo: the job has 2 nodes, but node 1 has not come to 10.99.0.1:29500 within 5 s; start there: stormo train "
+        "stormo: the job has 2 nodes, but node 1 has not come to 10.99.0.1:29500 within 2 s; start there: stormo train "
     )
     assert "--node-id 1" in jobs[0].first_line
-    assert "tried to reach node 0 at 10.99.0.77:29500 for 5 s, but without success" in jobs[1].first_line
+    assert "tried to reach node 0 at 10.99.0.77:29500 for 2 s, but without success" in jobs[1].first_line
 
 
 def test_hosts_that_do_not_fit_together_are_all_told_why(hosts: Hosts, train: Train) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,6 +117,21 @@ def test_a_plain_word_is_refused_with_the_choices() -> None:
     )
 
 
+def test_the_file_beside_a_wrong_name_is_proposed_and_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _file(tmp_path / "found_beside.py", "raise AssertionError('it was imported')\n")
+    _file(tmp_path / "found_text.txt", "no program\n")
+    monkeypatch.chdir(tmp_path)
+    for name, answer in {
+        "found_beside": r"did you mean found_beside\.py\?",
+        "found_beside.txt": r"but found_beside is a module that holds no others; name found_beside\.py\.",
+        "found_text.txt": r"but it is no Python file; name a file that ends in \.py, or a module\.",
+    }.items():
+        with pytest.raises(SettingError, match=answer):
+            find_task(name)
+
+
 @pytest.mark.parametrize("name", [".", "..", ":Class"])
 def test_what_cannot_be_a_module_is_answered_with_the_choices(name: str) -> None:
     with pytest.raises(SettingError, match=r"there is none of that name; choose one of: FILE\.py, fashion-mnist"):
@@ -141,11 +157,23 @@ def test_an_error_in_the_file_is_shown_with_the_lines_of_the_user_alone(tmp_path
     assert lines[-1] == "ZeroDivisionError: division by zero"
 
 
-def test_a_script_that_ends_the_process_when_imported_is_named(tmp_path: Path) -> None:
+def test_a_script_that_ends_the_process_or_asks_when_imported_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = _file(tmp_path / "found_exit.py", "import sys\n\nsys.exit(3)\n")
-    assert _told(path)[0] == (
-        f"the task {path} was named, but line 3 of found_exit.py raised SystemExit: 3; mend that line."
-    )
+    script = 'put what only a script does under if __name__ == "__main__":.'
+    assert _told(path) == [
+        f"the task {path} was named, but line 3 of found_exit.py ends the process when it is imported; {script}"
+    ]
+    path = _file(tmp_path / "found_flags.py", "import argparse\n\nargparse.ArgumentParser().parse_args(['--flag'])\n")
+    assert _told(path) == [
+        f"the task {path} was named, but line 3 of found_flags.py ends the process when it is imported; {script}"
+    ]
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    path = _file(tmp_path / "found_input.py", "input('?')\n")
+    assert _told(path) == [
+        f"the task {path} was named, but line 1 of found_input.py waits for input when it is imported; {script}"
+    ]
 
 
 def test_an_error_made_for_users_stays_as_it_is(tmp_path: Path) -> None:

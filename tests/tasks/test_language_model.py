@@ -15,7 +15,7 @@ from stormo import options
 from stormo.errors import SettingError
 from stormo.tasks.language_model import LanguageModel, LanguageModelOptions
 from stormo.tasks.python_source import read_corpus
-from stormo.telemetry.files import read_events
+from stormo.telemetry.events import read_events
 from stormo.train import read_settings
 from tests import programs
 from tests.test_train import summary, wait_until

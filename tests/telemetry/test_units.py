@@ -10,7 +10,8 @@ import pytest
 
 from stormo import show
 from stormo.telemetry.console import epoch_line
-from stormo.telemetry.files import EventFile, RunFolder, speed_of
+from stormo.telemetry.events import EventFile, speed_of
+from stormo.telemetry.folder import RunFolder
 from stormo.telemetry.record import EpochDone, RunEnded, RunStarted, StepDone
 from stormo.telemetry.tensorboard import _epoch_scalars, _step_scalars
 from stormo.telemetry.terminal import TerminalConsole

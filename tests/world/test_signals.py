@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
 from stormo.world.signals import STOP_SIGNALS, stop_flag
+from tests import programs
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
@@ -29,6 +31,33 @@ def test_the_handlers_are_as_before_afterwards_whatever_happens() -> None:
     with pytest.raises(RuntimeError, match="body"):
         body()
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
+
+
+_WARNED = """
+import os, signal
+os.kill(os.getpid(), signal.SIGUSR1)  # by a scheduler, while the task is found and torch imported
+from tests.tiny_task import Tiny
+class Warned(Tiny): name = "warned"
+"""
+
+
+def test_a_warning_that_comes_before_anybody_listens_is_heard_later(tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text(_WARNED)
+    words = ["-m", "stormo", "train", "task.py:Warned", "--device", "cpu", "--run-name", "one"]
+    done = programs.run(words, tmp_path, PYTHONPATH=str(Path(__file__).parents[2]))
+    assert (done.returncode, done.stderr) == (75, "")
+    assert "stopped at step 1, saved" in done.stdout
+
+
+def test_what_ctrl_c_says_is_true_before_the_first_step_too(capfd: pytest.CaptureFixture[str]) -> None:
+    said = []
+    for is_training in (False, True):
+        with stop_flag(announces=True) as flag:
+            assert not flag.is_training
+            flag.is_training = is_training
+            os.kill(os.getpid(), signal.SIGINT)
+        said.append(capfd.readouterr().err.strip().partition(";")[0])
+    assert said == ["stormo: stopping after the first step at the latest", "stormo: stopping after this step"]
 
 
 def test_a_second_ctrl_c_gives_up_at_once() -> None:

@@ -62,7 +62,7 @@ if [ "$code" = 75 ] && [ "$warnings" != 0 ]; then
     note requeue
     if ! scontrol requeue "$SLURM_JOB_ID"; then
         echo "stormo: Slurm does not queue this job again; another one goes on"
-        if next=$(sbatch --parsable --dependency="afterany:$SLURM_JOB_ID" --array="$SLURM_ARRAY_TASK_ID" "$folder/job.sh"); then
+        if next=$(sbatch --parsable --dependency="afterany:$SLURM_ARRAY_JOB_ID,singleton" --job-name=rates-lane$((SLURM_ARRAY_TASK_ID % 4)) --array="$SLURM_ARRAY_TASK_ID" "$folder/job.sh"); then
             note chain "${next%%;*}_$SLURM_ARRAY_TASK_ID"
         fi
     fi

@@ -6,22 +6,20 @@ Only the main worker writes, but for checkpoints of a model that is spread, into
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
-
-import torch
+from typing import Any
 
 from stormo import checkpoint
 from stormo.config import TrainConfig
-from stormo.divergence import STEADYING
 from stormo.energy.summary import energy_sentence
-from stormo.errors import SettingError, StormoError, counted
+from stormo.errors import StormoError
+from stormo.journal.beginning import notices_of_start
+from stormo.journal.opening import lock_folder, open_folder, remove_unbegun, versions_of
 from stormo.launch.torchrun import launch_id
 from stormo.measuring import AnyKeeper
 from stormo.options import to_toml
@@ -31,17 +29,10 @@ from stormo.profiling.ranges import range_of
 from stormo.state import RunState
 from stormo.summary import make_summary, pipeline_sentence
 from stormo.telemetry.console import PlainConsole, make_console
-from stormo.telemetry.files import (
-    EventFile,
-    RunFolder,
-    collect_environment,
-    default_run_name,
-    read_environment,
-    read_summary,
-    require_new_run,
-    write_json,
-    write_whole,
-)
+from stormo.telemetry.environment import collect_environment
+from stormo.telemetry.events import EventFile
+from stormo.telemetry.files import write_json, write_whole
+from stormo.telemetry.folder import RunFolder, read_environment, read_summary
 from stormo.telemetry.job import scheduler_job
 from stormo.telemetry.prometheus import PrometheusSink
 from stormo.telemetry.record import CheckpointSaved, Notice, Record, RunEnded, RunStarted, Sink
@@ -71,40 +62,14 @@ class Journal:
         # Whatever goes wrong with the folder must end all workers alike, so the main one speaks for all.
         if world.is_main:
             self._metrics = self._open_metrics()  # first: a port that is taken must not leave a folder behind
-            self.folder = self._open_folder()
-            self._lock = _lock(self.folder)
+            self.folder = open_folder(config)
+            self._lock = lock_folder(self.folder)
 
     def _open_metrics(self) -> PrometheusSink | None:
         run = self._config.run
         if run.prometheus is None:
             return None
         return PrometheusSink(run.prometheus, run.prometheus_host, strategy=self._plan.layout.strategy)
-
-    def _open_folder(self) -> RunFolder:
-        run = self._config.run
-        parent = Path(run.runs_folder)
-        if run.resume is not None and run.run_name is not None:
-            path = parent / run.run_name
-            path.mkdir(parents=True, exist_ok=True)  # it may have been killed before it wrote anything
-            return RunFolder(path)
-        name = run.run_name or default_run_name(self._config.task)
-        for attempt in range(1, 1000):
-            folder = parent / (name if attempt == 1 else f"{name}-{attempt}")
-            try:
-                folder.mkdir(parents=True)
-            except FileExistsError:
-                if run.run_name is not None:
-                    require_new_run(parent, name)
-                    return RunFolder(folder)  # killed before it wrote anything; the lock keeps others out
-                continue
-            except OSError as error:
-                raise SettingError(
-                    f"--runs-folder {parent} was set",
-                    f"{folder} cannot be made ({error.strerror})",
-                    "set another folder",
-                ) from None
-            return RunFolder(folder)
-        raise AssertionError("a thousand runs in one second")
 
     def resume(self) -> None:
         """Take over the newest checkpoint of a run that goes on, or the one that was named. All workers call it."""
@@ -144,6 +109,15 @@ class Journal:
         launches = self._world.gather_json(launch_id(os.environ))
         if not self._world.is_main:
             return
+        is_new = not self.folder.is_run
+        try:
+            self._open_sinks(launches or [])
+        except OSError:
+            if is_new:
+                remove_unbegun(self.folder)
+            raise
+
+    def _open_sinks(self, launches: Sequence[str | None]) -> None:
         config, plan, progress = self._config, self._plan, self._state.progress
         named = replace(config, run=replace(config.run, run_name=self.folder.name))
         summary: Mapping[str, Any] = {}
@@ -151,8 +125,8 @@ class Journal:
             summary = read_summary(self.folder) or {}
         write_whole(self.folder.config, to_toml(named, plan.beginning))
         before = (read_environment(self.folder) or {}).get("launches") or []
-        known = sorted({*before, *(one for one in launches or [] if one is not None)})
-        environment = collect_environment(_versions(self._world) | ({"launches": known} if known else {}))
+        known = sorted({*before, *(one for one in launches if one is not None)})
+        environment = collect_environment(versions_of(self._world) | ({"launches": known} if known else {}))
         write_json(self.folder.environment, environment)
         self._sinks = [EventFile(self.folder)]
         if sys.stdout is not None:  # it may have been closed
@@ -179,26 +153,9 @@ class Journal:
         )
         if self._metrics is not None:
             self.record(Notice(kind="info", text=f"Prometheus finds this run at {self._metrics.address}"))
-        if progress.num_resumes and progress.epoch > plan.epochs:
-            text = f"{self.folder.name} has done its {counted(plan.epochs, 'epoch')}; raise --epochs to train on"
-            self.record(Notice(kind="info", text=text))
-        lost_at = summary.get("diverged_at_step") if summary.get("stopped_by") == "divergence" else None
         is_first = self._world.place.launcher == "elastic" and config.resumed is None  # told to go on from the start
-        if config.run.resume is not None and not progress.num_resumes and lost_at is None and not is_first:
-            text = f"{self.folder.name} has no checkpoint yet: it starts from the beginning"
-            self.record(Notice(kind="info", text=text))
-        if progress.num_rollbacks:
-            times = counted(progress.num_rollbacks, "rollback")
-            text = f"after {times} the learning rate is × {progress.rate_factor:g} of the schedule"
-            self.record(Notice(kind="info", text=text))
-        if config.run.resume is not None and lost_at is not None:
-            way = f"; it goes on from step {progress.step}"
-            if not progress.num_resumes:
-                way = " and has no good checkpoint: it starts from the beginning"
-            text = f"{self.folder.name} diverged at step {lost_at}{way}"
-            if not config.given & STEADYING:
-                text += " with the same settings and would diverge there again: set a lower --base-lr, or --clip-norm"
-            self.record(Notice(kind="warning", text=text))
+        for notice in notices_of_start(config, plan, progress, self.folder.name, summary, is_first=is_first):
+            self.record(notice)
 
     def _open_account(self) -> None:
         """Tell the keepers of all nodes where their file is: in the run folder, as far as a node sees that."""
@@ -327,33 +284,3 @@ class Journal:
             sink.close()
         if self._lock is not None:
             self._lock.close()
-
-
-def _lock(folder: RunFolder) -> IO[bytes] | None:
-    """Hold the run for this process alone, until it ends however it ends; None where the file system has no locks."""
-    file = (folder.path / ".lock").open("wb")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise SettingError(
-            f"run {folder.name} was to go on", "another process is training it", "wait for its end, or stop it first"
-        ) from None
-    except OSError:
-        return None
-    return file
-
-
-def _versions(world: World) -> dict[str, Any]:
-    versions: dict[str, Any] = {
-        "torch": torch.__version__,
-        "world_size": world.size,
-        "threads": torch.get_num_threads(),
-    }
-    if world.device.type == "cuda":
-        versions |= {
-            "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version(),
-            "nccl": ".".join(str(part) for part in torch.cuda.nccl.version()),
-            "gpu": torch.cuda.get_device_name(world.device),
-        }
-    return versions

@@ -1,0 +1,29 @@
+"""Turns dataclasses into flags, TOML keys and help, and back: settings are declared once, in `config` and in a task.
+
+`declared` reads the fields, once for flags and TOML alike; `flags` is the command line, `toml` the files, `settings`
+the configuration that they come to.
+"""
+
+from stormo.options.declared import Option, defaults_of_task, options_of, train_options
+from stormo.options.flags import Parser, Positional, UsageError, build_parser, parse_flags, peek_flags, take_flags
+from stormo.options.settings import flat_settings, make_config
+from stormo.options.toml import read_toml, settings_from_toml, to_toml
+
+__all__ = [
+    "Option",
+    "Parser",
+    "Positional",
+    "UsageError",
+    "build_parser",
+    "defaults_of_task",
+    "flat_settings",
+    "make_config",
+    "options_of",
+    "parse_flags",
+    "peek_flags",
+    "read_toml",
+    "settings_from_toml",
+    "take_flags",
+    "to_toml",
+    "train_options",
+]

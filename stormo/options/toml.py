@@ -1,0 +1,98 @@
+"""Files of settings: a user's, and the one that a run leaves behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from stormo.config import EFFECTIVE, OF_ONE_CALL, OF_OTHER_VERBS, SECTIONS, Effective, NodeRange, TrainConfig
+from stormo.errors import SettingError, unknown_name
+from stormo.options.declared import Option
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """A TOML file of settings as plain values; see `settings_from_toml`."""
+    import tomllib
+
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingError(
+            f"--config {path} was set", f"it cannot be read ({error.strerror})", "check the path"
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingError(f"--config {path} was set", f"it is not valid TOML ({error})", "mend that line") from None
+
+
+def settings_from_toml(document: Mapping[str, Any], options: Sequence[Option], source: str) -> dict[str, Any]:
+    """The settings of a parsed TOML file, by key, each checked against its declaration."""
+    settings: dict[str, Any] = {}
+    sections = {option.section for option in options} | {"task"}
+    for name, value in document.items():
+        if name == "task":
+            if not isinstance(value, str):
+                raise SettingError(
+                    f"task in {source} is no text", "it names what is trained", "put its options under [task_options]"
+                )
+            settings["task"] = value
+        if name in ("task", EFFECTIVE, *OF_OTHER_VERBS) and name not in sections - {"task"}:
+            continue  # what was derived is derived anew, and what is said to another verb is none of this one's
+        section = "task" if name == "task_options" else name
+        if section in sections and not isinstance(value, Mapping):
+            raise SettingError(
+                f"{name} in {source} was set to {value!r}",
+                "it is a section, which holds settings",
+                f"write [{name}] on a line of its own, and its settings below",
+            )
+        if section not in sections:
+            own = next((option.section for option in options if option.name == name.replace("-", "_")), None)
+            if own is not None and not isinstance(value, Mapping):
+                below = "task_options" if own == "task" else own
+                raise SettingError(
+                    f"{name} in {source} was set to {value!r}",
+                    "it stands in no section",
+                    f"write it below a line [{below}]",
+                )
+            raise unknown_name(f"section of {source}", name, sections | {"task_options"})
+        declared = {option.name: option for option in options if option.section == section}
+        for key, content in value.items():
+            option = declared.get(key.replace("-", "_"))
+            if option is None:
+                known = [name for name, one in declared.items() if not one.optional_value]
+                raise unknown_name(f"key in section [{name}] of {source}", key, known)
+            if option.optional_value:
+                raise SettingError(
+                    f"{key} was set in {source}", "it is said of one call, not of a run", f"set it by {option.flag}"
+                )
+            settings[option.key] = option.convert(content, f"{key} in {source}")
+    return settings
+
+
+def to_toml(config: TrainConfig, effective: Effective) -> str:
+    """The settings and what they came to, as TOML that `--config` reads; what was left to be chosen is left out."""
+    lines = [f"task = {json.dumps(config.task)}"]
+    sections = {section: dataclasses.asdict(getattr(config, section)) for section in SECTIONS if section != "command"}
+    if config.batch.global_batch_size is not None and config.batch.batch_size != "auto":
+        del sections["batch"]["batch_size"]  # only one of the two is ever set
+    if config.stop.on_divergence != "rollback":
+        del sections["stop"]["rollback_factor"], sections["stop"]["max_rollbacks"]  # without effect
+    for name in OF_ONE_CALL:
+        del sections["workers"][name]
+    del sections["run"]["resume"]  # said of one call, not of the run
+    del sections["run"]["run_name"]  # the folder's own name; a run that repeats this one has another
+    if config.task_options is not None:
+        sections["task_options"] = dataclasses.asdict(config.task_options)
+    sections[EFFECTIVE] = dataclasses.asdict(effective)
+    for section, values in sections.items():
+        lines += ["", f"[{section}]"]
+        lines += [f"{key} = {_toml(value)}" for key, value in values.items() if value is not None]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    # JSON's text is TOML's but for one character, which TOML wants escaped.
+    text = str(value) if isinstance(value, NodeRange) else value
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,58 @@
+"""Which run goes on: the one that was named, the newest, or the one that an earlier round of this launch has begun."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from stormo.errors import EXIT_DIVERGED, SettingError, StormoError
+from stormo.launch.torchrun import launch_id
+from stormo.telemetry.finding import find_run, list_runs
+from stormo.telemetry.folder import RunFolder, read_environment, read_summary
+
+
+def run_to_resume(flags: dict[str, Any]) -> RunFolder | None:
+    """The run to go on with; None for a new one, also where `--run-name NAME --resume` finds that NAME never began."""
+    folder, named = Path(flags.get("runs_folder", "runs")), flags.get("resume")
+    if named is None:
+        return _restarted_run(folder, flags.get("run_name"))
+    if named:
+        path = Path(named)
+        if (path / "manifest.json").is_file():
+            return _run_of_checkpoint(path)
+        return find_run(folder, named)
+    if "run_name" in flags:
+        run = RunFolder(folder / flags["run_name"])
+        return run if run.config.is_file() else None
+    runs = list_runs(folder)
+    if not runs:
+        raise SettingError("--resume was set", f"there is no run in {folder}", "name one with --resume RUN")
+    return runs[0]
+
+
+def _restarted_run(folder: Path, name: str | None) -> RunFolder | None:
+    """The run that an earlier round of this very torchrun has begun; it need not be told to go on with it."""
+    own = launch_id(os.environ)
+    runs = [run for run in list_runs(folder) if name in (None, run.name)] if own is not None else []
+    for run in runs:
+        if own not in ((read_environment(run) or {}).get("launches") or ()) or not run.config.is_file():
+            continue
+        ended = (read_summary(run) or {}).get("stopped_by")
+        if ended == "divergence":
+            error = StormoError(f"run {run.name} has diverged, and would again if torchrun restarted it.")
+            error.exit_code = EXIT_DIVERGED
+            raise error
+        return None if ended in ("target", "epochs") else run
+    return None
+
+
+def _run_of_checkpoint(path: Path) -> RunFolder:
+    run = RunFolder(path.resolve().parent.parent)  # <run>/checkpoints/<step>
+    if not run.config.is_file():
+        raise SettingError(
+            f"--resume {path} was set",
+            f"that checkpoint lies in no run: there is no {run.config}",
+            "put it back into the checkpoints folder of its run",
+        )
+    return run

@@ -1,0 +1,42 @@
+"""What a run that goes on hands on: how its model was spread, and what its settings had come to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stormo.config import EFFECTIVE, Effective
+from stormo.errors import SettingError
+from stormo.hardware import visible_gpus
+from stormo.mesh import PRESETS
+from stormo.telemetry.folder import RunFolder
+
+SPREAD = ("strategy", "mesh", "zero")
+
+
+def inherited_workers(before: dict[str, Any], in_file: Any, flags: dict[str, Any]) -> dict[str, Any]:
+    """A run goes on with whatever devices are there now, but spread as before unless that is changed now."""
+    kept = {}
+    if "num_gpus" in before and not visible_gpus():  # CPU processes are what was asked for
+        kept["num_gpus"] = before["num_gpus"]
+    set_now = {*flags, *(in_file if isinstance(in_file, dict) else {})}
+    if not set_now & {"strategy", "mesh"} and (before.get("strategy") in PRESETS or "mesh" in before):
+        kept |= {key: before[key] for key in SPREAD if key in before and key not in set_now}
+    return kept
+
+
+def inherited_effect(document: dict[str, Any], run: RunFolder) -> Effective:
+    """What the settings of the run had come to when it began."""
+    try:
+        return Effective(**document[EFFECTIVE])
+    except (KeyError, TypeError):
+        raise SettingError(
+            f"run {run.name} was to go on",
+            f"{run.config} has no valid section [{EFFECTIVE}]",
+            "restore that file, or start a new run",
+        ) from None
+
+
+def place_of(run: RunFolder) -> dict[str, str]:
+    """The name and the folder under which a run writes on, also where it was named by a link or by a dot."""
+    path = run.path if run.path.name == run.name else run.path.resolve()
+    return {"run_name": run.name, "runs_folder": str(path.parent)}

@@ -1,0 +1,44 @@
+"""Takes models and what trains them into the loop: on the device, with the main worker's weights, in one group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from stormo.layers.sync_batch_norm import LocalNorm, SynchronisedNorm, convert_sync_batch_norm
+from stormo.script.loop import Loop, SumInModel
+from stormo.script.refusals import check_new, check_optimizers
+from stormo.script.sharing import share_weights
+from stormo.script.stepping import Group
+
+
+def take_in(
+    loop: Loop, parts: tuple[Any, ...], models: list[nn.Module], group: Group | None, *, sync_batch_norm: bool
+) -> None:
+    """Make a group of the models and what belongs to them, or add to the one whose optimizer was wrapped before.
+
+    Args:
+        loop: of the script.
+        parts: all that was wrapped together.
+        models: those of them.
+        group: of an optimizer whose schedulers and loss scalers come later.
+        sync_batch_norm: batch-norm statistics over all workers' samples.
+    """
+    if group is not None:
+        check_new(nn.Identity(), parts, loop.groups)
+        group.add(parts)
+        return
+    together = models[0] if len(models) == 1 else nn.ModuleList(models)
+    check_new(together, parts, loop.groups)
+    for model in models:
+        model.to(loop.world.device)
+        if sync_batch_norm and loop.world.size > 1:
+            convert_sync_batch_norm(model, SumInModel(loop))
+            synchronised = (layer for layer in model.modules() if isinstance(layer, SynchronisedNorm))
+            loop.sums_in_models |= any(layer.reduce is not None for layer in synchronised)
+    check_optimizers(parts, together)
+    share_weights(loop.world, together)
+    # Ghost batch norm stays what it is, and its running statistics are a worker's own.
+    has_local = any(isinstance(layer, LocalNorm) for layer in together.modules())
+    loop.groups.append(Group(loop, together, parts, average_buffers=has_local or not sync_batch_norm))

@@ -1,0 +1,107 @@
+"""`environment.json`: machine, software and command of a run, without what is secret.
+
+Nothing here imports torch: the versions of its libraries are handed in.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import stormo
+
+_GIT_TIMEOUT_S = 5.0
+_RECORDED_VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+_RECORDED_VARIABLE_PREFIXES = ("SLURM_", "NCCL_", "GLOO_")
+_MASK = "***"
+_SECRET_WORDS = frozenset(
+    ("token", "secret", "password", "passwd", "passphrase", "key", "apikey", "jwt", "auth", "credential", "credentials")
+)
+_URL_PASSWORD = re.compile(r"(://[^/\s:@]*):[^/\s@]+@")
+_TOKEN_SHAPE = re.compile(r"\b(?:hf_|ghp_|gho_|ghs_|github_pat_|glpat-|sk-|xox[abp]-|AKIA)[A-Za-z0-9_-]{12,}")
+
+
+def collect_environment(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """What is needed to run the same thing again; `extra` adds what this file cannot know, such as torch's version."""
+    environment: dict[str, Any] = {
+        "time_unix_s": time.time(),
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "num_cpus": len(os.sched_getaffinity(0)),  # those this process may use, not those the node has
+        "python": platform.python_version(),
+        "stormo": stormo.__version__,
+        "pid": os.getpid(),
+        "command": mask_secrets(sys.argv),
+        "working_folder": str(Path.cwd()),
+        **_git_state(Path.cwd()),
+        "variables": {
+            name: _MASK if _is_secret_name(name) else value
+            for name, value in sorted(os.environ.items())
+            if name in _RECORDED_VARIABLES or name.startswith(_RECORDED_VARIABLE_PREFIXES)
+        },
+    }
+    return {**environment, **extra}
+
+
+def mask_secrets(arguments: Sequence[str]) -> list[str]:
+    """A command line in which whatever looks like a password or a token is replaced by asterisks."""
+    masked: list[str] = []
+    follows_secret_name = False
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        is_option = argument.startswith("-")
+        if follows_secret_name and not is_option:
+            masked.append(_MASK)
+            follows_secret_name = False
+            continue
+        follows_secret_name = is_option and not equals and _is_secret_name(name)
+        if equals and _is_secret_name(name):
+            masked.append(f"{name}={_MASK}")
+        else:
+            masked.append(_TOKEN_SHAPE.sub(_MASK, _URL_PASSWORD.sub(rf"\1:{_MASK}@", argument)))
+    return masked
+
+
+def _is_secret_name(name: str) -> bool:
+    return not _SECRET_WORDS.isdisjoint(re.split(r"[^a-z0-9]+", name.lower()))
+
+
+def _git_state(folder: Path) -> dict[str, Any]:
+    """The commit of the folder and whether tracked files differ from it, or the reason why they are not known."""
+    try:
+        commit = _git(folder, "rev-parse", "HEAD")
+        changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    except FileNotFoundError:
+        return {"git_commit": None, "git_commit_reason": "git is not installed"}
+    except subprocess.TimeoutExpired:
+        return {"git_commit": None, "git_commit_reason": f"git did not answer within {_GIT_TIMEOUT_S:g} s"}
+    except subprocess.CalledProcessError as error:
+        lines = str(error.stderr).strip().splitlines()
+        return {"git_commit": None, "git_commit_reason": lines[0] if lines else f"git ended with {error.returncode}"}
+    return {"git_commit": commit.strip(), "git_has_changes": bool(changes.strip())}
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    # Without the optional locks, a status never gets in the way of the user's own git commands.
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
+    done = subprocess.run(
+        ["git", *arguments],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=True,
+        timeout=_GIT_TIMEOUT_S,
+        encoding="utf-8",
+        errors="replace",
+    )
+    return done.stdout

@@ -1,0 +1,66 @@
+"""Which runs there are: by name, by path and by age; and the name of a new one."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from stormo.errors import SettingError, unknown_name
+from stormo.telemetry.events import parse_event
+from stormo.telemetry.folder import RunFolder
+
+
+def list_runs(folder: Path) -> list[RunFolder]:
+    """The runs directly in a folder, the one started last first."""
+    if not folder.is_dir():
+        return []
+    runs = [run for entry in folder.iterdir() if entry.is_dir() and (run := RunFolder(entry)).is_run]
+    return sorted(runs, key=lambda run: (_start_unix_s(run), run.name), reverse=True)
+
+
+def default_run_name(task: str) -> str:
+    """The name of a run that the user gives none: its task and the time."""
+    slug = task.rpartition("/")[2].replace(".py", "").replace(":", "-").replace(".", "-")
+    return f"{slug or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def require_new_run(parent: Path, name: str) -> None:
+    """Refuse the name of a run that is there already."""
+    if RunFolder(parent / name).is_run:
+        raise SettingError(
+            f"--run-name {name} was set",
+            f"{parent / name} is there already",
+            f"go on with it by --resume {name}, or set another name",
+        ) from None
+
+
+def find_run(folder: Path, name_or_path: str) -> RunFolder:
+    """The run of that name in the folder, or the one at that path."""
+    for candidate in (folder / name_or_path, Path(name_or_path)):
+        run = RunFolder(candidate)
+        if run.is_run:
+            return run
+    if any((path / "slurm.json").is_file() for path in (folder / name_or_path, Path(name_or_path))):
+        raise SettingError(
+            f"run {name_or_path!r} was asked for",
+            "it was submitted and has not begun",
+            f"see stormo status {name_or_path}",
+        )
+    runs = list_runs(folder)
+    if not runs:
+        raise SettingError(
+            f"run {name_or_path!r} was asked for",
+            f"there is no run in {folder}",
+            "name the folder that holds your runs",
+        )
+    raise unknown_name("run", name_or_path, [run.name for run in runs])
+
+
+def _start_unix_s(run: RunFolder) -> float:
+    """When the run first started; the folder's own time stands in until its first event is written."""
+    if run.events.is_file():
+        with run.events.open("rb") as file:
+            first = parse_event(file.readline())
+        if first is not None and isinstance(first.get("time_unix_s"), (int, float)):
+            return float(first["time_unix_s"])
+    return run.path.stat().st_mtime

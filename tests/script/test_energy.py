@@ -1,0 +1,123 @@
+"""The energy of a script: every node measures itself once, all workers are told the sum, and it is said at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stormo.errors import SettingError
+from stormo.launch.lifeline import NoLifeline
+from stormo.script.energy import add_up
+from stormo.world.world import World as Workers
+from tests import programs
+from tests.script.loops import Ranks, world_of
+
+GPU_W, CPU_W = 400.0, 90.0
+SCRIPT = """
+import sys
+import time
+
+import stormo
+
+world = stormo.World(energy="--off" not in sys.argv)
+if "--off" not in sys.argv:
+    first = world.energy()
+    time.sleep(0.2)
+    between = world.energy() - first
+    world.print(f"{between.joules} {between.seconds} {between.num_nodes}")
+"""
+
+
+@pytest.fixture
+def traces(tmp_path: Path) -> str:
+    """Recordings of constant power for two nodes."""
+    common = {"method": "counter", "resolution_j": 0.001, "interval_s": 0.001}
+    sources = [
+        {"id": "GPU-a", "kind": "gpu", "name": "a GPU"} | common,
+        {"id": "cpu", "kind": "cpu", "name": "a CPU"} | common,
+    ]
+    lines: list[dict[str, Any]] = [{"sources": sources, "origin_unix_s": time.time()}]
+    lines += [{"time_s": t, "raw": {"GPU-a": GPU_W * t, "cpu": CPU_W * t}} for t in range(3600)]
+    for node in range(2):
+        (tmp_path / f"trace-{node}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(tmp_path / "trace-{node_id}.jsonl")
+
+
+@pytest.mark.parametrize(("num_workers", "num_nodes"), [(1, 1), (2, 1), (2, 2)])
+def test_the_script_asks_for_it_and_is_told_at_the_end(
+    tmp_path: Path, traces: str, num_workers: int, num_nodes: int
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = programs.run([str(script)], tmp_path, num_workers, num_nodes, STORMO_ENERGY_TRACE=traces)
+    assert done.returncode == 0, done.stderr
+    joules, seconds, nodes = map(float, done.stdout.splitlines()[0].split())
+    assert seconds >= 0.2
+    assert nodes == num_nodes
+    # Each reading is taken a moment after its time is; however many workers, a node counts once.
+    assert joules == pytest.approx(num_nodes * (GPU_W + CPU_W) * seconds, rel=0.25)
+    (line,) = [line for line in done.stderr.splitlines() if "Energy" in line]
+    where = r", on 2 nodes\." if num_nodes == 2 else r"\."
+    assert re.fullmatch(rf"Energy: \S+ k?J ± \S+ J = \S+ Wh \(GPUs \S+ k?J, CPUs \S+ k?J\) in \S+ s{where}", line), line
+
+
+def test_nothing_is_said_where_it_is_off_or_cannot_be_read(tmp_path: Path, traces: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = programs.run([str(script), "--off"], tmp_path, STORMO_ENERGY_TRACE=traces)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    script.write_text(
+        "import stormo\nworld = stormo.World()\nworld._meter._meter.sources = ()\nprint(world.energy())\n"
+    )
+    done = programs.run([str(script)], tmp_path, STORMO_ENERGY_TRACE=traces)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Energy: replayed from ")
+    assert done.stderr == ""
+
+
+def _ask(workers: Workers, traces: str) -> tuple[Any, str]:
+    os.environ["STORMO_ENERGY_TRACE"] = traces
+    world = world_of(workers)
+    with pytest.raises(SettingError, match="measures nothing") as refused:
+        world.energy()
+    world._set_up(workers, NoLifeline(), energy=True)
+    found = world.energy()
+    del os.environ["STORMO_ENERGY_TRACE"]
+    return (found.joules, found.seconds, found.num_nodes, found.reasons), str(refused.value)
+
+
+def test_all_workers_are_told_the_same(run_ranks: Ranks, traces: str) -> None:
+    (first, sentence), (second, _) = run_ranks(_ask, 2, traces)
+    assert first == second
+    assert first[0] > 0
+    assert sentence.endswith("leave energy=False out.")
+
+
+def test_nodes_are_added_up_and_one_device_counts_once() -> None:
+    def reading(node: str, machine: str, *sources: tuple[str, str, float, float]) -> dict[str, Any]:
+        return {"node": node, "machine": machine, "seconds": 10.0, "sources": [*map(list, sources)], "reasons": ["why"]}
+
+    gpu, cpu = ("GPU-a", "gpu", 100.0, 1.0), ("cpu", "cpu", 40.0, 2.0)
+    nodes = [reading("0", "m", gpu, cpu), reading("1", "m", ("GPU-b", "gpu", 50.0, 1.0), ("cpu", "cpu", 41.0, 2.0))]
+    total = add_up(nodes, ["0", "1", "2"])
+    assert (total.joules, total.error_j, total.num_nodes) == (191.0, 4.0, 2)
+    assert total.kinds_j == {"gpu": 150.0, "cpu": 41.0}
+    assert total.reasons == (
+        "node 0: why",
+        "cpu is one device that two nodes have read: it is counted once",
+        "node 1: why",
+        "node 2 has not told what it drew",
+    )
+    assert str(total) == "Energy: 191 J ± 4 J = 0.0531 Wh (GPUs 150 J, CPUs 41 J) in 10 s, on 2 nodes."
+    apart = add_up([reading("0", "m", gpu), reading("1", "n", gpu)], ["0", "1"])
+    assert apart.joules == 200.0
+    between = total - add_up(nodes[:1], ["0"])
+    assert (between.joules, between.error_j, between.seconds) == (51.0, 7.0, 0.0)
+    assert str(add_up([reading("0", "m")], ["0"])) == "Energy: why."
+    assert (add_up([reading("0", "m")], ["0"]) - total).joules is None
