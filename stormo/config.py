@@ -205,7 +205,9 @@ class Sharding:
         None, "modules that are sharded as one unit each, by name or class; default: repeated blocks", metavar="NAMES"
     )
     schedule: Schedule = option("1f1b", "order of the micro-batches in a pipeline")
-    micro_batches: int | None = option(None, "parts of a pass that follow one another in a pipeline; default 4 a stage")
+    micro_batches: int | None = option(
+        None, "parts of a pass that follow one another in a pipeline; default at most 4 a worker"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,6 +296,7 @@ class Effective:
     data_sha256: str | None = None  # of what it was trained on, where the task knows it
     num_workers: int | None = None  # that shared the batch at the start; unknown of runs before it was noted
     batch_per_pass: int | None = None  # the most samples of one worker in one pass at the start
+    batch_per_worker: int | None = None  # for which the base rate is, where the global batch rests on it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

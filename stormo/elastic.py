@@ -324,8 +324,10 @@ def unnamed(result: RunResult, error_files: Mapping[int, str]) -> list[Failure]:
     """
     found = []
     for rank, failure in sorted(result.failures.items()):
-        code, last_word = failure.exitcode, error_files.get(failure.local_rank, "")
-        if code in ORDERLY_EXIT_CODES or Path(last_word).is_file() or met_file(last_word).exists():
+        code, last_word = failure.exitcode, error_files.get(failure.local_rank)
+        if code in (*ORDERLY_EXIT_CODES, EXIT_USAGE):  # the last has been said in a sentence
+            continue
+        if last_word is not None and (Path(last_word).is_file() or met_file(last_word).exists()):
             continue
         make = of_signal if code < 0 else of_exit
         found.append((code, make(abs(code), rank=rank, host=host_name())))

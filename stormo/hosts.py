@@ -26,6 +26,7 @@ from stormo.launch.hostfile import (
 from stormo.launch.mpirun import Start, command_line
 from stormo.launch.place import derived_port
 from stormo.launch.ssh import run_on_hosts
+from stormo.process import leave_if_warned
 
 # What of this environment the workers on other hosts get too: what numerical and network libraries read, but not the
 # numbers of the GPUs of this host, which may be others there.
@@ -148,6 +149,7 @@ def _start_by_mpi(
         print(shlex.join(words))  # noqa: T201
     else:
         sys.stdout.flush()
+        leave_if_warned()  # nobody would hear it any more
         os.execv(words[0], words)
     return 0
 

@@ -14,6 +14,7 @@ from stormo.errors import EXIT_RESUMABLE
 
 STARTED = "STORMO_STARTED_UNIX_S"  # the agent's start, which its workers inherit
 _held: list[int] = []
+_listened: list[bool] = []  # somebody has, once
 
 
 def process_start_unix_s() -> float:
@@ -39,15 +40,27 @@ def leave_when_told() -> None:
 
 
 def _leave(number: int, _: FrameType | None) -> None:
+    if _listened:  # and does not any more: there is nothing left to be stopped in order
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+        return
     os.write(2, b"stormo: stopped by SIGTERM before training began; the same command starts it again\n")
     os._exit(EXIT_RESUMABLE)  # an exception would be taken for one of the file that is being imported
 
 
 def hear_warning() -> None:
     """Have the signal that was kept come again, now that somebody listens."""
+    _listened.append(True)
     if _held:
         _held.clear()
         signal.raise_signal(signal.SIGUSR1)
+
+
+def leave_if_warned() -> None:
+    """End as a run that may go on, where the signal was kept and nobody will listen."""
+    if _held:
+        os.write(2, b"stormo: stopped by SIGUSR1 before training began; the same command starts it again\n")
+        os._exit(EXIT_RESUMABLE)
 
 
 class SetUp:

@@ -163,6 +163,9 @@ def test_the_run_folder_holds_what_happened(whole: tuple[Path, subprocess.Comple
     started = read_events(run / "events.jsonl")[0]
     assert started["explanation"] == done.stdout.splitlines()[: len(started["explanation"])]
     assert json.loads((run / "environment.json").read_text(encoding="utf-8"))["world_size"] == 2
+    page = Path(__file__).parents[1].joinpath("docs", "run-folder.md").read_text(encoding="utf-8")
+    files = {f"{path.name}{'/' * path.is_dir()}" for path in run.iterdir()}
+    assert [name for name in sorted({*result, *files}) if f"`{name}`" not in page] == []
 
 
 def test_only_the_main_worker_writes_into_the_run_folder(

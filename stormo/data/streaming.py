@@ -164,14 +164,13 @@ def _ending_with_this_process() -> Callable[[int], None]:
     It is a child of the fork server, which in turn lives until all its children have ended: torch's own look at the
     parent would wait for ever.
     """
-    _kill_at_exit()
+    _kill_at_exit(os.getpid())
     return functools.partial(_end_with, os.getpid())
 
 
 @functools.cache
-def _kill_at_exit() -> None:
+def _kill_at_exit(pid: int) -> None:
     """At the end Python sends loading processes a SIGTERM, which they ignore, and waits for them: kill them before."""
-    pid = os.getpid()
 
     def kill() -> None:
         if os.getpid() == pid:  # not in a process that was forked from it

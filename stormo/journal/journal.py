@@ -109,7 +109,8 @@ class Journal:
         launches = self._world.gather_json(launch_id(os.environ))
         if not self._world.is_main:
             return
-        is_new = not self.folder.is_run
+        folder = self.folder
+        is_new = not (folder.is_run or folder.checkpoints.exists() or folder.tensorboard.exists())
         try:
             self._open_sinks(launches or [])
         except OSError:

@@ -7,6 +7,7 @@ One thread, one loop. Trains nothing and imports nothing heavy.
 from __future__ import annotations
 
 import os
+import re
 import selectors
 import signal
 import sys
@@ -30,7 +31,7 @@ _SIGNALS = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signa
 _REAP_S = 5.0  # for the kernel to end what was killed
 _READ_REST_S = 0.3  # for the pipes of killed workers to end
 _LAST_WORDS_S = 1.0
-_GAVE_UP = "Timed out waiting"  # in what Gloo and torch's store say
+_GAVE_UP = re.compile(r"Timed out waiting (\d+)ms")  # Gloo's
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -411,13 +412,16 @@ class Agent:
     def _explained(self, sign: Sign) -> Failure:
         """A wait that was given up, with whom it was for, as far as this node knows."""
         failure = sign.failure
-        if sign.weight is not Weight.SECONDARY or _GAVE_UP not in failure.what:
+        waited = _GAVE_UP.search(failure.what)
+        if sign.weight is not Weight.SECONDARY or waited is None:
             return failure
         others = [worker for worker in self._workers if worker.running and worker.failure is None]
-        states = [f"rank {one.rank} (pid {one.pid}) is at step {one.step or 0}: {one.state()}" for one in others]
-        waited = f"waited {self._timeout_s:g} s, the --timeout, for another worker and gave up"
-        hint = "set a larger --timeout if a step, a save or what comes before the first may take that long"
-        return replace(failure, what="; ".join([waited, *states, hint]))
+        steps = {one.rank: "" if one.step is None else f"is at step {one.step} and " for one in others}
+        states = [f"rank {one.rank} (pid {one.pid}) {steps[one.rank]}says: {one.state()}" for one in others]
+        limit = "--timeout" if self._patience.first_sign_s is not None else "--timeout or World(timeout_s=...)"
+        what = f"waited {int(waited[1]) / 1000:g} s for another worker and gave up"
+        hint = f"set a larger {limit} if a step, a save or what comes before the first may take that long"
+        return replace(failure, what="; ".join([what, *states, hint]))
 
     def _end_with(self, sign: Sign) -> None:
         """End every worker of this node, tell the other nodes, and show the cause; the first call counts."""

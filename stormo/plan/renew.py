@@ -47,7 +47,9 @@ def renew(config: TrainConfig, layout: Layout) -> Renewed:
     if "accumulate" in changed:
         before = replace(before, batch_per_pass=None)  # passes as they are cut now, however large
     as_new = replace(config, resumed=None)
-    if searches:
+    if config.batch.batch_size == "auto" and before.batch_per_worker is not None:  # the word does not say it
+        as_new = replace(as_new, batch=replace(config.batch, batch_size=before.batch_per_worker))
+    elif searches:
         as_new = replace(as_new, batch=replace(config.batch, batch_size=changed["batch_size"].before))
     rate, rate_text = before.learning_rate, None
     if changed.keys() & _RATE:

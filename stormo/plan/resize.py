@@ -14,6 +14,7 @@ from fractions import Fraction
 from stormo.config import Effective, TrainConfig
 from stormo.errors import counted
 from stormo.layout import Layout
+from stormo.plan.batch import per_worker
 from stormo.plan.facts import Facts
 
 _POWERS = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}  # of the batch, that the rate follows
@@ -77,4 +78,10 @@ def beginning(config: TrainConfig, layout: Layout, facts: Facts, found: Effectiv
     if before is not None and before.num_workers is not None:
         return replace(before, batch_per_pass=before.batch_per_pass or each, data_sha256=facts.data_sha256)
     workers = layout.data_size * layout.devices_per_worker
-    return replace(found, num_workers=workers, batch_per_pass=each, data_sha256=facts.data_sha256)
+    return replace(
+        found,
+        num_workers=workers,
+        batch_per_pass=each,
+        batch_per_worker=per_worker(config),
+        data_sha256=facts.data_sha256,
+    )

@@ -26,6 +26,7 @@ class Energy:
     kinds_j: Mapping[str, float]  # "gpu", "cpu", "dram"
     seconds: float
     num_nodes: int  # in these figures
+    num_silent: int = 0  # nodes that are not in them
     reasons: tuple[str, ...]  # what is not in them, or is in them besides the script
 
     def __sub__(self, earlier: Energy) -> Energy:
@@ -36,6 +37,7 @@ class Energy:
             kinds_j={kind: joules - earlier.kinds_j.get(kind, 0.0) for kind, joules in self.kinds_j.items()},
             seconds=self.seconds - earlier.seconds,
             num_nodes=self.num_nodes,
+            num_silent=self.num_silent,
             reasons=self.reasons,
         )
 
@@ -44,7 +46,10 @@ class Energy:
             return f"Energy: {'; '.join(self.reasons)}."
         text = f"Energy: {joules_text(self.joules)} ± {joules_text(self.error_j)}"
         text += f" = {rounded(self.joules / JOULES_PER_WH)} Wh{kinds_text(self.kinds_j)} in {rounded(self.seconds)} s"
-        return f"{text}, on {self.num_nodes} nodes." if self.num_nodes > 1 else f"{text}."
+        num_all = self.num_nodes + self.num_silent
+        if self.num_silent:
+            return f"{text}, on {self.num_nodes} of {num_all} nodes: the others have not told what they drew."
+        return f"{text}, on {num_all} nodes." if num_all > 1 else f"{text}."
 
 
 class ScriptMeter:
@@ -54,11 +59,11 @@ class ScriptMeter:
         self._world = world
         gpus, _ = gpus_by_node(world, devices_per_worker=1)
         self._nodes = sorted(gpus, key=int)
-        self._began_s = time.monotonic()
         place = world.place
         self._meter: Meter | None = None
         if place.local_rank == 0:
             self._meter, _ = own_meter(gpus.get(str(place.node_id), []), place.node_id)
+        self._began_s = time.monotonic()
 
     def total(self) -> Energy:
         """What all nodes drew so far; all workers ask together."""
@@ -129,6 +134,7 @@ def add_up(readings: Sequence[Mapping[str, Any]], nodes: Sequence[str]) -> Energ
         kinds_j=kinds_j,
         seconds=max((reading["seconds"] for reading in readings), default=0.0),
         num_nodes=len(told),
+        num_silent=len(nodes) - len(told),
         reasons=tuple(reasons),
     )
 

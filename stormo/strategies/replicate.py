@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,8 +31,11 @@ def replica(model: nn.Module, **options: Any) -> DistributedDataParallel:
         stand_in = SimpleNamespace(utils=SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer"))
         vars(torch)["_dynamo"] = stand_in
         try:
-            with suppress(AttributeError):  # of a release that asks for something else
-                return DistributedDataParallel(model, **options, **KEEP_BUFFERS)
+            return DistributedDataParallel(model, **options, **KEEP_BUFFERS)
+        except AttributeError as error:
+            if error.obj is not stand_in and error.obj is not stand_in.utils:
+                raise
+            # A release that asks for something else, before it has done anything.
         finally:
             if vars(torch).get("_dynamo") is stand_in:
                 del vars(torch)["_dynamo"]

@@ -47,6 +47,7 @@ from stormo.telemetry.text import (
 _REDRAW_INTERVAL_S = 0.1
 _RATE_SMOOTHING = 0.3  # weight of the newest rate: the time left neither jumps nor lags
 _INPUT_WAIT_SHOWN_ABOVE = 0.05
+_NARROW = 40
 _MIN_BAR_WIDTH = 5  # leaves room for every figure at 80 columns
 _SHORT_RATES = {"images": "img/s", "tokens": "tok/s"}
 _ENDINGS = {
@@ -210,10 +211,15 @@ class TerminalConsole:
         from rich.table import Table
 
         grid = Table.grid(padding=(0, 2))
-        grid.add_column(no_wrap=True)
-        grid.add_column(overflow="fold")
+        is_narrow = self._console.width < _NARROW
         for label, value in self._summary_rows(summary):
-            grid.add_row(self._text(label, "dim"), self._text(value))
+            if is_narrow:  # the value below its label, as beside it there is room for a few letters alone
+                grid.add_row(self._text(label, "dim"))
+                grid.add_row(self._text(value))
+            else:
+                grid.add_row(self._text(label, "dim"), self._text(value))
+        grid.columns[0].no_wrap = not is_narrow
+        grid.columns[-1].overflow = "fold"
         self._console.print()
         self._console.print(grid)
 

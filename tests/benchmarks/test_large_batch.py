@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -98,15 +97,17 @@ def test_cells_share_the_gpu_as_far_as_their_batches_allow_and_one_that_fails_st
 def test_no_more_cells_share_the_gpu_than_were_allowed() -> None:
     running: list[int] = []
     most: list[int] = []
+    together = threading.Barrier(2)
 
     def run(cell: Wanted) -> Cell:
         running.append(cell[1])
+        together.wait(timeout=60)  # another is there, too
         most.append(len(running))
-        time.sleep(0.02)
+        together.wait(timeout=60)
         running.remove(cell[1])
         return _cell(*cell[:2], 0.9)
 
-    assert len(list(fill([("sgd", size, 0) for size in range(1, 8)], 2, 21000, run))) == 7
+    assert len(list(fill([("sgd", size, 0) for size in range(1, 9)], 2, 21000, run))) == 8
     assert max(most) == 2
 
 

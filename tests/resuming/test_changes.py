@@ -109,6 +109,13 @@ def test_passes_that_the_user_changes_are_as_large_as_that_makes_them_from_then_
     assert (again.accumulate, again.beginning.num_workers, again.beginning.batch_per_pass) == (1, 2, 128)
 
 
+def test_a_rate_rests_on_the_batch_at_the_start_also_after_a_search() -> None:
+    _begin("--batch-size 128 --base-lr 0.2")
+    assert _resume("--batch-size auto").learning_rate == 0.4
+    again = _resume("--base-lr 0.1")
+    assert (again.global_batch_size, again.learning_rate) == (256, 0.2)
+
+
 def test_one_line_says_all_that_is_changed() -> None:
     _begin("--optimizer lamb --deterministic")
     plan = _resume("--eps 1e-05 --no-deterministic --clip-norm 2 --beta2 0.999")  # the last is lamb's own default

@@ -159,6 +159,7 @@ SAVES = "mkdir -p runs/demo/checkpoints/step-00000007"
 LISTENS = """
 import os, pathlib, signal, subprocess, sys, time
 def stop(number, frame):
+    signal.signal(number, signal.SIG_IGN)  # as stormo does: an interpreter that ends would be killed by the next one
     subprocess.run(sys.argv[1], shell=True, check=True)
     sys.exit(75)
 pathlib.Path("started").touch()

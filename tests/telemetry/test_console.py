@@ -346,6 +346,10 @@ def test_a_narrow_terminal_drops_the_least_important_columns() -> None:
     stream = FakeTerminal()
     play_whole_run(terminal(stream, columns=40))
     assert "epoch val loss accuracy  images/s" in [line.rstrip() for line in screen_lines(stream.getvalue())]
+    stream = FakeTerminal()
+    play_whole_run(terminal(stream, columns=20))
+    lines = [line.rstrip() for line in screen_lines(stream.getvalue())]
+    assert lines[lines.index("training time") + 1] == "2:27"  # whole, though no column is wide enough beside it
 
 
 def test_input_wait_is_shown_only_above_five_percent() -> None:
