@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -31,16 +32,7 @@ def read_all_although_the_whole_group_is_signalled() -> None:
 
 
 def test_data_is_loaded_to_the_end_although_the_whole_group_is_told_to_stop() -> None:
-    code = f"import {__name__} as test; test.{read_all_although_the_whole_group_is_signalled.__name__}()"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parents[2],
-        start_new_session=True,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = _run(read_all_although_the_whole_group_is_signalled)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -52,13 +44,18 @@ def fail_in_the_middle() -> None:
 
 
 def test_an_error_ends_the_process_although_its_loading_processes_ignore_what_python_sends_them() -> None:
-    code = f"import {__name__} as test; test.{fail_in_the_middle.__name__}()"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
+    done = _run(fail_in_the_middle)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "ValueError: of the user")
+
+
+def _run(function: Callable[[], None]) -> subprocess.CompletedProcess[str]:
+    """In a process, and a group of processes, of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", f"import {__name__} as test; test.{function.__name__}()"],
         cwd=Path(__file__).parents[2],
+        start_new_session=True,
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
     )
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "ValueError: of the user")
