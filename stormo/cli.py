@@ -10,7 +10,7 @@ from pathlib import Path
 
 from stormo import __version__
 from stormo.errors import EXIT_INTERRUPTED, StormoError, full_disk, unknown_name
-from stormo.process import hold_warning, leave_when_told
+from stormo.process import hold_warning, leave_when_interrupted, leave_when_told
 from stormo.telemetry.text import discard, open_closed_streams
 
 _USAGE = """\
@@ -81,6 +81,7 @@ def _train(arguments: list[str]) -> int:
     from stormo.launch.detect import detect
 
     hold_warning()  # before what takes long to import
+    leave_when_interrupted()
     with contextlib.suppress(StormoError):  # which `train` says better
         place = detect(os.environ)
         if place is None or place.world_size == 1:  # of several workers one must not leave alone

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from stormo.errors import EXIT_RESUMABLE
+from stormo.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE
 
 STARTED = "STORMO_STARTED_UNIX_S"  # the agent's start, which its workers inherit
 _held: list[int] = []
@@ -37,6 +37,18 @@ def leave_when_told() -> None:
     """Until somebody listens, SIGTERM ends this process as a run that may go on: nothing has been done yet."""
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _leave)
+
+
+def leave_when_interrupted() -> None:
+    """Until somebody listens, Ctrl-C ends this process; torch's imports would swallow an exception, or break by it."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    if _listened:
+        signal.default_int_handler(number, frame)
+    os._exit(EXIT_INTERRUPTED)
 
 
 def _leave(number: int, _: FrameType | None) -> None:

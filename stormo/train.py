@@ -27,7 +27,7 @@ from stormo.launch.torchrun import check_restarts, end_with_agent, note_failure
 from stormo.layout import Layout, resolve_layout
 from stormo.nodes import find_place, launched_by, node_of
 from stormo.plan import resolve
-from stormo.process import STARTED, process_start_unix_s
+from stormo.process import STARTED, leave_if_warned, process_start_unix_s
 from stormo.resuming.changes import changes
 from stormo.resuming.finding import run_to_resume
 from stormo.resuming.inherited import SPREAD, inherited_effect, inherited_workers, place_of
@@ -114,6 +114,7 @@ def _looks_like_task(argument: str) -> bool:
 
 def _start_workers(arguments: list[str], config: TrainConfig, layout: Layout) -> int:
     """Become the agent of this node: the workers run this very command again, told who they are."""
+    leave_if_warned()
     os.environ[STARTED] = str(process_start_unix_s())
     same, timeout_s = _same_on_all(config, layout), config.workers.timeout
     return run_node(_command(arguments), node_of(config, layout), timeout_s=timeout_s, **same)

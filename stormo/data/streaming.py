@@ -7,10 +7,12 @@ import functools
 import multiprocessing
 import os
 import select
+import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
+from multiprocessing.util import get_temp_dir
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -165,6 +167,7 @@ def _ending_with_this_process() -> Callable[[int], None]:
     parent would wait for ever.
     """
     _kill_at_exit(os.getpid())
+    get_temp_dir()  # one for all loading processes, which this one removes; a killed one would leave its own
     return functools.partial(_end_with, os.getpid())
 
 
@@ -190,6 +193,7 @@ def _end_with(trainer_pid: int, _: int) -> None:
         waiting = select.poll()
         waiting.register(trainer, select.POLLIN)
         waiting.poll()
+        shutil.rmtree(get_temp_dir(), ignore_errors=True)  # the trainer's, which may have been killed
         os._exit(1)
 
     try:

@@ -28,7 +28,10 @@ def notices_of_start(
     """
     goes_on = config.run.resume is not None
     if progress.num_resumes and progress.epoch > plan.epochs:
-        text = f"{name} has done its {counted(plan.epochs, 'epoch')}; raise --epochs to train on"
+        done = progress.epoch - 1
+        text = f"{name} has done its {counted(done, 'epoch')}; raise --epochs to train on"
+        if done > plan.epochs:
+            text = f"{name} has done {counted(done, 'epoch')}, and --epochs is {plan.epochs}; raise it to train on"
         yield Notice(kind="info", text=text)
     lost_at = summary.get("diverged_at_step") if summary.get("stopped_by") == "divergence" else None
     if goes_on and not progress.num_resumes and lost_at is None and not is_first:

@@ -64,6 +64,7 @@ class ScriptMeter:
         if place.local_rank == 0:
             self._meter, _ = own_meter(gpus.get(str(place.node_id), []), place.node_id)
         self._began_s = time.monotonic()
+        self.is_closed = False
 
     def total(self) -> Energy:
         """What all nodes drew so far; all workers ask together."""
@@ -76,14 +77,15 @@ class ScriptMeter:
 
         None elsewhere, where nothing was measured, and at a second call.
         """
+        if self.is_closed:
+            return None
+        self.is_closed = True
         world, reading = self._world, self._reading()
         if self._meter is not None:
             self._meter.close()
-            self._meter = None
-        elif not world.is_main or world.place.local_rank == 0:
-            return None
         if not world.is_main:
-            world.leave_word(_key(world.place.node_id), reading)
+            if reading is not None:
+                world.leave_word(_key(world.place.node_id), reading)
             return None
         own = str(world.place.node_id) if reading is not None else None
         words = world.words([_key(node) for node in self._nodes if node != own], _LAST_WORDS_S)

@@ -10,6 +10,7 @@ accuracy = world.sum(num_right) / world.sum(num_seen)
 from __future__ import annotations
 
 import builtins
+import contextlib
 import signal
 import sys
 import threading
@@ -274,6 +275,8 @@ class World:
             raise SettingError(
                 "world.energy() was called", "World(energy=False) measures nothing", "leave energy=False out"
             )
+        if self._meter.is_closed:
+            raise SettingError("world.energy() was called", "the world is closed", "call it before world.close()")
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._agree("world.energy")
@@ -370,13 +373,14 @@ class World:
     def close(self) -> None:
         """Leave, and say what was drawn; happens by itself when the script ends."""
         total = self._meter.close() if self._meter is not None else None
-        if total is not None:
-            builtins.print(total, file=sys.stderr, flush=True)  # noqa: T201
         for group in self._loop.groups:
             group.exchange.close()
         for hold in self._staged:
             hold.release()
         self._workers.close()
+        if total is not None:
+            with contextlib.suppress(OSError, ValueError):  # nobody can read it
+                builtins.print(total, file=sys.stderr, flush=True)  # noqa: T201
         self._lifeline.close()
 
     def __enter__(self) -> World:
