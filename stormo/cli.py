@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from stormo import __version__
+from stormo.early_signals import hold_warning, leave_when_interrupted, leave_when_told
 from stormo.errors import EXIT_INTERRUPTED, StormoError, full_disk, unknown_name
-from stormo.process import hold_warning, leave_when_interrupted, leave_when_told
 from stormo.telemetry.text import discard, open_closed_streams
 
 _USAGE = """\

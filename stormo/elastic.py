@@ -40,6 +40,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     create_handler,
 )
 
+from stormo.early_signals import hear_warning
 from stormo.errors import (
     EXIT_DIVERGED,
     EXIT_FAILURE,
@@ -56,7 +57,7 @@ from stormo.launch.own_folder import own_folder
 from stormo.launch.place import host_name
 from stormo.launch.relay import write_all
 from stormo.launch.torchrun import AGENT, met_file
-from stormo.process import STARTED, hear_warning
+from stormo.process import STARTED
 from stormo.telemetry.folder import RunFolder
 
 _LAST_CALL_S = 5  # for more nodes to come, once the least number is there

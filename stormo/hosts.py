@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from stormo.config import OF_ONE_CALL, NodeRange, TrainConfig
+from stormo.early_signals import leave_if_warned
 from stormo.errors import SettingError, counted
 from stormo.hardware import visible_gpus
 from stormo.launch.connection import HostCommand
@@ -26,7 +27,6 @@ from stormo.launch.hostfile import (
 from stormo.launch.mpirun import Start, command_line
 from stormo.launch.place import derived_port
 from stormo.launch.ssh import run_on_hosts
-from stormo.process import leave_if_warned
 
 # What of this environment the workers on other hosts get too: what numerical and network libraries read, but not the
 # numbers of the GPUs of this host, which may be others there.

@@ -12,6 +12,7 @@ from typing import Any
 
 from stormo import __version__, dry_run, options
 from stormo.config import TrainConfig, least_nodes
+from stormo.early_signals import leave_if_warned
 from stormo.errors import EXIT_FAILURE, StormoError, full_disk
 from stormo.hardware import visible_gpus
 from stormo.hosts import hosts_of, on_hosts, start_on_hosts
@@ -27,7 +28,7 @@ from stormo.launch.torchrun import check_restarts, end_with_agent, note_failure
 from stormo.layout import Layout, resolve_layout
 from stormo.nodes import find_place, launched_by, node_of
 from stormo.plan import resolve
-from stormo.process import STARTED, leave_if_warned, process_start_unix_s
+from stormo.process import STARTED, process_start_unix_s
 from stormo.resuming.changes import changes
 from stormo.resuming.finding import run_to_resume
 from stormo.resuming.inherited import SPREAD, inherited_effect, inherited_workers, place_of

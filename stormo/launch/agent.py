@@ -7,7 +7,6 @@ One thread, one loop. Trains nothing and imports nothing heavy.
 from __future__ import annotations
 
 import os
-import re
 import selectors
 import signal
 import sys
@@ -16,10 +15,19 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
+from stormo.early_signals import stopping_text
 from stormo.errors import EXIT_FAILURE, EXIT_INTERRUPTED, StormoError
 from stormo.launch import local
 from stormo.launch.control import Ended, Event, Gone, Hello, RankEnded, Reported, Timing
-from stormo.launch.failure import Failure, combined_exit_code, of_early_exit, of_exit, of_signal, of_stop
+from stormo.launch.failure import (
+    Failure,
+    combined_exit_code,
+    given_up_after_s,
+    of_early_exit,
+    of_exit,
+    of_signal,
+    of_stop,
+)
 from stormo.launch.inbox import SignalInbox
 from stormo.launch.meeting import Meeting, StoppedError, meet
 from stormo.launch.place import host_name
@@ -31,7 +39,6 @@ _SIGNALS = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signa
 _REAP_S = 5.0  # for the kernel to end what was killed
 _READ_REST_S = 0.3  # for the pipes of killed workers to end
 _LAST_WORDS_S = 1.0
-_GAVE_UP = re.compile(r"Timed out waiting (\d+)ms")  # Gloo's
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,10 +232,8 @@ class Agent:
         if self._patience.interrupted_s is not None:
             self._interrupt_deadline = time.monotonic() + self._patience.interrupted_s
             return
-        # Before the first one, what a worker is at may end it too, or else that step does.
         is_training = any(worker.step is not None for worker in self._workers) or self._patience.first_sign_s is None
-        when = "after this step" if is_training else "after the first step at the latest"
-        self._screen.say(f"stopping {when}; press Ctrl-C again to stop at once")
+        self._screen.say(stopping_text(is_training=is_training))
 
     def _take_messages(self, worker: Worker) -> None:
         now = time.monotonic()
@@ -412,14 +417,14 @@ class Agent:
     def _explained(self, sign: Sign) -> Failure:
         """A wait that was given up, with whom it was for, as far as this node knows."""
         failure = sign.failure
-        waited = _GAVE_UP.search(failure.what)
-        if sign.weight is not Weight.SECONDARY or waited is None:
+        waited_s = given_up_after_s(failure.what)
+        if sign.weight is not Weight.SECONDARY or waited_s is None:
             return failure
         others = [worker for worker in self._workers if worker.running and worker.failure is None]
         steps = {one.rank: "" if one.step is None else f"is at step {one.step} and " for one in others}
         states = [f"rank {one.rank} (pid {one.pid}) {steps[one.rank]}says: {one.state()}" for one in others]
         limit = "--timeout" if self._patience.first_sign_s is not None else "--timeout or World(timeout_s=...)"
-        what = f"waited {int(waited[1]) / 1000:g} s for another worker and gave up"
+        what = f"waited {waited_s:g} s for another worker and gave up"
         hint = f"set a larger {limit} if a step, a save or what comes before the first may take that long"
         return replace(failure, what="; ".join([what, *states, hint]))
 

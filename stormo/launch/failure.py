@@ -16,6 +16,7 @@ from stormo.errors import EXIT_DIVERGED, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_RE
 
 MAX_DETAILS_CHARACTERS = 24_000
 _MAX_SENTENCE_CHARACTERS = 4_000
+_GAVE_UP = re.compile(r"Timed out waiting (\d+)ms")  # Gloo's
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _OUT_OF_MEMORY = "The kernel's out-of-memory killer may have done this; dmesg would say so.\n"
 ORDERLY_EXIT_CODES = (0, EXIT_DIVERGED, EXIT_RESUMABLE, EXIT_INTERRUPTED)
@@ -120,6 +121,12 @@ def of_exit(code: int, *, rank: int, host: str) -> Failure:
     """The failure of a rank that ended with an exit code and never said why."""
     what = f"ended with exit code {code} and did not report why"
     return Failure(kind="exit", who=f"rank {rank}", host=host, what=what)
+
+
+def given_up_after_s(error: str) -> float | None:
+    """How long was waited for another worker, where that is what an error is about."""
+    waited = _GAVE_UP.search(error)
+    return None if waited is None else int(waited[1]) / 1000
 
 
 def of_early_exit(*, rank: int, host: str) -> Failure:

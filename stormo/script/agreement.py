@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import sys
 import zlib
 from collections.abc import Callable, Sequence
@@ -23,10 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stormo.errors import SettingError, StormoError
+from stormo.launch.failure import given_up_after_s
 from stormo.world.store import PeerFailedError, is_secondary
 from stormo.world.world import World
 
-_TIMED_OUT = re.compile(r"Timed out waiting (\d+)ms")  # Gloo's
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _STANDARD_LIBRARY = str(Path(contextlib.__file__).parent)
 _KIND, _NUMBER, _FLAG = range(3)  # columns of an announcement
@@ -138,8 +137,8 @@ class Agreement:
         except RuntimeError as error:
             if not is_secondary(error):
                 raise
-            late = _TIMED_OUT.search(str(error))
-            what = "failed, or has ended before it" if late is None else f"not come within {int(late[1]) / 1000:g} s"
+            waited_s = given_up_after_s(str(error))
+            what = "failed, or has ended before it" if waited_s is None else f"not come within {waited_s:g} s"
             self._broken = PeerFailedError(
                 f"rank {self._world.rank} is at: {_brief(self._said)}; another rank has {what}."
             )

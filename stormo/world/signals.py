@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from stormo.process import hear_warning
+from stormo.early_signals import hear_warning, stopping_text
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -29,8 +29,7 @@ class StopFlag:
         if number == signal.SIGINT and self.signal_number:  # whatever came first, this is somebody at the keyboard
             raise KeyboardInterrupt
         if number == signal.SIGINT and self._announces:
-            when = "after this step" if self.is_training else "after the first step at the latest"
-            os.write(2, f"\nstormo: stopping {when}; press Ctrl-C again to stop at once\n".encode())
+            os.write(2, f"\nstormo: {stopping_text(is_training=self.is_training)}\n".encode())
         self.signal_number = number
 
 
