@@ -20,6 +20,7 @@ import argparse
 import concurrent.futures
 import json
 import math
+import re
 import statistics
 import subprocess
 import tempfile
@@ -79,7 +80,7 @@ class Cell:
     @property
     def key(self) -> tuple[str, int]:
         """What makes it this cell, whatever its name was."""
-        return self.flags, self.seed
+        return settings_of(self.flags), self.seed
 
 
 class CellError(Exception):
@@ -113,6 +114,21 @@ def flags_of(recipe: str, batch: int, epochs: int) -> str:
     if batch > _LARGEST_GRAPH:
         flags += " --no-graph"
     return f"--global-batch-size {start} --epochs {epochs} {flags}"
+
+
+_SCALED = re.compile(r"^(--global-batch-size (\d+) .*)--base-lr (\S+) --lr-rule (linear|sqrt) --base-batch-size (\d+)")
+
+
+def settings_of(flags: str) -> str:
+    """The flags with the rate that a rule comes to: 0.05 of 512 is 0.1 at 1,024, and a point of the grid."""
+
+    def resolved(match: re.Match[str]) -> str:
+        before, batch, rate, rule, base = match.groups()
+        factor = int(batch) / int(base)
+        rate = float(rate) * (factor if rule == "linear" else math.sqrt(factor))
+        return f"{before}--base-lr {rate:g} --lr-rule none"
+
+    return _SCALED.sub(resolved, flags)
 
 
 def nesterov(rate: float, warmup_epochs: int) -> str:
@@ -195,13 +211,13 @@ def tabulate(cells: Sequence[Cell], epochs: int, extra: Sequence[str] = ()) -> T
     """
     runs: dict[str, list[Cell]] = {}
     for cell in cells:
-        runs.setdefault(cell.flags, []).append(cell)
+        runs.setdefault(settings_of(cell.flags), []).append(cell)
     table: Table = {}
     for batch in sorted({cell.batch for cell in cells}):
         for recipe in [*RECIPES, *_GRID]:
-            flags = " ".join([flags_of(recipe, batch, epochs), *extra])
-            if flags in runs:
-                table[recipe, batch] = runs[flags]
+            settings = settings_of(" ".join([flags_of(recipe, batch, epochs), *extra]))
+            if settings in runs:
+                table[recipe, batch] = runs[settings]
         if tried := [table.pop((name, batch)) for name in _GRID if (name, batch) in table]:
             table["tuned", batch] = max(tried, key=mean)
     return table
@@ -307,7 +323,7 @@ def main(arguments: list[str] | None = None) -> int:
     known, began, longest_s = {cell.key for cell in cells}, time.perf_counter(), 0.0
     todo = []
     for recipe, batch, seed in places:
-        key = " ".join([flags_of(recipe, batch, options.epochs), *extra]), seed
+        key = settings_of(" ".join([flags_of(recipe, batch, options.epochs), *extra])), seed
         if key not in known:
             known.add(key)
             todo.append((recipe, batch, seed))

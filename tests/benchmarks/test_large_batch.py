@@ -69,6 +69,9 @@ def test_the_table_and_the_last_line() -> None:
         "| tuned | 94.50 ± 0.71 | 92.00 |",  # of the grid as it is now
     ]
     assert result_line(table) == "RESULT accuracy_512=0.9450 best_accuracy_16384=0.9300 plain_accuracy_16384=0.1000"
+    shared = table_lines(tabulate([_cell("linear", 1024, 0.95), _cell("nesterov 0.1 2", 2048, 0.94)], 30))
+    # 0.05 × 2 at 1,024 and 0.05 × √4 at 2,048 are the rate of a point of the grid.
+    assert shared[2:] == ["| linear | 95.00 |  |", "| sqrt |  | 94.00 |", "| tuned | 95.00 | 94.00 |"]
     assert result_line({}) == "RESULT accuracy_512=nan best_accuracy_16384=nan plain_accuracy_16384=nan"
 
 
