@@ -26,6 +26,7 @@ Trains a PyTorch model on one device or on thousands: fast, exact, and with its 
   stormo report RUN...            one page on a run, or on several side by side
   stormo watch RUN                the same page, live while the run goes on
   stormo export RUN [FILE]        the weights of a run as one safetensors file
+  stormo predict [TASK] [options] will it fit on GPUs that are not here, by which strategy and at which batch?
   stormo scale [TASK] [options]   train on more and more workers: do they pay, for time and for energy?
   stormo submit [TASK] [options]  train as a Slurm job, which goes on over its time limit until it is done
   stormo status [RUN]             how submitted runs are doing
@@ -161,6 +162,12 @@ def _export(arguments: list[str]) -> int:
     return export.main(arguments)
 
 
+def _predict(arguments: list[str]) -> int:
+    from stormo.predict import command
+
+    return command.main(arguments)
+
+
 def _scale(arguments: list[str]) -> int:
     from stormo.scale import command
 
@@ -200,6 +207,7 @@ _VERBS: dict[str, Callable[[list[str]], int]] = {
     "report": _report,
     "watch": _watch,
     "export": _export,
+    "predict": _predict,
     "scale": _scale,
     "submit": _submit,
     "status": _status,

@@ -11,7 +11,20 @@ from typing import Any, Literal
 
 Precision = Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp64"]
 Strategy = Literal[
-    "auto", "single", "dp", "ddp", "zero1", "zero2", "fsdp", "hsdp", "tensor", "hybrid", "pipeline", "naive"
+    "auto",
+    "single",
+    "dp",
+    "ddp",
+    "local",
+    "server",
+    "zero1",
+    "zero2",
+    "fsdp",
+    "hsdp",
+    "tensor",
+    "hybrid",
+    "pipeline",
+    "naive",
 ]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
@@ -69,7 +82,11 @@ class Workers:
     device: Literal["auto", "cpu", "cuda"] = option("auto", "device of the workers")
     backend: Literal["auto", "nccl", "gloo"] = option("auto", "communication library")
     timeout: float = option(600.0, "seconds that a worker waits for the others before it gives up")
-    strategy: Strategy = option("auto", "how the model is spread over the workers; docs/strategies.md explains each")
+    strategy: Strategy = option(
+        "auto", "how the model is spread over the workers, see docs/strategies.md", metavar="NAME"
+    )
+    servers: int = option(1, "with --strategy server: workers that also keep a part of the weights each, and step it")
+    staleness: int = option(0, "with --strategy server: steps that a worker may be ahead of the slowest")
     mesh: str | None = option(
         None,
         "workers along the axes pipeline, replicate, shard, tensor, such as replicate=2,shard=4; instead of --strategy",
@@ -157,6 +174,12 @@ class Optimizer:
     noise_scale: bool | None = option(
         None, "measure the gradient noise scale, the batch beyond which more workers stop paying"
     )
+
+    average_every: str | None = option(
+        None, "with --strategy local: steps (16) or epochs (0.5ep) between two averagings of the weights"
+    )
+    outer_lr: float = option(1.0, "with --strategy local: how much of their mean change the weights take")
+    outer_momentum: float = option(0.0, "with --strategy local: Nesterov's momentum of these changes")
 
     def of_its_own(self) -> dict[str, float]:
         """What this optimizer takes beside rate, momentum and decay, as set or by default."""

@@ -85,3 +85,55 @@ def _describe(cuda: ctypes.CDLL, index: int) -> Gpu:
 def num_cores() -> int:
     """The CPU cores this process may run on (a scheduler's or container's share, not the machine's)."""
     return len(os.sched_getaffinity(0))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KnownGpu:
+    """A device by its data sheet."""
+
+    name: str
+    memory_gb: int  # as published, in 10^9 bytes; the driver often shows some more
+    capability: tuple[int, int]
+    has_nvlink: bool  # as it is usually built into a node
+
+    def described(self, memory_bytes: int | None = None) -> Gpu:
+        """As if it were visible here."""
+        return Gpu(
+            name=self.name,
+            memory_bytes=self.memory_gb * 10**9 if memory_bytes is None else memory_bytes,
+            capability=self.capability,
+        )
+
+
+# Published sizes of memory, by the names that users type.
+KNOWN_GPUS: dict[str, KnownGpu] = {
+    key: KnownGpu(name=name, memory_gb=memory_gb, capability=capability, has_nvlink=has_nvlink)
+    for key, name, memory_gb, capability, has_nvlink in (
+        ("b200", "NVIDIA B200", 180, (10, 0), True),
+        ("gh200-96gb", "NVIDIA GH200 96GB", 96, (9, 0), True),
+        ("gh200-144gb", "NVIDIA GH200 144GB", 144, (9, 0), True),
+        ("h200", "NVIDIA H200", 141, (9, 0), True),
+        ("h100-80gb", "NVIDIA H100 80GB HBM3", 80, (9, 0), True),
+        ("h100-64gb", "NVIDIA H100 64GB", 64, (9, 0), True),
+        ("h100-pcie", "NVIDIA H100 PCIe", 80, (9, 0), False),
+        ("h100-nvl", "NVIDIA H100 NVL", 94, (9, 0), True),
+        ("a100-80gb", "NVIDIA A100-SXM4-80GB", 80, (8, 0), True),
+        ("a100-64gb", "NVIDIA A100-SXM-64GB", 64, (8, 0), True),
+        ("a100-40gb", "NVIDIA A100-SXM4-40GB", 40, (8, 0), True),
+        ("a100-pcie-80gb", "NVIDIA A100 80GB PCIe", 80, (8, 0), False),
+        ("a100-pcie-40gb", "NVIDIA A100-PCIE-40GB", 40, (8, 0), False),
+        ("a40", "NVIDIA A40", 48, (8, 6), False),
+        ("a30", "NVIDIA A30", 24, (8, 0), False),
+        ("a10", "NVIDIA A10", 24, (8, 6), False),
+        ("a6000", "NVIDIA RTX A6000", 48, (8, 6), False),
+        ("l40s", "NVIDIA L40S", 48, (8, 9), False),
+        ("l40", "NVIDIA L40", 48, (8, 9), False),
+        ("l4", "NVIDIA L4", 24, (8, 9), False),
+        ("rtx-4090", "NVIDIA GeForce RTX 4090", 24, (8, 9), False),
+        ("rtx-3090", "NVIDIA GeForce RTX 3090", 24, (8, 6), False),
+        ("v100-32gb", "Tesla V100-SXM2-32GB", 32, (7, 0), True),
+        ("v100-16gb", "Tesla V100-SXM2-16GB", 16, (7, 0), True),
+        ("p100", "Tesla P100-PCIE-16GB", 16, (6, 0), False),
+        ("t4", "Tesla T4", 16, (7, 5), False),
+    )
+}

@@ -48,7 +48,7 @@ class Layout:
     @property
     def is_spread(self) -> bool:
         """Whether no worker need hold the whole model with all that belongs to it."""
-        return self.strategy not in ("single", "dp", "ddp")
+        return self.strategy not in ("single", "dp", "ddp", "local", "server")
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -238,6 +238,8 @@ def _strategy(
             )
         mesh, reason = preset_mesh(workers.strategy, world_size, per_node)
         return workers.strategy, mesh, ZERO_STAGES.get(workers.strategy, 0), f"{reason}: {_lengths(mesh)}"
+    if workers.strategy == "server":
+        return "server", Mesh(replicate=world_size), 0, _server_reason(config, world_size, origin)
     strategy, reason = _plain(config, world_size, devices_per_worker)
     return strategy, Mesh(replicate=world_size), 0, reason
 
@@ -269,6 +271,27 @@ def _by_mesh(config: TrainConfig, text: str, world_size: int, origin: str) -> tu
     return "mesh", mesh, zero, reason + (f"; shard cuts {cuts[zero]}" if zero else "")
 
 
+def _server_reason(config: TrainConfig, world_size: int, origin: str) -> str:
+    servers, staleness = config.workers.servers, config.workers.staleness
+    at_least("--servers", servers, 1)
+    at_least("--staleness", staleness, 0)
+    if world_size == 1:
+        raise SettingError(
+            "--strategy server was set",
+            f"there is one worker ({origin}) and it would send its gradients to itself",
+            "set --num-gpus 2 or more, or --strategy single",
+        )
+    if servers > world_size:
+        raise SettingError(
+            f"--servers {servers} was set",
+            f"servers are workers too and there are {world_size} ({origin})",
+            f"set --servers {world_size} or fewer, or start more workers",
+        )
+    which = "one of them, which steps" if servers == 1 else f"{servers} of them, which step a part of the weights each"
+    pace = f"at most {counted(staleness, 'step')} ahead of the slowest" if staleness else "synchronous"
+    return f"{world_size} workers send their gradients to {which}; {pace}"
+
+
 def _plain(config: TrainConfig, world_size: int, devices_per_worker: int) -> tuple[str, str]:
     asked = config.workers.strategy
     if asked == "single" and world_size > 1:
@@ -282,6 +305,8 @@ def _plain(config: TrainConfig, world_size: int, devices_per_worker: int) -> tup
         return "dp", f"DataParallel, threads of one process over {gpus}, as set; ddp is faster"
     if asked == "ddp":
         return "ddp", "as set" if world_size > 1 else "as set; with one worker there is nothing to average"
+    if asked == "local":
+        return "local", "every worker steps by itself, with the gradient of its own samples"
     if world_size == 1:
         return "single", "one worker, nothing to average"
     return "ddp", f"the model is copied to {world_size} workers, their gradients are averaged during backward"

@@ -71,26 +71,20 @@ def train(run: Training) -> Outcome:
     """Train until the target is held, the epochs are done, a signal comes or the loss is lost for good."""
     watch = Stopwatch(run.world, run.loader, run.state.progress, run.state.strategy, run.keeper)
     _tell_profile(run)
-    while True:
-        outcome = _train(run, watch)
-        if outcome.diverged is None:
-            return outcome
-        outcome = replace(outcome, diverged=_inspected(run, outcome.diverged))
-        assert outcome.diverged is not None
-        if not run.recover(outcome.diverged):
-            return outcome
+    with run.state.strategy.running():
+        while True:
+            outcome = _train(run, watch)
+            if outcome.diverged is None:
+                return outcome
+            outcome = replace(outcome, diverged=_inspected(run, outcome.diverged))
+            assert outcome.diverged is not None
+            if not run.recover(outcome.diverged):
+                return outcome
 
 
 def _train(run: Training, watch: Stopwatch) -> Outcome:
     progress, strategy, plan = run.state.progress, run.state.strategy, run.plan
-    vote = Vote(run.world)
-    losses = LossWatch(
-        run.world,
-        progress.trend,
-        is_on=run.settings.stop.on_divergence != "ignore",
-        batch_size=plan.global_batch_size,
-        patience=patience_steps(plan.steps_per_epoch),
-    )
+    vote, losses = _open_vote(run)
     strategy.module.train()
     while progress.epoch <= plan.epochs and not _target_held(run):
         _follow_growth(run)
@@ -111,9 +105,9 @@ def _train(run: Training, watch: Stopwatch) -> Outcome:
             with range_of("optimizer"):
                 strategy.step(learning_rate)
             progress.advance(run.loader.samples(batch.span))
-            position = batch.span.step_start
-            moment = Moment(epoch=progress.epoch, step=progress.step, position=position, learning_rate=learning_rate)
-            losses.note(moment)
+            strategy.exchange_weights()
+            at = {"epoch": progress.epoch, "step": progress.step, "position": batch.span.step_start}
+            losses.note(Moment(**at, learning_rate=learning_rate))
             run.sign_of_life(progress.step)
             watch.note_step()
             if run.world.is_main and watch.since_last_s() > _SECONDS_BETWEEN_RECORDS:
@@ -128,7 +122,7 @@ def _train(run: Training, watch: Stopwatch) -> Outcome:
                 progress.epoch, progress.step, progress.position
             )
             if diverged is None and (stop or (is_within and losses.owes_checkpoint and losses.is_calm)):
-                watch.pause()
+                _come_together(run, watch, vote)
                 diverged = losses.settle(strategy.weights())
                 if diverged is None and (stop or losses.is_calm):
                     run.save(None)
@@ -137,16 +131,38 @@ def _train(run: Training, watch: Stopwatch) -> Outcome:
                         return Outcome("signal", stop)
                 watch.start()
             if diverged is not None:
-                watch.pause()
+                _come_together(run, watch, vote)
                 return Outcome("divergence", diverged=diverged)
-        watch.pause()
-        found = losses.settle(strategy.weights()) or _finish_epoch(run, watch, vote, losses, learning_rate)
+        _come_together(run, watch, vote)
+        found = losses.settle(strategy.weights()) or _finish_epoch(run, watch, Vote(run.world), losses, learning_rate)
         if isinstance(found, Diverged):
             return Outcome("divergence", diverged=found)
         if found:
             run.save(None)  # the signal came during validation, which is done anew after a resume
             return Outcome("signal", found)
     return Outcome("target" if _target_held(run) else "epochs")
+
+
+def _open_vote(run: Training) -> tuple[Vote, LossWatch]:
+    """What the workers agree on in every step, and the losses that travel with it."""
+    # Cast when a step begins and read when it ends, a vote alone lets a worker be one step ahead.
+    lag = max(0, run.state.strategy.staleness - 1)
+    losses = LossWatch(
+        run.world,
+        run.state.progress.trend,
+        is_on=run.settings.stop.on_divergence != "ignore",
+        batch_size=run.plan.global_batch_size,
+        patience=patience_steps(run.plan.steps_per_epoch),
+        vote_lag=lag,
+    )
+    return Vote(run.world, lag), losses
+
+
+def _come_together(run: Training, watch: Stopwatch, vote: Vote) -> None:
+    """Stop the clock, and have all workers at the same step with the same weights before what they do together."""
+    watch.pause()
+    vote.drain()
+    run.state.strategy.settle()
 
 
 def _follow_growth(run: Training) -> None:
@@ -263,15 +279,16 @@ def _validate(run: Training, vote: Vote) -> dict[str, float] | int:
     """The metrics over the whole validation set, or the signal that was agreed on meanwhile."""
     strategy, validation = run.state.strategy, run.validation
     strategy.average_buffers()
-    for turn, metrics in enumerate(validation.run(strategy.validated, strategy.autocast), start=1):
-        if metrics is not None:
-            return metrics
-        vote.cast(run.flag.signal_number)
-        run.record(ValidationProgress(epoch=run.state.progress.epoch, done=turn, total=validation.num_rounds))
-        run.sign_of_life(run.state.progress.step)
-        stop = vote.outcome()
-        if stop:
-            return stop
+    with strategy.averaged():
+        for turn, metrics in enumerate(validation.run(strategy.validated, strategy.autocast), start=1):
+            if metrics is not None:
+                return metrics
+            vote.cast(run.flag.signal_number)
+            run.record(ValidationProgress(epoch=run.state.progress.epoch, done=turn, total=validation.num_rounds))
+            run.sign_of_life(run.state.progress.step)
+            stop = vote.outcome()
+            if stop:
+                return stop
     raise AssertionError("validation ended without metrics")
 
 

@@ -33,7 +33,9 @@ class Moment:
 class LossWatch:
     """Sees the loss of every step, a few steps late, and says when the run is lost; `is_on` False sees nothing."""
 
-    def __init__(self, world: World, trend: Trend, *, is_on: bool, batch_size: int, patience: int) -> None:
+    def __init__(
+        self, world: World, trend: Trend, *, is_on: bool, batch_size: int, patience: int, vote_lag: int = 0
+    ) -> None:
         self._world = world
         self._trend = trend
         self._is_on = is_on
@@ -43,11 +45,13 @@ class LossWatch:
         self._lag = _LAG_STEPS[world.device.type]
         self._part: Tensor | None = None  # of the step under way: this worker's part of the global mean
         self._pending: deque[tuple[Moment, int]] = deque()  # and the slot of its loss
-        self._is_cast = False
+        self._vote_lag = vote_lag
+        self._casts: deque[bool] = deque()  # whether a loss was cast with each vote that is not read yet
         self._num_noted = 0
         on_gpu = world.device.type == "cuda"
-        self._slots = torch.zeros(self._lag, dtype=torch.float64, pin_memory=on_gpu and is_on)
-        self._copied = [torch.cuda.Event() for _ in range(self._lag)] if on_gpu and is_on else []
+        # One that was cast is kept until its sum is read, as `settle` may come before.
+        self._slots = torch.zeros(self._lag + vote_lag, dtype=torch.float64, pin_memory=on_gpu and is_on)
+        self._copied = [torch.cuda.Event() for _ in self._slots] if on_gpu and is_on else []
         self.owes_checkpoint = False  # one was due while the loss was not calm
 
     @property
@@ -65,7 +69,7 @@ class LossWatch:
         if not self._is_on:
             return
         assert self._part is not None
-        slot = self._num_noted % self._lag
+        slot = self._num_noted % len(self._slots)
         self._slots[slot].copy_(self._part, non_blocking=True)
         if self._copied:
             self._copied[slot].record()
@@ -75,18 +79,19 @@ class LossWatch:
 
     def share(self) -> float:
         """This worker's part of the oldest loss not told yet, once that is due: to be cast with the vote."""
-        self._is_cast = len(self._pending) == self._lag
-        return self._read(self._pending[0][1]) if self._is_cast else 0.0
+        num_cast = sum(self._casts)
+        self._casts.append(len(self._pending) - num_cast == self._lag)
+        return self._read(self._pending[num_cast][1]) if self._casts[-1] else 0.0
 
     def hear(self, total: float) -> Diverged | None:
-        """Judge the sum of what all workers have cast."""
-        if not self._is_cast:
+        """Judge the sum of what all workers have cast, with the vote that is read now."""
+        if len(self._casts) <= self._vote_lag or not self._casts.popleft():
             return None
-        self._is_cast = False
         return self._judge(self._pending.popleft()[0], total)
 
     def settle(self, weights: Iterable[Tensor]) -> Diverged | None:
         """Wait for all losses up to now and judge them and this worker's weights. All workers call it."""
+        self._casts.clear()  # their votes are not read any more
         if not self._is_on or not self._pending:
             return None
         parts = [self._read(slot) for _, slot in self._pending]

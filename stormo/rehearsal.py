@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import pickle
 import re
 import traceback
 import warnings
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +27,9 @@ from stormo.data.batches import batch_length, cut, tensors_in
 from stormo.data.loaders import Batch, Loader, Share
 from stormo.errors import SettingError, counted
 from stormo.metrics import Sums, Validation
+from stormo.plan import Plan
+from stormo.plan.stages import steps_to_come
+from stormo.progress import Progress
 from stormo.strategies.strategy import Strategy
 from stormo.strategies.undo import Before
 from stormo.tasks.measured import read_metrics
@@ -125,6 +130,34 @@ def _try_largest(strategy: Strategy, loader: Loader, largest: Share) -> None:
     finally:
         loader.share, loader.wait_s = share, 0.0
     before.put_back()
+
+
+def rehearse_lone_samples(strategy: Strategy, loader: Loader, plan: Plan, progress: Progress) -> None:
+    """Run a step that leaves a worker a single sample, where one is to come, and leave no trace of it.
+
+    Batch norm may refuse it, and would do so at the end of an epoch, or after a night of training. All workers call it.
+    """
+    steps = steps_to_come(plan.stages, plan.epochs, progress.epoch, progress.position)
+    found = next((step for step in steps if _leaves_one(plan, *step)), None)
+    if found is None:
+        return
+    share, random_state = loader.share, collect_random_state()
+    loader.share = replace(share, global_batch_size=found[0], accumulate=found[1])
+    try:
+        with explained(strategy.task, "train_data", "loss", strategy.world.device):
+            strategy.warm_up(loader, (batch for batch in loader.first_and_last() if not batch.span.step_start))
+    finally:
+        loader.share = share
+        restore_random_state(*random_state)
+
+
+def _leaves_one(plan: Plan, num_samples: int, accumulate: int) -> bool:
+    """Whether a step of so many samples has a pass in which a device computes on one of them alone."""
+    shares = {num_samples // plan.layout.data_size, math.ceil(num_samples / plan.layout.data_size)}
+    passes = {share // accumulate for share in shares} | {math.ceil(share / accumulate) for share in shares}
+    # DataParallel cuts a pass into pieces of one size, and what is left.
+    pieces = {size: math.ceil(size / plan.layout.devices_per_worker) for size in passes if size}
+    return any(size <= plan.micro_batches or size % piece == 1 for size, piece in pieces.items())
 
 
 class _FirstLook:

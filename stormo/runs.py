@@ -1,8 +1,6 @@
 """`stormo runs`: the runs of a folder, newest first, one line each.
 
-The state comes from `summary.json`; without one, a run of this host goes on as long as a process holds it. That of
-another host is judged by the age of its last event, which cannot tell one that was killed a moment ago from one that
-still goes on.
+The state comes from `summary.json`; without one, from whether a process holds the run, or else from its last event.
 """
 
 from __future__ import annotations
@@ -19,11 +17,10 @@ from stormo.errors import StormoError
 from stormo.telemetry.events import current_events, read_events, speed_of
 from stormo.telemetry.files import to_json
 from stormo.telemetry.finding import list_runs
-from stormo.telemetry.folder import RunFolder, is_held, read_summary
+from stormo.telemetry.folder import RunFolder, goes_on, read_summary
 from stormo.telemetry.text import encodable, format_duration, format_figure, format_rate, unit_rate, write_text
 
 MISSING = "n/a"
-SILENT_AFTER_S = 300.0  # validation and saving write no events; longer silence means a dead run
 _STATES = {"target": "done", "epochs": "done", "signal": "stopped", "divergence": "diverged", "error": "failed"}
 _STATE_STYLES = {"running": "cyan", "done": "green", "stopped": "yellow", "interrupted": "yellow"}
 _TITLES = ("name", "task", "state", "epochs", "accuracy", "loss", "speed", "time", "workers")
@@ -109,9 +106,9 @@ def _unfinished(run: RunFolder, events: Sequence[Mapping[str, Any]], now_unix_s:
     else:
         silent_s = max(now_unix_s - run.path.stat().st_mtime, 0.0)
         since = f"no event yet, folder changed {_rough_duration(silent_s)} ago"
-    held = is_held(run)
-    is_running = silent_s < SILENT_AFTER_S if held is None else held
-    judged = {None: "killed or still running", True: "still running", False: "it ended without a word"}[held]
+    is_running, is_certain = goes_on(run, silent_s)
+    judged = "still running" if is_running else "it ended without a word"
+    judged = judged if is_certain else "killed or still running"
     newest = max((event for event in (epoch, step) if event), key=lambda event: event.get("step", 0), default={})
     unit, units_per_s = speed_of(newest)
     return RunOverview(

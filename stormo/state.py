@@ -3,7 +3,8 @@
 Where every worker has the whole model, the main one writes and reads; what each worker has of its own (random
 generators, running statistics, its part of the loss) travels to and from it. So any worker count can resume what any
 other has saved, and no worker but the main one needs to see the run folder. Where the model is spread, every worker
-writes and reads its own boxes of it, and any mesh can resume what any other has saved.
+writes and reads its own boxes of it, and any mesh can resume what any other has saved. Workers that step by themselves
+each write what they have, and the mean of all of them besides.
 """
 
 from __future__ import annotations
@@ -27,14 +28,19 @@ from stormo.checkpoint import (
     collect_random_state,
     flatten_optimizer,
     kept_buffers,
+    local_boxes,
+    local_state,
     restore_optimizer,
     restore_random_state,
     take_checkpoint,
+    take_local,
     whole_box,
 )
 from stormo.data.order import derive_seed, seed_generators
+from stormo.errors import counted
 from stormo.mesh import Mesh
 from stormo.progress import Progress
+from stormo.strategies.local import Local
 from stormo.strategies.strategy import Strategy
 from stormo.world.world import World
 
@@ -54,7 +60,7 @@ class RunState:
 
     def content(self, world: World, seed: int) -> Snapshot | Shard | None:
         """What this worker gives to a checkpoint; every worker must call it."""
-        return self.shard(world, seed) if self.strategy.is_spread else self.snapshot(world, seed)
+        return self.shard(world, seed) if self.strategy.saves_apart else self.snapshot(world, seed)
 
     def snapshot(self, world: World, seed: int) -> Snapshot | None:
         """The state of all workers, on the main one; None on the others. Every worker must call it."""
@@ -69,12 +75,17 @@ class RunState:
         )
 
     def shard(self, world: World, seed: int) -> Shard:
-        """This worker's boxes of a model that is spread; the main one has the plain values besides."""
+        """This worker's boxes of a checkpoint; the main one has the plain values besides."""
         strategy = self.strategy
         ranks, state = self._gather(world, seed)
         gathered = world.gather_json(list(kept_buffers(strategy)))
-        boxes = boxes_of(strategy.parts(), strategy.optimizer)
+        if isinstance(strategy, Local):
+            boxes, local = local_boxes(world, strategy), local_state(world, strategy)
+        else:
+            boxes, local = boxes_of(strategy.parts(), strategy.optimizer), None
         if state is not None:
+            if local is not None:
+                state["local"] = local
             state["mesh"] = _mesh(world)
             kept = {name for each in gathered or [] for name in each}
             boxes += [whole_box("model", name, mean) for name, mean in _mean_buffers(ranks).items() if name in kept]
@@ -104,15 +115,19 @@ class RunState:
             "random": random_states,
             "scaler": strategy.scaler_state(),
             "noise_scale": noise_scale,
+            "stale_gradients": {str(age): number for age, number in (strategy.stale_gradients or {}).items()},
         }
 
     def take_up(self, world: World, path: Path, seed: int) -> None:
         """Go on from a checkpoint of either version, whatever mesh has saved it. Every worker calls it.
 
-        Only where the model is spread must a worker besides the main one see the path.
+        Only where every worker saves its own part must one besides the main one see the path.
         """
-        if self.strategy.is_spread:
-            self._restore_rest(world, *take_checkpoint(world, path, self.strategy), seed)
+        if self.strategy.saves_apart:
+            state, ranks = take_checkpoint(world, path, self.strategy)
+            self._restore_rest(world, state, ranks, seed)
+            if isinstance(self.strategy, Local):
+                take_local(world, path, self.strategy, state, is_same=_is_same_mesh(state, world))
         else:
             self.restore(world, checkpoint.load(path) if world.is_main else None, seed)
 
@@ -130,10 +145,17 @@ class RunState:
     def _restore_rest(self, world: World, state: Mapping[str, Any], ranks: Mapping[str, Tensor], seed: int) -> None:
         """All but the weights and the optimizer's state."""
         strategy = self.strategy
+        is_own = isinstance(strategy, Local) and _is_same_mesh(state, world)
+        if "local" in state and state["world_size"] > 1 and not is_own:
+            strategy.notices.append(
+                f"The checkpoint is of {counted(state['world_size'], 'worker')} that stepped by themselves: the run "
+                "goes on from the mean of their weights and of the state of their optimizers."
+            )
         if state["scaler"]:
             strategy.scaler.load_state_dict(dict(state["scaler"]))
         if strategy.noise_scale is not None and state.get("noise_scale"):
             strategy.noise_scale.take(state["noise_scale"])
+        strategy.take_stale_gradients(state.get("stale_gradients", {}))
         self.progress.take(state["progress"])
         self.progress.num_resumes += 1
         if _is_same_mesh(state, world):

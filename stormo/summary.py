@@ -13,6 +13,7 @@ from stormo.energy.summary import energy_summary
 from stormo.errors import counted
 from stormo.optim.noise_scale import NoiseScale
 from stormo.plan import Plan
+from stormo.plan.servers import most_stale
 from stormo.plan.stages import stage_of
 from stormo.state import RunState
 
@@ -57,6 +58,7 @@ def make_summary(config: TrainConfig, plan: Plan, state: RunState, run_folder: P
         ),
         "pipeline": state.strategy.pipeline_seen(),
         **_noise_scale(config, plan, state, stopped_by),
+        **_staleness(config, plan, state),
         "stopped_by": stopped_by,
     }
 
@@ -89,6 +91,28 @@ def _noise_scale(config: TrainConfig, plan: Plan, state: RunState, stopped_by: s
         "noise_scale_reason": found.reason or None,
         "noise_scale_advice": advice,
     }
+
+
+def _staleness(config: TrainConfig, plan: Plan, state: RunState) -> dict[str, Any]:
+    """How old the gradients were that servers stepped with, in steps that they had taken since with those of others."""
+    seen = state.strategy.stale_gradients
+    if not seen:
+        return {"staleness_mean": None, "staleness_max": None, "staleness_bound": None}
+    return {
+        "staleness_mean": sum(age * number for age, number in seen.items()) / sum(seen.values()),
+        "staleness_max": max(seen),
+        "staleness_bound": most_stale(config, plan.layout),
+    }
+
+
+def staleness_sentence(summary: Mapping[str, Any]) -> str | None:
+    """How old gradients were, beside what the settings allow."""
+    if summary["staleness_mean"] is None:
+        return None
+    return (
+        f"Stale gradients: on average {summary['staleness_mean']:.1f} updates old, at most {summary['staleness_max']} "
+        f"(possible with {summary['world_size']} workers: {summary['staleness_bound']})."
+    )
 
 
 def pipeline_sentence(summary: Mapping[str, Any]) -> str | None:

@@ -87,7 +87,8 @@ def read_settings(arguments: list[str]) -> tuple[TrainConfig, type[Task]]:
     in_file = document.get("run")
     resumed = run_to_resume((in_file if isinstance(in_file, dict) else {}) | peeked)
     inherited = options.read_toml(resumed.config) if resumed else {}
-    inherited["workers"] = inherited_workers(inherited.get("workers", {}), document.get("workers"), peeked)
+    workers = inherited.get("workers", {})
+    inherited["workers"] = inherited_workers(workers, document.get("workers"), peeked)
     names = (peeked.get("task"), document.get("task"), inherited.get("task"), TrainConfig.task)
     task_class = find_task(next(name for name in names if isinstance(name, str)))
     check_options(task_class)
@@ -100,7 +101,8 @@ def read_settings(arguments: list[str]) -> tuple[TrainConfig, type[Task]]:
     # The file holds whatever was in force, the task's defaults of that day among it; what is not there was not set.
     before = options.settings_from_toml(inherited, every, str(resumed.config))
     effective = inherited_effect(inherited, resumed)
-    changed = changes(settings, before, plain, resumed)
+    spread = {key: value for key, value in workers.items() if key == "strategy"}  # also where it is another now
+    changed = changes(settings, spread | before, plain, resumed)
     settings |= place_of(resumed)
     settings.setdefault("resume", "")  # a round of torchrun that goes on without being told to
     # What --batch-size auto rests on is not in the file, which says auto.

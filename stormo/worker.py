@@ -34,11 +34,12 @@ from stormo.profiling.ranges import record_for_nsight
 from stormo.profiling.window import ProfileWindow
 from stormo.progress import Progress
 from stormo.recovery import Recovery
-from stormo.rehearsal import explained, rehearse
+from stormo.rehearsal import explained, rehearse, rehearse_lone_samples
 from stormo.staging.copying import StoppedError
 from stormo.staging.of_task import staged_task
 from stormo.state import RunState
 from stormo.strategies.fit import find_passes
+from stormo.strategies.strategy import Strategy
 from stormo.strategies.table import strategy_class
 from stormo.tasks.task import Task
 from stormo.telemetry.record import Notice
@@ -166,23 +167,15 @@ def _train(
         with explained(task, "train_data", "loss", world.device):
             plan = find_passes(config, plan, strategy, loader)
         set_up.done("batch size")
-    is_cold = world.size > 1 or world.device.type == "cuda" or plan.compile or plan.loader == "streamed"
-    may_diverge = config.stop.on_divergence == "ignore"
-    grown = max(map(plan.at_epoch, (stage.first_epoch for stage in plan.stages)), key=lambda at: at.batch_per_pass)
-    largest = replace(loader.share, global_batch_size=grown.global_batch_size, accumulate=grown.accumulate)
-    rehearse(
-        strategy,
-        loader,
-        validation,
-        every_shape=is_cold,
-        may_diverge=may_diverge,
-        largest=largest if grown.batch_per_pass > plan.batch_per_pass and not strategy.is_spread else None,
-    )
+    _rehearse(config, plan, strategy, loader, validation)
     set_up.done("first passes")
     spec = None if config.command.profile is None else parse_profile(config.command.profile)
     record_for_nsight(is_asked=spec is not None and spec.nvtx)  # refuses before there is a run folder
     journal = Journal(config, plan, world, state, set_up, keeper)
-    journal.resume()
+    if not _take_up(config, plan, journal, state, loader):
+        loader.close()
+        validation.close()
+        return 0
     set_up.done("run folder")
     journal.start()
     recovery = Recovery(config, plan, world, state, journal)
@@ -229,6 +222,38 @@ def _train(
     if outcome.signal_number == signal.SIGINT:
         return EXIT_INTERRUPTED
     return EXIT_RESUMABLE if outcome.signal_number else 0
+
+
+def _rehearse(config: TrainConfig, plan: Plan, strategy: Strategy, loader: Loader, validation: Validation) -> None:
+    """Take the first passes, before the run has a folder."""
+    world = strategy.world
+    grown = max(map(plan.at_epoch, (stage.first_epoch for stage in plan.stages)), key=lambda at: at.batch_per_pass)
+    largest = replace(loader.share, global_batch_size=grown.global_batch_size, accumulate=grown.accumulate)
+    rehearse(
+        strategy,
+        loader,
+        validation,
+        every_shape=world.size > 1 or world.device.type == "cuda" or plan.compile or plan.loader == "streamed",
+        may_diverge=config.stop.on_divergence == "ignore",
+        largest=largest if grown.batch_per_pass > plan.batch_per_pass and not strategy.is_spread else None,
+    )
+    if config.resumed is None:
+        rehearse_lone_samples(strategy, loader, plan, Progress())
+
+
+def _take_up(config: TrainConfig, plan: Plan, journal: Journal, state: RunState, loader: Loader) -> bool:
+    """Go on where the run is; False where it has done more epochs than it is to do. So far its folder is as it was."""
+    try:
+        journal.resume()
+        if journal.is_past_end:
+            journal.leave()
+            return False
+        if config.resumed is not None:
+            rehearse_lone_samples(state.strategy, loader, plan, state.progress)
+    except BaseException:
+        journal.close()
+        raise
+    return True
 
 
 def make_loader(config: TrainConfig, plan: Plan, task: Task, world: World) -> Loader:

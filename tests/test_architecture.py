@@ -71,6 +71,7 @@ FLOORS = {
     "doctor": 9,
     "report": 9,
     "scale": 9,
+    "predict": 9,
     "submit": 9,
     "torchx": 9,
     "cli": 10,
@@ -81,7 +82,7 @@ FLOORS = {
 SIDEWAYS = {
     *(("plan", "layout"), ("train", "worker"), ("recovery", "journal"), ("journal", "summary")),
     *(("show", "runs"), ("report", "runs"), ("scale", "train"), ("submit", "train"), ("submit", "runs")),
-    *(("worker", "doctor"), ("train", "doctor")),
+    *(("worker", "doctor"), ("train", "doctor"), ("predict", "train")),
 }
 WITHOUT_TORCH = {
     *(

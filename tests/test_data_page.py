@@ -17,6 +17,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "data.md"
     [
         ("Words", ("--base-lr", "0.3", "--target-loss", "0.4", "--patience", "1"), "Early stopping"),
         ("Fit", ("--epoch-samples", "400", "--base-lr", "0.1"), "400 samples are an epoch, and the next one goes on"),
+        ("Shards", ("--base-lr", "0.1"), "ceil(828 samples / 32)"),
         ("Points", (), "learning rates 0.001, 0.003 are for one worker's batch, × 1 for the global batch"),
     ],
 )

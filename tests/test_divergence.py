@@ -262,11 +262,13 @@ def lagging(num_steps: int) -> Iterator[None]:
         yield
 
 
-def _watched(world: World, lag: int, bad_rank: int, bad_step: int) -> tuple[int, str, float, int, list[float]]:
+def _watched(
+    world: World, lag: int, vote_lag: int, bad_rank: int, bad_step: int
+) -> tuple[int, str, float, int, list[float]]:
     """A step counted until it is stopped, whose loss is not finite on one rank alone."""
-    trend, vote = Trend(), Vote(world)
+    trend, vote = Trend(), Vote(world, vote_lag)
     with lagging(lag):
-        watch = LossWatch(world, trend, is_on=True, batch_size=64, patience=100)
+        watch = LossWatch(world, trend, is_on=True, batch_size=64, patience=100, vote_lag=vote_lag)
     for step in range(1, 20):
         vote.cast(0, watch.share())
         is_bad = world.rank == bad_rank and step == bad_step
@@ -279,25 +281,29 @@ def _watched(world: World, lag: int, bad_rank: int, bad_step: int) -> tuple[int,
     raise AssertionError("nothing was noticed")
 
 
-@pytest.mark.parametrize(("size", "lag", "bad_step"), [(1, 1, 4), (2, 1, 4), (3, 1, 4), (1, 4, 9), (2, 4, 6)])
+@pytest.mark.parametrize(
+    ("size", "lag", "vote_lag", "bad_step"),
+    [(1, 1, 0, 4), (2, 1, 0, 4), (3, 1, 0, 4), (1, 4, 0, 9), (2, 4, 0, 6), (2, 1, 3, 6), (2, 4, 2, 6)],
+)
 def test_all_workers_learn_of_one_worker_s_loss_at_the_same_step(
-    run_ranks: Ranks, size: int, lag: int, bad_step: int
+    run_ranks: Ranks, size: int, lag: int, vote_lag: int, bad_step: int
 ) -> None:
     heard = [sum(0.25 * (rank + 1) * step + 0.5 for rank in range(size)) for step in range(1, bad_step)]
-    for noticed_at, kind, loss, step, first in run_ranks(_watched, size, lag, size - 1, bad_step):
-        assert (noticed_at, kind, step) == (bad_step + lag, "loss", bad_step)
+    for noticed_at, kind, loss, step, first in run_ranks(_watched, size, lag, vote_lag, size - 1, bad_step):
+        assert (noticed_at, kind, step) == (bad_step + lag + vote_lag, "loss", bad_step)
         assert math.isnan(loss)
         assert first == pytest.approx(heard[:5])  # the losses of whole batches, in order
 
 
-def _settled(world: World, lag: int, breaks_weights: bool) -> tuple[str | None, int, list[float]]:
+def _settled(world: World, lag: int, vote_lag: int, breaks_weights: bool) -> tuple[str | None, int, list[float]]:
     trend, model = Trend(), nn.Linear(2, 2)
     trained = [model.weight]  # the bias is a constant of the task, such as a mask
     model.bias.requires_grad_(False).fill_(-INF)
     with lagging(lag):
-        watch = LossWatch(world, trend, is_on=True, batch_size=64, patience=100)
+        watch = LossWatch(world, trend, is_on=True, batch_size=64, patience=100, vote_lag=vote_lag)
     assert watch.settle(trained) is None
-    for step in range(1, lag + 1):
+    for step in range(1, lag + vote_lag + 1):
+        watch.share()  # with votes that nobody reads
         watch.add(torch.tensor(float(step)))
         watch.note(Moment(epoch=1, step=step, position=0, learning_rate=0.1))
     if breaks_weights and world.rank == 0:
@@ -307,13 +313,14 @@ def _settled(world: World, lag: int, breaks_weights: bool) -> tuple[str | None, 
     return diverged.kind if diverged else None, diverged.step if diverged else 0, trend.first
 
 
-@pytest.mark.parametrize("lag", [1, 4])
+@pytest.mark.parametrize(("lag", "vote_lag"), [(1, 0), (4, 0), (1, 3)])
 @pytest.mark.parametrize("breaks_weights", [False, True])
 def test_before_a_checkpoint_every_loss_is_known_and_the_weights_are_looked_at(
-    run_ranks: Ranks, lag: int, breaks_weights: bool
+    run_ranks: Ranks, lag: int, vote_lag: int, breaks_weights: bool
 ) -> None:
-    found = ("weights", lag) if breaks_weights else (None, 0)
-    assert run_ranks(_settled, 2, lag, breaks_weights) == [(*found, [2.0, 4.0, 6.0, 8.0][:lag])] * 2
+    steps = lag + vote_lag
+    found = ("weights", steps) if breaks_weights else (None, 0)
+    assert run_ranks(_settled, 2, lag, vote_lag, breaks_weights) == [(*found, [2.0, 4.0, 6.0, 8.0][:steps])] * 2
 
 
 def test_what_is_ignored_is_not_even_looked_at() -> None:
@@ -642,12 +649,21 @@ def _rolled_back_and_by_hand(
         (2, {"optimizer": "adamw", "warmup_epochs": 1.0, "warmup_from": 0.0}, 6, 4, 24, 9),
         (1, {"noisy": True}, 6, 4, 24, 9),
         (2, {"accumulate": 2}, 6, 4, 24, 9),
+        (2, {"strategy": "local", "average_every": "3", "outer_momentum": 0.5}, 6, 4, 24, 9),
         # Thirteen steps an epoch, and the losses of steps 5 to 8 are read together before a checkpoint.
         (1, {"lag": 4, "num_train": 200, "checkpoint_every": "4"}, 6, 4, 64, 39),
         # Three steps of 16, then two of 32 an epoch: the first of the larger batch is lost, and step 3 is to blame.
         (1, {"grow_batch": "1:2x", "noisy": True}, 4, 2, 40, 7),
     ],
-    ids=["one worker", "two workers", "streamed", "accumulation", "read late", "over a border of growth"],
+    ids=[
+        "one worker",
+        "two workers",
+        "streamed",
+        "accumulation",
+        "workers by themselves",
+        "read late",
+        "over a border of growth",
+    ],
 )
 def test_a_rollback_is_a_resume_with_a_lower_rate_to_the_last_bit(
     run_ranks: Ranks,

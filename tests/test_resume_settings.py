@@ -69,3 +69,64 @@ def test_what_is_changed_on_the_way_is_said_once_and_changes_the_weights(
         digests.append(json.loads(summary.read_text())["weights_sha256"])
     assert len(set(digests)) == len(digests) - 1
     assert digests[-1] == digests[-2]  # all of it has stayed with the run
+
+
+def _files(run: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(run)): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+
+def test_fewer_epochs_than_are_done_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", TASK, *ALWAYS, "--run-name", "run"]) == 0
+    before = _files(tmp_path / "runs" / "run")
+    capsys.readouterr()
+    for named, done in (("run", 3), ("runs/run/checkpoints/step-00000024", 2)):  # the newest, and an older one
+        assert main(["train", "--resume", named, "--epochs", "1", "--device", "cpu"]) == 0
+        said = (
+            f"run has done {done} epochs already, of 1 now; it is left as it is: set --epochs above {done} to train on"
+        )
+        assert capsys.readouterr().out == f"{said}\n"
+        assert _files(tmp_path / "runs" / "run") == before
+    assert main(["train", "--resume", "run", "--device", "cpu"]) == 0
+    assert "run has done its 3 epochs; raise --epochs to train on\n" in capsys.readouterr().out
+
+
+ONE_LEFT = ["train", TASK, "--device", "cpu", "--target-accuracy", "2", "--no-tensorboard", "--run-name", "run"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param("--task.num-train 33 --batch-size 8", id="last batch"),
+        pytest.param("--task.num-train 49 --batch-size 7 --grow-batch 2:2.3x", id="last batch once it has grown"),
+    ],
+)
+def test_a_sample_that_batch_norm_gets_alone_is_found_before_the_first_step(
+    flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*ONE_LEFT, *flags.split(), "--epochs", "3"]) == 2
+    said = capsys.readouterr().err
+    assert "but a batch of 1 leaves one of them a single sample, of which batch norm can make no statistics" in said
+    assert not Path("runs").exists()
+    # Where no layer minds, or no such batch will come, it is no matter.
+    assert (
+        main([*ONE_LEFT, *flags.split(), *("--epochs 2" if "grow" in flags else "--no-task.norm --epochs 1").split()])
+        == 0
+    )
+
+
+def test_a_batch_changed_in_the_middle_of_an_epoch_that_leaves_one_sample_changes_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    flags = "--task.num-train 40 --batch-size 8 --epochs 1 --checkpoint-every 1 --keep-checkpoints 99"
+    assert main([*ONE_LEFT, *flags.split()]) == 0
+    before = _files(tmp_path / "runs" / "run")
+    again = ["train", "--resume", "runs/run/checkpoints/step-00000002", "--device", "cpu", "--epochs", "2"]
+    assert main([*again, "--batch-size", "23"]) == 2  # 24 samples are left of the epoch
+    assert "a batch of 1 leaves one of them a single sample" in capsys.readouterr().err
+    assert _files(tmp_path / "runs" / "run") == before
+    assert main([*again, "--batch-size", "22"]) == 0

@@ -205,7 +205,15 @@ def _spread_and_resumed(world: World, folder: str, flags: dict[str, Any]) -> tup
     return end, losses, steps(resumed, 3), _held(resumed)
 
 
-@pytest.mark.parametrize("flags", [{"strategy": "fsdp", "optimizer": "adamw"}, {"strategy": "zero1"}], ids=str)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"strategy": "fsdp", "optimizer": "adamw"},
+        {"strategy": "zero1"},
+        {"strategy": "server", "servers": 2, "optimizer": "adamw"},
+    ],
+    ids=str,
+)
 def test_a_spread_run_that_is_resumed_by_its_mesh_is_the_whole_run_to_the_last_bit(
     run_ranks: Ranks, tmp_path: Path, flags: dict[str, Any]
 ) -> None:
@@ -226,9 +234,9 @@ def _goes_on(world: World, folder: str, path: str, flags: dict[str, Any], num: i
 
 def test_in_exact_arithmetic_one_mesh_after_the_other_goes_on_as_one_process(run_ranks: Ranks, tmp_path: Path) -> None:
     flags: dict[str, Any] = {"precision": "fp64", "sync_batch_norm": True, "global_batch_size": 16}
-    ((whole, _),) = run_ranks(_goes_on, 1, str(tmp_path / "whole"), "", flags, 8)
+    ((whole, _),) = run_ranks(_goes_on, 1, str(tmp_path / "whole"), "", flags, 10)
     path = ""
-    for size, strategy in ((2, "ddp"), (3, "fsdp"), (2, "zero2"), (1, "single")):
+    for size, strategy in ((2, "ddp"), (3, "server"), (3, "fsdp"), (2, "zero2"), (1, "single")):
         path, _ = run_ranks(_goes_on, size, str(tmp_path / strategy), path, {**flags, "strategy": strategy}, 2)[0]
     reached, expected = checkpoint.load(path), checkpoint.load(whole)
     assert reached.state["progress"]["sample_order_sha256"] == expected.state["progress"]["sample_order_sha256"]

@@ -92,6 +92,7 @@ def steps(parts: Parts, num_steps: int) -> list[float]:
         if batch.span.is_last:
             parts.strategy.step(parts.plan.learning_rate)
             progress.advance(parts.loader.samples(batch.span))
+            parts.strategy.exchange_weights()
             losses.append(float(parts.world.sum(loss)))
     raise AssertionError("epochs never end")
 

@@ -15,6 +15,7 @@ from stormo.checkpoint.layout import (
     Saved,
     Snapshot,
 )
+from stormo.checkpoint.local import local_boxes, local_state, take_local
 from stormo.checkpoint.optimizer_state import OptimizerStateError, flatten_optimizer, restore_optimizer
 from stormo.checkpoint.parts import MisfitError, boxes_of, take_parts
 from stormo.checkpoint.publishing import Saving
@@ -52,6 +53,8 @@ __all__ = [
     "flatten_optimizer",
     "kept_buffers",
     "load",
+    "local_boxes",
+    "local_state",
     "newest_good",
     "raise_together",
     "read_manifest",
@@ -62,6 +65,7 @@ __all__ = [
     "restore_random_state",
     "save",
     "take_checkpoint",
+    "take_local",
     "take_parts",
     "verify",
     "weights_digest",

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stormo.checkpoint.layout import SECTIONS, SHARD_NAME, FileEntry, is_sha256
+from stormo.checkpoint.layout import LOCAL, SECTIONS, SHARD_NAME, FileEntry, is_sha256
 from stormo.checkpoint.tensors import DTYPE_NAMES, DTYPES
 
 Shape = tuple[int, ...]
@@ -96,10 +96,10 @@ def parse_index(data: bytes, files: Mapping[str, FileEntry]) -> Index:
 
 def from_json(body: Any, files: Mapping[str, FileEntry]) -> Index:
     """What `to_json` gave, whether the boxes fill their tensors or not."""
-    if not isinstance(body, dict) or body.keys() != set(SECTIONS):
+    if not isinstance(body, dict) or body.keys() - {LOCAL} != set(SECTIONS):
         raise ValueError(f"it does not hold the sections {' and '.join(SECTIONS)}")
     index: Index = {}
-    for section in SECTIONS:
+    for section in (*SECTIONS, *([LOCAL] if LOCAL in body else [])):
         if not isinstance(body[section], dict):
             raise ValueError(f"its section {section} is not an object")
         index[section] = {name: _entry(name, value, files) for name, value in body[section].items()}

@@ -27,6 +27,7 @@ STATE = "state.json"
 RANKS = "ranks.safetensors"
 INDEX = "index.json"
 SECTIONS = ("model", "optimizer")
+LOCAL = "local"  # a third one, of what each of several workers has of both, where they stepped by themselves
 TENSOR_FILES = (*(f"{section}.safetensors" for section in SECTIONS), RANKS)
 FILES = (*TENSOR_FILES, STATE)
 STEP_NAME = re.compile(r"step-(\d{8,20})(?:\.(\d{1,9}))?")

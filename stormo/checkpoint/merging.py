@@ -124,7 +124,7 @@ class Publisher:
 def _merge(index: Index, other: Index, rank: int) -> None:
     for section, entries in other.items():
         for name, entry in entries.items():
-            before = index[section].setdefault(name, replace(entry, boxes=()))
+            before = index.setdefault(section, {}).setdefault(name, replace(entry, boxes=()))
             if (before.dtype, before.shape) != (entry.dtype, entry.shape):
                 raise ValueError(f"{name!r} is of another type or shape on rank {rank}")
             # A state of a layer as a whole may come from several workers where the layer has no element to tell whose.

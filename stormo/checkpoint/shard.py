@@ -22,7 +22,7 @@ from stormo.checkpoint.tensors import Encoded, values_digest
 class Box:
     """A box of a whole tensor, to be stored."""
 
-    section: str  # `model` or `optimizer`
+    section: str  # `model`, `optimizer` or `local`
     name: str
     whole_shape: Shape
     offset: Shape
@@ -93,7 +93,7 @@ class ShardSave:
     def _index(self) -> Index:
         index: Index = {section: {} for section in SECTIONS}
         for key, box in self._keys:
-            entries, stored = index[box.section], list[StoredBox]()
+            entries, stored = index.setdefault(box.section, {}), list[StoredBox]()
             if key is not None:
                 start, stop = self._encoded.spans[key]
                 stored.append(

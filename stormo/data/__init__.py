@@ -1,5 +1,6 @@
 """Global sample order, loaders, data sets."""
 
+from stormo.data.interleaving import interleave
 from stormo.data.tensors import TensorData
 
-__all__ = ["TensorData"]
+__all__ = ["TensorData", "interleave"]

@@ -49,23 +49,39 @@ def mark_lost(attempts: Sequence[Sequence[Section]]) -> None:
 
 def count_once(members: Sequence[Section]) -> list[str]:
     """Take a device that two nodes of one machine have both read out of all but one of them; say which."""
-    readers: dict[tuple[str, str], list[Section]] = defaultdict(list)
+    owner_of, reasons = owners(
+        (section.machine, source_id, section.node_id, section.joules_of(source_id))
+        for section in members
+        for source_id in section.sources
+    )
     for section in members:
-        for source_id in section.sources:
-            readers[section.machine, source_id].append(section)
-    reasons = []
-    for (_, source_id), found in readers.items():
-        if len(found) < 2:
-            continue
-        owner = max(found, key=lambda section: section.joules_of(source_id))
-        for section in found:
-            if section is not owner:
+        for source_id in list(section.sources):
+            if owner_of[section.machine, source_id] != section.node_id:
                 del section.sources[source_id]
                 for interval in section.intervals:
                     interval.joules.pop(source_id, None)
-        nodes = named([section.node_id for section in found])
-        reasons.append(f"{source_id} is one device that {nodes} have read: it is counted once, at node {owner.node_id}")
     return reasons
+
+
+def owners(readings: Iterable[tuple[str, str, str, float]]) -> tuple[dict[tuple[str, str], str], list[str]]:
+    """The node at which each device is counted, by (machine, source id), and what is to be said of it.
+
+    Of several nodes of one machine that have read it, the one that has seen most.
+
+    Args:
+        readings: machine, source id, node and joules, of every node's every device.
+    """
+    readers: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
+    for machine, source_id, node_id, joules in readings:
+        readers[machine, source_id][node_id] = joules
+    owner_of = {device: max(found, key=lambda node_id: found[node_id]) for device, found in readers.items()}
+    reasons = [
+        f"{source_id} is one device that {named(found)} have read: it is counted once, "
+        f"at node {owner_of[machine, source_id]}"
+        for (machine, source_id), found in readers.items()
+        if len(found) > 1
+    ]
+    return owner_of, reasons
 
 
 def reasons_of(attempts: Sequence[Sequence[Section]]) -> list[str]:

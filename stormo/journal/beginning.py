@@ -13,6 +13,13 @@ from stormo.progress import Progress
 from stormo.telemetry.record import Notice
 
 
+def past_end(name: str, progress: Progress, plan: Plan) -> Notice:
+    """What is said of a run that has done more epochs than it is told to do now."""
+    done = progress.epoch - 1
+    text = f"{name} has done {counted(done, 'epoch')} already, of {plan.epochs} now; it is left as it is"
+    return Notice(kind="info", text=f"{text}: set --epochs above {done} to train on")
+
+
 def notices_of_start(
     config: TrainConfig, plan: Plan, progress: Progress, name: str, summary: Mapping[str, Any], *, is_first: bool
 ) -> Iterator[Notice]:
@@ -28,10 +35,7 @@ def notices_of_start(
     """
     goes_on = config.run.resume is not None
     if progress.num_resumes and progress.epoch > plan.epochs:
-        done = progress.epoch - 1
-        text = f"{name} has done its {counted(done, 'epoch')}; raise --epochs to train on"
-        if done > plan.epochs:
-            text = f"{name} has done {counted(done, 'epoch')}, and --epochs is {plan.epochs}; raise it to train on"
+        text = f"{name} has done its {counted(plan.epochs, 'epoch')}; raise --epochs to train on"
         yield Notice(kind="info", text=text)
     lost_at = summary.get("diverged_at_step") if summary.get("stopped_by") == "divergence" else None
     if goes_on and not progress.num_resumes and lost_at is None and not is_first:

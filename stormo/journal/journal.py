@@ -18,7 +18,7 @@ from stormo import checkpoint
 from stormo.config import TrainConfig
 from stormo.energy.summary import energy_sentence
 from stormo.errors import StormoError
-from stormo.journal.beginning import notices_of_start
+from stormo.journal.beginning import notices_of_start, past_end
 from stormo.journal.opening import lock_folder, open_folder, remove_unbegun, versions_of
 from stormo.launch.torchrun import launch_id
 from stormo.measuring import AnyKeeper
@@ -27,7 +27,7 @@ from stormo.plan import Plan
 from stormo.process import SetUp
 from stormo.profiling.ranges import range_of
 from stormo.state import RunState
-from stormo.summary import make_summary, pipeline_sentence
+from stormo.summary import make_summary, pipeline_sentence, staleness_sentence
 from stormo.telemetry.console import PlainConsole, make_console
 from stormo.telemetry.environment import collect_environment
 from stormo.telemetry.events import EventFile
@@ -57,6 +57,7 @@ class Journal:
         self._wall_before_s = 0.0
         self._sinks: list[Sink] = []
         self._weights_sha256: str | None = None
+        self._goes_on_from: Path | None = None  # a checkpoint, on the main worker
         self._saver = checkpoint.Saver(world, in_background=config.run.async_checkpoint)
         self._saving: CheckpointSaved | None = None  # what is to be told of the save under way, on the main worker
         # Whatever goes wrong with the folder must end all workers alike, so the main one speaks for all.
@@ -82,9 +83,34 @@ class Journal:
             return
         self._state.take_up(self._world, path or Path(shared), run.seed)
         if path is not None:
-            self.set_aside_later_than(path)
+            self._goes_on_from = path
             self._weights_sha256 = checkpoint.read_manifest(path).weights_sha256
         self._wall_before_s = self._state.progress.wall_time_s
+
+    @property
+    def is_past_end(self) -> bool:
+        """Whether the run that goes on has done more epochs than it is to do now."""
+        return bool(self._state.progress.num_resumes) and self._state.progress.epoch - 1 > self._plan.epochs
+
+    def leave(self) -> None:
+        """Say that there is nothing to train, and leave the folder of the run as it is."""
+        if not self._world.is_main:
+            return
+        self._sinks = self._console()
+        self.record(past_end(self.folder.name, self._state.progress, self._plan))
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the folder of the run, whatever was written."""
+        if not self._world.is_main:
+            return
+        sinks, self._sinks = self._sinks, []
+        for sink in sinks:
+            sink.close()
+        if self._metrics is not None:
+            self._metrics.close()
+        if self._lock is not None:
+            self._lock.close()
 
     def _checkpoint_to_resume(self, named: str) -> Path | None:
         if named and (Path(named) / "manifest.json").is_file():
@@ -109,6 +135,8 @@ class Journal:
         launches = self._world.gather_json(launch_id(os.environ))
         if not self._world.is_main:
             return
+        if self._goes_on_from is not None:
+            self.set_aside_later_than(self._goes_on_from)
         folder = self.folder
         is_new = not (folder.is_run or folder.checkpoints.exists() or folder.tensorboard.exists())
         try:
@@ -129,11 +157,7 @@ class Journal:
         known = sorted({*before, *(one for one in launches if one is not None)})
         environment = collect_environment(versions_of(self._world) | ({"launches": known} if known else {}))
         write_json(self.folder.environment, environment)
-        self._sinks = [EventFile(self.folder)]
-        if sys.stdout is not None:  # it may have been closed
-            # mpirun gives rank 0 a terminal of its own making, whatever the user looks at.
-            is_piped = self._world.place.launcher == "mpi"
-            self._sinks.insert(0, PlainConsole(sys.stdout) if is_piped else make_console(sys.stdout))
+        self._sinks = [*self._console(), EventFile(self.folder)]
         if config.run.tensorboard:
             self._sinks.append(TensorBoardFile(self.folder.tensorboard))
         if self._metrics is not None:
@@ -158,11 +182,17 @@ class Journal:
         for notice in notices_of_start(config, plan, progress, self.folder.name, summary, is_first=is_first):
             self.record(notice)
 
+    def _console(self) -> list[Sink]:
+        if sys.stdout is None:  # it may have been closed
+            return []
+        # mpirun gives rank 0 a terminal of its own making, whatever the user looks at.
+        return [PlainConsole(sys.stdout) if self._world.place.launcher == "mpi" else make_console(sys.stdout)]
+
     def _open_account(self) -> None:
         """Tell the keepers of all nodes where their file is: in the run folder, as far as a node sees that."""
         shared = self._world.share_json(str(self.folder.path.resolve()) if self._world.is_main else "")
         self.run_folder = Path(shared)
-        if self._state.strategy.is_spread:
+        if self._state.strategy.saves_apart:
             checkpoint.require_seen(self._world, self.run_folder)  # now, not when the first checkpoint is due
         progress = self._state.progress
         if self.run_folder.is_dir():
@@ -274,14 +304,11 @@ class Journal:
             "weights_sha256": self._weights_sha256,
             **more,
         }
-        for said in (pipeline_sentence(summary), energy_sentence(summary), summary["noise_scale_advice"]):
+        figures = pipeline_sentence(summary), staleness_sentence(summary), energy_sentence(summary)
+        for said in (*figures, summary["noise_scale_advice"]):
             if said is not None and stopped_by != "error":  # what went wrong is the first thing to be seen
                 self.record(Notice(kind="info", text=said))
         if self.keeper.failure is not None:
             self.record(Notice(kind="warning", text=f"The account of this node is not whole: {self.keeper.failure}."))
         self.record(RunEnded(summary=summary))
-        sinks, self._sinks = self._sinks, []
-        for sink in sinks:
-            sink.close()
-        if self._lock is not None:
-            self._lock.close()
+        self.close()

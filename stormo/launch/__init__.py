@@ -5,9 +5,10 @@ A rank's end or failure reaches the others through its `lifeline`. Standard libr
 
 from __future__ import annotations
 
-from stormo.launch.agent import Patience, run_node
+from stormo.launch.agent import run_node
 from stormo.launch.lifeline import Lifeline, open_lifeline
 from stormo.launch.local import STORE_FD, Node
+from stormo.launch.patience import Patience
 from stormo.launch.place import DEFAULT_MASTER_PORT, Place, alone
 
 __all__ = [

@@ -89,12 +89,11 @@ class AgentLifeline:
             self._send_alive()
 
     def close(self) -> None:
-        """Say that this rank ends in order."""
+        """Say that this rank ends in order; the line itself ends with the process, as a script may fail after that."""
         if not self._closing.is_set():
             self._send({"event": "bye"})
             self._closing.set()
             self._thread.join(_LAST_WORDS_S)
-            self._link.close()
 
     def _send_alive(self) -> None:
         self._send({"event": "alive"} if self._step is None else {"event": "alive", "step": self._step})

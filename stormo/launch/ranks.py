@@ -152,6 +152,8 @@ class RanksLifeline:
             self._send(failure)
 
     def _send(self, failure: Failure) -> None:
+        if self._closing.is_set():  # this rank has left, and nobody listens to it any more
+            return
         sent = threading.Event()
 
         def send() -> None:

@@ -92,10 +92,14 @@ def _add_flags(parser: argparse.ArgumentParser, options: Iterable[Option], title
             group.add_argument(option.flag, dest=option.key, action=argparse.BooleanOptionalAction, help=help_text)
             continue
         metavar = option.metavar or "|".join(({int: "N", float: "X", str: "TEXT"}[option.kind], *option.words))
+        if option.choices and option.metavar:  # too many to stand on the line of the flag
+            help_text = help_text.replace(option.help, f"{option.help}; one of {', '.join(option.choices)}")
+        elif option.choices:
+            metavar = "{" + ",".join(option.choices) + "}"
         group.add_argument(
             option.flag,
             dest=option.key,
-            metavar="{" + ",".join(option.choices) + "}" if option.choices else metavar,
+            metavar=metavar,
             help=help_text,
             **({"nargs": "?", "const": ""} if option.optional_value else {}),
         )

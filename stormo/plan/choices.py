@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import platform
 
 from stormo.config import TrainConfig
 from stormo.errors import SettingError, counted
 from stormo.hardware import peak_tflops
 from stormo.layout import Layout
+from stormo.plan.every import read_every
 from stormo.plan.facts import Facts
 
 # What the automatic choices assume; measured on an H200 with the reference job (docs/speed.md).
@@ -36,6 +36,8 @@ def choose_precision(config: TrainConfig, layout: Layout) -> tuple[str, str]:
     speed = f" ({peaks[0]:g} against {peaks[2]:g} TFLOP/s in fp32)" if peaks else ""
     if gpu.has_bf16:
         return "bf16", f"fast on {gpu.name}{speed}, range of fp32; weights stay fp32"
+    if gpu.has_fp16_matrix_units and layout.strategy == "server":
+        return "fp32", f"{gpu.name} has no bf16, and servers take no gradients of scaled losses"
     if gpu.has_fp16_matrix_units:
         return "fp16", f"fast on {gpu.name}{speed}, which has no bf16; losses are scaled, weights stay fp32"
     return "fp32", f"{gpu.name} has no 16-bit matrix units"
@@ -99,7 +101,7 @@ def choose_graph(
     if asked is False:
         return False, "as set"
     single = f"only strategy single is captured and it is {layout.strategy}", "set --strategy single"
-    if layout.world_size > 1:
+    if layout.world_size > 1 and layout.strategy != "local":
         single = f"{layout.world_size} workers exchange gradients during a step", "leave it out, or set --num-gpus 1"
     is_auto = config.batch.batch_size == "auto"
     # What stands against it, why, and what to set instead; the first one holds.
@@ -183,27 +185,16 @@ def _stream_text(config: TrainConfig) -> str:
 
 def choose_checkpoints(config: TrainConfig, steps_per_epoch: int) -> tuple[int | None, float | None, str]:
     """Steps between checkpoints (None for none), the epochs they were set as, and both in words."""
-    text = config.run.checkpoint_every
-    number, is_epochs = (text[:-2], True) if text.endswith("ep") else (text, False)
-    try:
-        value = float(number)
-    except ValueError:
-        value = -1.0
-    if value < 0 or not math.isfinite(value) or (not is_epochs and value != int(value)):
-        raise SettingError(
-            f"--checkpoint-every {text} was set",
-            "it is neither a number of steps (500) nor of epochs (1ep, 0.25ep)",
-            "set one of these, or 0 for none",
-        )
-    if value == 0:
+    instead = "set one of these, or 0 for none"
+    every = read_every("--checkpoint-every", config.run.checkpoint_every, steps_per_epoch, instead)
+    if every is None:
         return None, None, "only at the end (--checkpoint-every 0)"
-    steps = max(1, round(value * steps_per_epoch)) if is_epochs else int(value)
-    arithmetic = f" = {value:g} × {steps_per_epoch}" if is_epochs else ""
+    arithmetic = "" if every.epochs is None else f" = {every.epochs:g} × {steps_per_epoch}"
     num_kept = config.run.keep_checkpoints
     kept = f"the last {num_kept} and the best are kept"
     if num_kept == 1 and config.stop.on_divergence != "ignore":
         kept += ", and the one before, to go back to if the loss is lost"
-    return steps, value if is_epochs else None, f"every {counted(steps, 'step')}{arithmetic}; {kept}"
+    return every.steps, every.epochs, f"every {counted(every.steps, 'step')}{arithmetic}; {kept}"
 
 
 # What becomes of a run whose loss is lost, by --on-divergence.

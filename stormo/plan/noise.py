@@ -65,6 +65,17 @@ def choose_noise_scale(
     asked, most_passes = config.optimizer.noise_scale, max(stage.accumulate for stage in reached)
     if asked is False:
         return False, "as set"
+    if layout.strategy in ("local", "server"):
+        reason = "workers that step by themselves never bring their gradients together"
+        if layout.strategy == "server":
+            reason = "gradients are brought together by servers, each of which sees its own part of them alone"
+        if asked:
+            raise SettingError(
+                f"--noise-scale was set with --strategy {layout.strategy}",
+                reason,
+                "set --strategy ddp, or leave it out",
+            )
+        return False, reason
     if layout.is_spread:
         reason = "a model that is spread has no gradient of one worker's samples to compare"
         if asked:

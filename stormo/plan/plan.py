@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from stormo.config import Effective, TrainConfig
 from stormo.errors import counted
 from stormo.layout import Layout
+from stormo.plan.averaging import check_averaging, choose_averaging
 from stormo.plan.batch import SEARCHED, choose_batch, choose_stages, growth_line, norm_text, num_train
 from stormo.plan.checks import check_data, check_numbers
 from stormo.plan.choices import (
@@ -25,12 +26,14 @@ from stormo.plan.choices import (
     stop_text,
     weigh,
 )
+from stormo.plan.every import Every
 from stormo.plan.facts import Facts
 from stormo.plan.noise import check_noise, choose_noise_scale, noise_lines
 from stormo.plan.profile import check_profile
 from stormo.plan.rate import choose_rate, schedule_text, warmup_fraction
 from stormo.plan.renew import renew
 from stormo.plan.resize import beginning, resize
+from stormo.plan.servers import check_servers
 from stormo.plan.sharding import check_sharding, choose_micro_batches, sharding_lines
 from stormo.plan.stages import Stage, num_steps, recut, stage_of
 
@@ -57,6 +60,7 @@ class Plan:
     loader: str
     checkpoint_steps: int | None
     checkpoint_epochs: float | None  # where it was set so
+    averaging: Every | None = None  # how often the weights of workers that step by themselves are averaged
     micro_batches: int = 1  # of a full pass in a pipeline
     noise_scale: bool = False  # whether it is measured
     noise_scale_reason: str = ""
@@ -81,13 +85,12 @@ class Plan:
         """Whether a checkpoint is to be saved after a step, which ends at a position of an epoch."""
         if self.checkpoint_steps is None:
             return False
-        if self.checkpoint_epochs is None:
-            return step % self.checkpoint_steps == 0
-        # Counted back from the end of the epoch: before, the batch may have been another.
-        stage = stage_of(self.stages, epoch)
-        to_go = math.ceil((stage.num_train - position) / stage.global_batch_size)
-        done = (epoch + 1 - stage.first_epoch) * stage.steps_per_epoch - to_go
-        return done % max(1, round(self.checkpoint_epochs * stage.steps_per_epoch)) == 0
+        every = Every(self.checkpoint_steps, self.checkpoint_epochs)
+        return every.is_due(self.stages, epoch, step, position)
+
+    def is_averaging_due(self, epoch: int, step: int, position: int) -> bool:
+        """Whether weights are to be averaged after a step, which ends at a position of an epoch."""
+        return self.averaging is not None and self.averaging.is_due(self.stages, epoch, step, position)
 
     def mfu(self, samples_per_s: float) -> float | None:
         """The share of all devices' peak that training at this speed makes use of, where both are known."""
@@ -127,6 +130,8 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
     check_numbers(config)
     check_data(config, facts)
     check_sharding(config, layout)
+    check_averaging(config, layout)
+    check_servers(config, layout)
     facts = replace(facts, num_train=num_train(config, facts))
     renewed = renew(config, layout)
     begun, resized = renewed.config, resize(renewed.config, layout, facts)
@@ -154,6 +159,7 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
     is_short = global_batch_size > facts.num_train
     graph, graph_reason = choose_graph(config, layout, compiled, is_short, config.batch.accumulate)
     checkpoint_steps, checkpoint_epochs, checkpoint_text = choose_checkpoints(config, steps_per_epoch)
+    averaging, averaging_line = choose_averaging(config, layout, stages, steps_per_epoch)
     loader, loader_reason = choose_loader(config, layout, facts)
     noise_scale, noise_scale_reason = choose_noise_scale(config, layout, stages)
     share = math.ceil(min(global_batch_size, facts.num_train) / layout.data_size)
@@ -182,6 +188,7 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
         loader=loader,
         checkpoint_steps=checkpoint_steps,
         checkpoint_epochs=checkpoint_epochs,
+        averaging=averaging,
         micro_batches=micro_batches,
         noise_scale=noise_scale,
         noise_scale_reason=noise_scale_reason,
@@ -189,6 +196,7 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
         explanation=(
             *([("changed", ", ".join(map(str, config.changed)))] if config.changed else []),
             *layout.explanation,
+            *averaging_line.items(),
             *sharding_lines(config, layout, pass_samples, micro_batches),
             ("global batch", batch_text),
             *growth_line(config, layout, stages).items(),

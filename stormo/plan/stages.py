@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from stormo.errors import SettingError, counted
@@ -109,6 +109,16 @@ def num_steps(stages: Sequence[Stage], epochs: int) -> int:
 def stage_of(stages: Sequence[Stage], epoch: int) -> Stage:
     """The stage that an epoch belongs to."""
     return next(stage for stage in reversed(stages) if stage.first_epoch <= max(epoch, 1))
+
+
+def steps_to_come(stages: Sequence[Stage], epochs: int, epoch: int, position: int) -> Iterator[tuple[int, int]]:
+    """Samples and passes of every kind of step from a position of an epoch to the end of the last one."""
+    first_ones = {epoch, epoch + 1, *(stage.first_epoch for stage in stages)}
+    for each in sorted(one for one in first_ones if epoch <= one <= epochs):
+        stage = stage_of(stages, each)
+        to_go = stage.num_train - (position if each == epoch else 0)
+        sizes = (min(stage.global_batch_size, to_go), to_go % stage.global_batch_size)
+        yield from ((size, stage.accumulate) for size in sizes if size)
 
 
 def describe(stages: Sequence[Stage], num_workers: int, epochs: int) -> str:

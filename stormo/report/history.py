@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from stormo.errors import StormoError, counted
 from stormo.report.clock import Clock, make_clock
 from stormo.report.lines import JsonLines
-from stormo.runs import SILENT_AFTER_S, overview
+from stormo.runs import overview
 from stormo.telemetry.events import current_events
-from stormo.telemetry.folder import RunFolder, is_held, read_environment, read_summary
+from stormo.telemetry.folder import RunFolder, goes_on, read_environment, read_summary
 
 if TYPE_CHECKING:
     from stormo.energy.ledger import Bill
@@ -183,8 +183,7 @@ class Reader:
         last = [lines[-1].get("time_unix_s") or 0.0 for lines in (events, *nodes.values()) if lines]
         if not last:
             return "waiting"
-        held = is_held(self.folder)
-        is_running = time.time() - max(last) < SILENT_AFTER_S if held is None else held
+        is_running, _ = goes_on(self.folder, time.time() - max(last))
         return "running" if is_running else "interrupted"
 
 

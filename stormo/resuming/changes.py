@@ -10,7 +10,7 @@ from typing import Any
 from stormo.config import OPTIMIZER_DEFAULTS, Change
 from stormo.errors import SettingError
 from stormo.options import Option
-from stormo.resuming.table import FREE, FREE_TASK_OPTIONS, REFUSED, SAID
+from stormo.resuming.table import FREE, FREE_TASK_OPTIONS, OWN_ALGORITHMS, REFUSED, SAID
 from stormo.telemetry.folder import RunFolder
 
 
@@ -37,7 +37,11 @@ def changes(
         why = _refusal(change)
         if why is not None:
             raise _refused(change, why, run)
-    return tuple(change for change in found if change.key in SAID)
+    return tuple(change for change in found if change.key in SAID or _is_other_algorithm(change))
+
+
+def _is_other_algorithm(change: Change) -> bool:
+    return change.key == "strategy" and bool(OWN_ALGORITHMS & {change.before, change.now})
 
 
 _ELSEWHERE = ("run_name", "runs_folder", "resume")  # they have led to the run

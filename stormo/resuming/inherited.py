@@ -8,9 +8,10 @@ from stormo.config import EFFECTIVE, Effective
 from stormo.errors import SettingError
 from stormo.hardware import visible_gpus
 from stormo.mesh import PRESETS
+from stormo.resuming.table import OWN_ALGORITHMS
 from stormo.telemetry.folder import RunFolder
 
-SPREAD = ("strategy", "mesh", "zero")
+SPREAD = ("strategy", "servers", "staleness", "mesh", "zero")
 
 
 def inherited_workers(before: dict[str, Any], in_file: Any, flags: dict[str, Any]) -> dict[str, Any]:
@@ -19,7 +20,8 @@ def inherited_workers(before: dict[str, Any], in_file: Any, flags: dict[str, Any
     if "num_gpus" in before and not visible_gpus():  # CPU processes are what was asked for
         kept["num_gpus"] = before["num_gpus"]
     set_now = {*flags, *(in_file if isinstance(in_file, dict) else {})}
-    if not set_now & {"strategy", "mesh"} and (before.get("strategy") in PRESETS or "mesh" in before):
+    is_kept = before.get("strategy") in OWN_ALGORITHMS.union(PRESETS, ["server"]) or "mesh" in before
+    if not set_now & {"strategy", "mesh"} and is_kept:
         kept |= {key: before[key] for key in SPREAD if key in before and key not in set_now}
     return kept
 

@@ -29,6 +29,8 @@ SAID = frozenset(
         # step
         *("momentum", "beta2", "eps", "trust_coefficient", "nesterov", "weight_decay", "clip_norm"),
         *("gradient_noise_batch", "gradient_noise", "gradient_noise_decay"),
+        *("average_every", "outer_lr", "outer_momentum"),
+        "staleness",
         # arithmetic
         *("precision", "deterministic"),
         # what is done once the loss is lost
@@ -39,7 +41,7 @@ FREE = frozenset(
     (
         # where it runs
         *("num_gpus", "num_nodes", "max_restarts", "launcher", "hosts", "hostfile", "print_commands", "node_id"),
-        *("master_addr", "master_port", "device", "backend", "timeout", "strategy", "mesh", "zero"),
+        *("master_addr", "master_port", "device", "backend", "timeout", "strategy", "servers", "mesh", "zero"),
         # how it gets there: the same result but for rounding
         *("compile", "graph", "channels_last", "autotune", "loader", "loader_workers", "validation_batch_size"),
         *("checkpoint_activations", "offload", "shard_modules", "schedule"),
@@ -53,5 +55,7 @@ FREE = frozenset(
         *("config", "dry_run", "plot_schedule", "preflight", "stage", "keep_staged", "profile"),
     )
 )
+# Strategies under which training is not that of one process: to change to one of them, or from it, is said.
+OWN_ALGORITHMS = frozenset(("local",))
 # Of a task's own options: where its data lies, which its facts tell from other data.
 FREE_TASK_OPTIONS = frozenset(("data_folder",))

@@ -52,12 +52,14 @@ class Agreement:
         self._said = ""
         self._number = 0
         self._broken: StormoError | None = None
+        self._pid = os.getpid()
         self.is_barred = False  # inside of what only some workers run, while the others wait for it
         self.agreed_flag = 0  # the highest flag that all workers know of
         self.num_casts = 0
 
     def cast(self, what: str, where: str = "", number: int = 0) -> None:
         """Announce something without waiting for the others; `settle` hears them. `where` may differ, `what` not."""
+        self.require_worker(what)
         if self.is_barred:
             raise SettingError(
                 f"{what} was called inside `with world.once_per_node()`",
@@ -81,6 +83,7 @@ class Agreement:
 
     def settle(self) -> Agreed:
         """Wait for the others' announcements, or raise what all of them raise."""
+        self.require_worker("something of stormo.World")
         if self._broken is not None:
             raise self._broken
         if self._world.size == 1:
@@ -115,6 +118,15 @@ class Agreement:
         """Nothing can be done together any more: from now on everything raises this."""
         if self._world.size > 1 and self._broken is None:
             self._broken = error
+
+    def require_worker(self, what: str) -> None:
+        """Refuse a process that was forked from a worker: the others would answer the worker, and it would wait."""
+        if self._world.size > 1 and os.getpid() != self._pid:
+            raise SettingError(
+                f"{what} was called",
+                f"this process was forked from worker {self._world.rank}, which alone can speak with the others",
+                "call it in the worker itself, before the fork, and use the result here",
+            )
 
     def _raise_difference(self, kinds: list[int]) -> None:
         words = self._guard(lambda: self._world.share_json(self._world.gather_json(self._said)))

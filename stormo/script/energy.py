@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stormo.energy import Meter, own_meter
+from stormo.energy.attempts import owners
 from stormo.energy.summary import JOULES_PER_WH, joules_text, kinds_text, rounded
 from stormo.energy.window import Window
 from stormo.measuring import gpus_by_node
@@ -115,24 +116,26 @@ class ScriptMeter:
 
 def add_up(readings: Sequence[Mapping[str, Any]], nodes: Sequence[str]) -> Energy:
     """The energy of these readings, of which there should be one from each node."""
-    devices: dict[tuple[str, str], tuple[float, str, float]] = {}
-    reasons: dict[str, None] = {}  # in order, each once
+    owner_of, said = owners(
+        (reading["machine"], source_id, reading["node"], joules)
+        for reading in readings
+        for source_id, _, joules, _ in reading["sources"]
+    )
+    kinds_j: dict[str, float] = {}
+    errors_j: list[float] = []
+    reasons = dict.fromkeys(said)  # in order, each once
     for reading in readings:
         for source_id, kind, joules, error_j in reading["sources"]:
-            device = reading["machine"], source_id
-            if device in devices:
-                reasons[f"{source_id} is one device that two nodes have read: it is counted once"] = None
-            devices[device] = max(devices.get(device, (0.0, kind, 0.0)), (joules, kind, error_j))
+            if owner_of[reading["machine"], source_id] == reading["node"]:
+                kinds_j[kind] = kinds_j.get(kind, 0.0) + joules
+                errors_j.append(error_j)
         where = f"node {reading['node']}: " if len(nodes) > 1 else ""
         reasons |= dict.fromkeys(f"{where}{reason}" for reason in reading["reasons"])
     told = {reading["node"] for reading in readings}
     reasons |= dict.fromkeys(f"node {node} has not told what it drew" for node in nodes if node not in told)
-    kinds_j: dict[str, float] = {}
-    for joules, kind, _ in devices.values():
-        kinds_j[kind] = kinds_j.get(kind, 0.0) + joules
     return Energy(
-        joules=math.fsum(kinds_j.values()) if devices else None,
-        error_j=math.fsum(error_j for _, _, error_j in devices.values()),
+        joules=math.fsum(kinds_j.values()) if owner_of else None,
+        error_j=math.fsum(errors_j),
         kinds_j=kinds_j,
         seconds=max((reading["seconds"] for reading in readings), default=0.0),
         num_nodes=len(told),

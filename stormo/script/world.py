@@ -11,46 +11,38 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, overload
 
-import torch
 from torch import Tensor, nn
 
 from stormo.data.order import derive_seed, seed_generators
-from stormo.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE, SettingError
+from stormo.errors import SettingError
 from stormo.launch import Lifeline
 from stormo.script import joining, saving
-from stormo.script.agreement import Agreement, call_site
+from stormo.script.agreement import Agreement
 from stormo.script.backward import Backward
 from stormo.script.choosing import Loaded, make_loader
-from stormo.script.energy import Energy, ScriptMeter
+from stormo.script.energy import ScriptMeter
 from stormo.script.loop import Loop
-from stormo.script.plain import pack, unpack
-from stormo.script.reductions import described, reduced
 from stormo.script.refusals import check_parts, late_group
-from stormo.script.sharing import seed_here, share_bytes
+from stormo.script.sharing import seed_here
+from stormo.script.stopping import Stopping, exit_code_of
+from stormo.script.together import Together
 from stormo.script.wrapping import take_in
-from stormo.staging.locks import Hold
-from stormo.staging.nodes import local_folder, stage_on_nodes
-from stormo.world.signals import STOP_SIGNALS, StopFlag
 from stormo.world.world import World as Workers
 
 _A = TypeVar("_A")
 _B = TypeVar("_B")
 _C = TypeVar("_C")
-_ASKED_BY_SCRIPT = 1  # below every signal's number
 
 _the_world: World | None = None
 
 
-class World:
+class World(Together):
     """The workers of a script, seen from one of them; with one worker the script computes what it did without.
 
     Args:
@@ -88,55 +80,16 @@ class World:
     def _set_up(self, workers: Workers, lifeline: Lifeline, *, energy: bool = False) -> None:
         self._workers = workers
         self._lifeline = lifeline
-        self._flag = StopFlag(announces=self._workers.place.launcher == "alone")
-        self._listens = False
+        self._stopping = Stopping(announces=self._workers.place.launcher == "alone")
         self._seen_casts = 0
-        self._asked = 0
-        self._staged: list[Hold] = []
+        self._staged = []
         self._meter = ScriptMeter(workers) if energy else None
         self._is_apart = False
-        agreement = Agreement(self._workers, lambda: self._flag.signal_number or self._asked)
+        agreement = Agreement(self._workers, self._stopping.wanted)
         self._loop = Loop(world=self._workers, agreement=agreement, begin=self._part_ways)
         self._backward = Backward(self._loop)
         if self.size > 1:
             saving.synchronise_generators(self._loop)
-
-    # Who am I
-
-    @property
-    def rank(self) -> int:
-        """This worker's number, from 0."""
-        return self._workers.rank
-
-    @property
-    def size(self) -> int:
-        """How many workers there are."""
-        return self._workers.size
-
-    @property
-    def local_rank(self) -> int:
-        """This worker's number on its node."""
-        return self._workers.place.local_rank
-
-    @property
-    def node_id(self) -> int:
-        """Which node this worker is on."""
-        return self._workers.place.node_id
-
-    @property
-    def device(self) -> torch.device:
-        """Where this worker computes."""
-        return self._workers.device
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0, the worker that prints and writes."""
-        return self._workers.is_main
-
-    def print(self, *values: Any, **options: Any) -> None:
-        """Print on the main worker."""
-        if self.is_main:
-            builtins.print(*values, **{"flush": True} | options)  # noqa: T201
 
     # What is trained
 
@@ -237,80 +190,6 @@ class World:
             return None
         return nn.utils.clip_grad_norm_(parameters, max_norm)
 
-    # What the workers do together
-
-    def sum(self, value: _A) -> _A:
-        """The sum over all workers: of a number, a tensor, or a dict, list or tuple of them."""
-        return self._reduce("world.sum", value)
-
-    def max(self, value: _A) -> _A:
-        """The largest over all workers: of a number, a tensor, or a dict, list or tuple of them."""
-        return self._reduce("world.max", value)
-
-    def any(self, flag: bool) -> bool:
-        """Whether the flag is true on any worker."""
-        return bool(self._agree("world.any", int(bool(flag))).numbers.count(1))
-
-    def share(self, value: Any) -> Any:
-        """The main worker's value, on all workers: numbers, text, tensors, lists, tuples, sets and dicts."""
-        self._agree("world.share")
-        return unpack(share_bytes(self._workers, [pack(value, "shared")] if self.is_main else None)[0])
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every worker's value, by rank, on all workers: numbers, text, tensors, lists, tuples, sets and dicts."""
-        self._agree("world.gather")
-        payloads = self._workers.gather_bytes(pack(value, "gathered"))
-        return [unpack(payload) for payload in share_bytes(self._workers, payloads)]
-
-    def barrier(self) -> None:
-        """Wait until all workers are here."""
-        self._agree("world.barrier")
-
-    def energy(self) -> Energy:
-        """What all nodes drew since `World()`: joules, with an error bound; printed, it is a sentence.
-
-        The difference of two is what was drawn in between.
-        """
-        if self._meter is None:
-            raise SettingError(
-                "world.energy() was called", "World(energy=False) measures nothing", "leave energy=False out"
-            )
-        if self._meter.is_closed:
-            raise SettingError("world.energy() was called", "the world is closed", "call it before world.close()")
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self._agree("world.energy")
-        return self._meter.total()
-
-    @contextmanager
-    def once_per_node(self) -> Iterator[bool]:
-        """`with world.once_per_node() as mine:` mine is True in one process of each node; the others wait for it."""
-        self._agree("world.once_per_node")
-        with self._workers.once_per_node() as mine:
-            self._loop.agreement.is_barred = mine and self._workers.place.local_size > 1
-            try:
-                yield mine
-            finally:
-                self._loop.agreement.is_barred = False
-
-    def stage(self, path: str | Path, folder: str | Path = "", *, keep: bool = False) -> Path:
-        """Copy a data set to this node's own storage, once for all its workers; the path of the copy.
-
-        A verified copy that is there already is used. It is removed when the last script that uses it ends.
-
-        Args:
-            path: a folder or a file.
-            folder: on this node; default $SLURM_TMPDIR, $TMPDIR or /tmp.
-            keep: leave the copy for later scripts on the node.
-        """
-        self._agree("world.stage")
-        near = stage_on_nodes(self._workers, path, local_folder(str(folder)), keep=keep)
-        joining.at_any_end(near.hold.release)
-        self._staged.append(near.hold)
-        if near.sentence is not None:
-            self.print(near.sentence)
-        return near.path
-
     # Saving, loading, stopping
 
     def save(self, folder: str | Path, *, keep: int = 2, **extra: Any) -> None:
@@ -349,7 +228,7 @@ class World:
 
         From its first use on, these signals no longer end the script by themselves; a second Ctrl-C does.
         """
-        self._listen()
+        self._stopping.listen()
         agreement = self._loop.agreement
         if agreement.num_casts == self._seen_casts:  # no batch since the last look that could have carried the news
             self._agree("world.stop_requested")
@@ -360,18 +239,16 @@ class World:
 
     def request_stop(self) -> None:
         """Ask all workers to stop; any worker may, and all see it in `stop_requested` at the same batch."""
-        self._asked = _ASKED_BY_SCRIPT
+        self._stopping.ask()
 
     @property
     def exit_code(self) -> int:
         """What to end with: 0, or after a signal 75 (to be resumed) or 130 (Ctrl-C)."""
-        number = self._loop.agreement.agreed_flag
-        if number <= _ASKED_BY_SCRIPT:
-            return 0
-        return EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_RESUMABLE
+        return exit_code_of(self._loop.agreement.agreed_flag)
 
     def close(self) -> None:
         """Leave, and say what was drawn; happens by itself when the script ends."""
+        self._loop.agreement.require_worker("world.close()")
         total = self._meter.close() if self._meter is not None else None
         for group in self._loop.groups:
             group.exchange.close()
@@ -394,23 +271,8 @@ class World:
 
     # Within
 
-    def _agree(self, what: str, number: int = 0) -> Any:
-        return self._loop.agreement.exchange(f"{what} in {call_site()}", number=number)
-
     def _part_ways(self) -> None:
         """Once training starts, every worker draws its own dropout; the main one goes on as a single one would."""
         if self.size > 1 and not self._is_apart and not self.is_main:
             seed_generators(derive_seed(seed_here(), "worker", self.rank))
         self._is_apart = True
-
-    def _listen(self) -> None:
-        if not self._listens and threading.current_thread() is threading.main_thread():
-            for number in STOP_SIGNALS:
-                signal.signal(number, self._flag.handle)
-            self._listens = True
-
-    def _reduce(self, what: str, value: _A) -> _A:
-        self._agree(f"{what} of {described(value)}")
-        workers, is_sum = self._workers, what == "world.sum"
-        found: _A = reduced(value, workers.sum, workers.max, self.device, is_sum=is_sum)
-        return found

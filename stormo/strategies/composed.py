@@ -41,6 +41,7 @@ class Composed(Strategy):
 
     name = "mesh"
     is_spread = True
+    saves_apart = True
     exposed_reason = "it is watched under ddp alone"
 
     def __init__(self, world: World, plan: Plan, task: Task, settings: config.TrainConfig) -> None:

@@ -40,10 +40,11 @@ class Clock(Protocol):
 
     epoch: int
     step: int
+    position: int  # samples of the epoch that are done
 
 
 class _Start:
-    epoch, step = 1, 0
+    epoch, step, position = 1, 0, 0
 
 
 class Strategy:
@@ -51,6 +52,8 @@ class Strategy:
 
     name = "single"
     is_spread = False  # whether this worker may hold less than the whole model
+    saves_apart = False  # whether every worker writes its own file of a checkpoint
+    staleness = 0  # steps that a worker may be ahead of the slowest
     exposed_reason: str | None = None  # why it is not known how long a worker stands still for others
 
     def __init__(self, world: World, plan: Plan, task: Task, settings: config.TrainConfig) -> None:
@@ -152,7 +155,8 @@ class Strategy:
                     self.noise_scale.see_pass(span, self.module.parameters())
                 return loss
         except ValueError as error:
-            if batch.span.num_samples == 1 and "more than 1 value per channel" in str(error):
+            may_be_one = self._plan.layout.devices_per_worker > 1 or batch.span.num_samples <= self._plan.micro_batches
+            if may_be_one and "more than 1 value per channel" in str(error):
                 workers = counted(self.world.data.size, self._plan.layout.sharer)
                 raise SettingError(
                     f"a global batch of {self._plan.global_batch_size} was set for {workers}",
@@ -204,6 +208,28 @@ class Strategy:
 
     def _spread_weights(self) -> None:
         """Tell other workers what the optimizer has made of this one's weights."""
+
+    def exchange_weights(self) -> None:
+        """After a step: bring the weights of all workers together, where they step by themselves and it is time."""
+
+    def averaged(self) -> AbstractContextManager[Any]:
+        """While it lasts, the weights are those of the run as a whole. All workers enter it."""
+        return nullcontext()
+
+    def running(self) -> AbstractContextManager[Any]:
+        """While it lasts, steps are taken. All workers enter it, and leave it together unless something fails."""
+        return nullcontext()
+
+    def settle(self) -> None:
+        """Come to the same weights on all workers, where they may be some steps apart. All workers call it."""
+
+    @property
+    def stale_gradients(self) -> dict[int, int] | None:
+        """How many gradients were applied at which age, in updates; None where none can be old."""
+        return None
+
+    def take_stale_gradients(self, seen: Mapping[Any, int]) -> None:
+        """Go on counting from what was seen before."""
 
     def clear_gradients(self) -> None:
         """Forget all gradients."""

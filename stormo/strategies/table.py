@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from stormo.layout import Layout
 from stormo.strategies.data_parallel import DataParallel
+from stormo.strategies.local import Local
 from stormo.strategies.replicate import Replicate
+from stormo.strategies.server import Server
 from stormo.strategies.strategy import Strategy
 
-STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in (Strategy, DataParallel, Replicate)}
+STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in (Strategy, DataParallel, Replicate, Local, Server)}
 
 
 def strategy_class(layout: Layout) -> type[Strategy]:

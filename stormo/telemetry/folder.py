@@ -13,6 +13,7 @@ from typing import Any
 from stormo.errors import StormoError
 
 _CHECKPOINT_NAME = re.compile(r"step-(\d+)")
+_SILENT_AFTER_S = 300.0  # validation and saving write no events; longer silence means a dead run
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,16 @@ def is_held(folder: RunFolder) -> bool | None:
     except OSError:  # no such file, or no locks on this file system
         return None
     return False
+
+
+def goes_on(folder: RunFolder, silent_s: float) -> tuple[bool, bool]:
+    """Whether a run without a summary, silent for so long, goes on, and whether that is certain.
+
+    On this host it does as long as a process holds it. That of another host is judged by its silence, which cannot
+    tell one that was killed a moment ago from one that still goes on.
+    """
+    held = is_held(folder)
+    return (silent_s < _SILENT_AFTER_S, False) if held is None else (held, True)
 
 
 def _read_object(path: Path) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ import ctypes
 import json
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -54,16 +55,16 @@ class World:
             torch.cuda.set_device(device)
         self._store = store.shared("world") if store else None
         self._has_group = self.size > 1 or needs_group  # torch's sharding asks for one even of a single worker
-        self._timeout = timedelta(seconds=timeout_s)
+        self.timeout = timedelta(seconds=timeout_s)  # of a worker that waits for the others
         if self._has_group:
-            self._join(backend, self._timeout)
+            self._join(backend, self.timeout)
         self.arrange(Mesh(replicate=self.size) if mesh is None else mesh, data_axes)
 
     def arrange(self, mesh: Mesh, data_axes: Sequence[str] = DATA) -> None:
         """Take a place in a mesh, along some of whose axes workers take different samples. All workers call it."""
         self.mesh = mesh
         self._data_axes = tuple(data_axes)
-        self.grid = Grid(mesh, self.rank, self.device, self._timeout)
+        self.grid = Grid(mesh, self.rank, self.device, self.timeout)
         self.data = self.grid.line(*self._data_axes)
 
     def _join(self, backend: str, timeout: timedelta) -> None:
@@ -251,39 +252,56 @@ class Vote:
     """A number and a sum on which all workers agree without waiting: cast at the start of a step, read at its end.
 
     The exchange runs in the background while the step computes, and every worker reads the same outcome at the
-    same step.
+    same step. With a lag it is that of so many casts before, none in the first ones: so far may a worker be ahead.
     """
 
     _LARGEST = 64  # no signal has a larger number
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, lag: int = 0) -> None:
         self._world = world
+        self._lag = lag
         # One exchange for both: the sum in place 0, and a mark in the place of each number that was proposed.
-        self._ballot = torch.zeros(1 + self._LARGEST, dtype=torch.float64)
-        self._marks = self._ballot.numpy()  # the same memory, of which a single number is read faster
-        self._work: dist.Work | None = None
+        self._ballots = [torch.zeros(1 + self._LARGEST, dtype=torch.float64) for _ in range(lag + 1)]
+        self._num_cast = 0
+        self._under_way: deque[tuple[Tensor, dist.Work | None]] = deque()
+        self._none = torch.zeros(1 + self._LARGEST, dtype=torch.float64).numpy()
+        self._marks = self._none  # a ballot's memory, of which a single number is read faster
 
     def cast(self, number: int, share: float = 0.0) -> None:
         """Propose a number, of which the largest wins, and give a share of the sum."""
-        self._marks.fill(0.0)
-        self._marks[0] = share
+        ballot = self._ballots[self._num_cast % len(self._ballots)]
+        self._num_cast += 1
+        marks = ballot.numpy()
+        marks.fill(0.0)
+        marks[0] = share
         if number:
-            self._marks[number] = 1.0
-        if self._world.size > 1:
-            self._work = dist.all_reduce(self._ballot, async_op=True)
+            marks[number] = 1.0
+        work = dist.all_reduce(ballot, async_op=True) if self._world.size > 1 else None
+        self._under_way.append((ballot, work))
 
     def outcome(self) -> int:
-        """The number that was agreed on in the last cast."""
+        """The number that was agreed on in the last cast, or as many before it as the lag; 0 where there is none."""
         self._finish()
         proposed = self._marks[1:].nonzero()[0]
         return int(proposed[-1]) + 1 if len(proposed) else 0
 
     def total(self) -> float:
-        """The sum of all shares of the last cast."""
+        """The sum of all shares of the same cast."""
         self._finish()
         return float(self._marks[0])
 
+    def drain(self) -> None:
+        """Wait for all that was cast and forget it: a lag begins anew. All workers call it after the same cast."""
+        while self._under_way:
+            self._receive()
+        self._marks = self._none
+
     def _finish(self) -> None:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        if len(self._under_way) > self._lag:
+            self._receive()
+
+    def _receive(self) -> None:
+        ballot, work = self._under_way.popleft()
+        if work is not None:
+            work.wait()
+        self._marks = ballot.numpy()

@@ -47,8 +47,12 @@ class Model(nn.Module):
 class FakeSpread:
     """What the checkpoint room and `RunState` ask of a strategy."""
 
-    is_spread = True
+    is_spread = saves_apart = True
     noise_scale = None
+    stale_gradients = None
+
+    def take_stale_gradients(self, counts: object) -> None:
+        """There are none."""
 
     def __init__(self, world: World, mesh: str, optimizer: str = "adamw", module: nn.Module | None = None) -> None:
         world.arrange(MESHES[mesh])

@@ -58,7 +58,7 @@ def saved(run: Path) -> dict[int, str]:
     return {event["step"]: event["weights_sha256"] for event in events}
 
 
-@pytest.mark.parametrize(("size", "strategy"), [(1, "single"), (2, "ddp"), (2, "fsdp")])
+@pytest.mark.parametrize(("size", "strategy"), [(1, "single"), (2, "ddp"), (2, "local"), (2, "fsdp")])
 def test_the_checkpoints_are_those_of_a_run_that_waits(
     run_ranks: Ranks, tmp_path: Path, size: int, strategy: str
 ) -> None:

@@ -48,7 +48,7 @@ def test_nothing_is_left_out() -> None:
     assert len(REFUSALS) >= 10
     assert len(PLANS) == 1
     strategies = set(re.findall(r"--strategy (\w+)", " ".join(command for command, _ in COMMANDS)))
-    assert strategies == {"ddp", "zero1", "zero2", "fsdp", "hsdp", "tensor", "hybrid", "pipeline"}
+    assert strategies == {"ddp", "local", "server", "zero1", "zero2", "fsdp", "hsdp", "tensor", "hybrid", "pipeline"}
 
 
 @pytest.mark.parametrize(("command", "shown"), COMMANDS, ids=[command for command, _ in COMMANDS])

@@ -50,6 +50,13 @@ def test_an_exception_is_shown_first_with_its_traceback_and_ends_the_others(star
     assert "worker_program.py" in job.err
 
 
+def test_a_rank_that_fails_after_it_has_left_in_order_is_shown_with_its_traceback(start_agent: StartAgent) -> None:
+    job = start_agent({"1": [["leave"], ["raise", "boom"]], "*": [["leave"]]})
+    assert job.wait() == 1
+    assert first_line(job).endswith(" failed: ValueError: boom")
+    assert "Traceback (most recent call last)" in job.err
+
+
 def test_survivors_complaints_are_not_shown_even_when_they_come_first(start_agent: StartAgent) -> None:
     job = start_agent(
         {

@@ -101,6 +101,7 @@ ACTIONS: dict[str, Callable[..., Any]] = {
     "hold the interpreter": lambda line, seconds: ctypes.PyDLL(None).sleep(seconds),  # no other thread runs
     "kill": lambda line, number: os.kill(os.getpid(), number),
     "exit": end,
+    "leave": lambda line: line.close(),
     "vanish": lambda line: os._exit(0),
     "raise": lambda line, text: fail(line, ValueError(text)),
     "raise and linger": lambda line, text: fail(line, ValueError(text), linger=True),

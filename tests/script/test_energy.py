@@ -113,8 +113,8 @@ def test_nodes_are_added_up_and_one_device_counts_once() -> None:
     assert (total.joules, total.error_j, total.num_nodes, total.num_silent) == (191.0, 4.0, 2, 1)
     assert total.kinds_j == {"gpu": 150.0, "cpu": 41.0}
     assert total.reasons == (
+        "cpu is one device that nodes 0, 1 have read: it is counted once, at node 1",
         "node 0: why",
-        "cpu is one device that two nodes have read: it is counted once",
         "node 1: why",
         "node 2 has not told what it drew",
     )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +117,41 @@ def test_what_all_must_do_is_refused_while_one_works_for_its_node(run_ranks: Ran
         RankFailedError, match=r"world.loader in test_passes.py line .* was called inside `with world.once"
     ):
         run_ranks(_loader_on_one, 2)
+
+
+def _forked(workers: Workers) -> list[str]:
+    world = world_of(workers)
+    batches = iter(world.loader(DataLoader(data(), batch_size=8)))
+    next(batches)
+    said = []
+    for call in (lambda: world.sum(1), lambda: next(batches), lambda: world.stop_requested, world.close):
+        ours, theirs = os.pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # newer releases of Python warn of every fork beside threads
+            pid = os.fork()
+        if pid == 0:
+            signal.alarm(30)  # where it would wait for ever
+            try:
+                call()
+            except Exception as error:
+                os.write(theirs, str(error).encode())
+            os._exit(0)
+        os.close(theirs)
+        with os.fdopen(ours) as pipe:
+            said.append(pipe.read())
+        os.waitpid(pid, 0)
+    assert world.sum(1) == 2  # the worker itself goes on
+    return said
+
+
+def test_a_process_that_a_worker_has_forked_is_told_so_by_every_call(run_ranks: Ranks) -> None:
+    for rank, said in enumerate(run_ranks(_forked, 2)):
+        assert said[0].startswith("world.sum of a number in test_passes.py line ")
+        for sentence in said:
+            assert (
+                f"was called, but this process was forked from worker {rank}, which alone can speak with the "
+                in sentence
+            )
 
 
 def _frozen_on_one(workers: Workers) -> None:

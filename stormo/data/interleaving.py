@@ -1,0 +1,93 @@
+"""Many files read as one stream: a few of them are open at a time, and give a sample each in turn.
+
+The order is a function of the seed and the pass alone, so that a stream of files is shared between workers and goes on
+after a resume as any other does.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.utils.data import IterableDataset
+
+from stormo.errors import SettingError
+
+_File = TypeVar("_File")
+
+
+def interleave(
+    files: Sequence[_File],
+    read: Callable[[_File], Iterable[Any]],
+    *,
+    cycle: int = 4,
+    shuffle: bool = True,
+    num_samples: int | None = None,
+) -> Interleaved[_File]:
+    """A stream over the samples of many files.
+
+    Args:
+        files: in an order that is the same in every process, such as a sorted one.
+        read: gives the samples of one file, one after the other; a function at the top level of a file.
+        cycle: how many files are open at a time; each gives one sample before its turn comes again.
+        shuffle: take the files in another order in every pass.
+        num_samples: of all files together, where it is known; otherwise --epoch-samples says what makes an epoch.
+    """
+    if not files:
+        raise SettingError("interleave() was given no files", "there is nothing to read", "check where they lie")
+    if cycle < 1:
+        raise SettingError(f"interleave(cycle={cycle}) was called", "one file is open at least", "set 1 or more")
+    return Interleaved(files, read, cycle, shuffle, num_samples)
+
+
+class Interleaved(IterableDataset[Any], Generic[_File]):
+    """See `interleave`."""
+
+    def __init__(
+        self,
+        files: Sequence[_File],
+        read: Callable[[_File], Iterable[Any]],
+        cycle: int,
+        shuffle: bool,
+        num_samples: int | None,
+    ) -> None:
+        self._files = list(files)
+        self._read = read
+        self._cycle = cycle
+        self._shuffle = shuffle
+        self._num_samples = num_samples
+
+    def __len__(self) -> int:
+        if self._num_samples is None:
+            raise TypeError("it is not known how many samples the files hold")
+        return self._num_samples
+
+    def __iter__(self) -> Iterator[Any]:
+        # The generator has been seeded for this pass by whoever reads the stream, in every process alike.
+        order = torch.randperm(len(self._files)).tolist() if self._shuffle else range(len(self._files))
+        return self._samples([self._files[index] for index in order])
+
+    def _samples(self, files: list[_File]) -> Iterator[Any]:
+        waiting = iter(files)
+        places = [iter(self._read(file)) for file in itertools.islice(waiting, self._cycle)]
+        while places:
+            still_open = []
+            for place in places:
+                found = self._next(place, waiting)
+                if found is not None:
+                    reader, sample = found
+                    still_open.append(reader)
+                    yield sample
+            places = still_open
+
+    def _next(self, reader: Iterator[Any], waiting: Iterator[_File]) -> tuple[Iterator[Any], Any] | None:
+        """The next sample of a place among the open files, with its reader; a file that has ended gives way."""
+        while True:
+            for sample in reader:
+                return reader, sample
+            file = next(waiting, None)
+            if file is None:
+                return None
+            reader = iter(self._read(file))

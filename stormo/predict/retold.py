@@ -1,0 +1,79 @@
+"""The command line that follows from an advice: the user's own words, and what has to be added to them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from stormo.config import TrainConfig
+from stormo.hardware import Gpu
+from stormo.layout import resolve_layout
+from stormo.plan import Facts, resolve
+from stormo.plan.batch import per_worker
+from stormo.predict.ways import Way
+
+# Flags that an advice replaces, each with so many values.
+_OF_WAY = {"--strategy": 1, "--mesh": 1, "--zero": 1, "--checkpoint-activations": 0, "--offload": 0, "--graph": 0}
+_OF_BATCH = {"--batch-size": 1, "--accumulate": 1}
+
+
+def command_line(
+    words: Sequence[str], config: TrainConfig, way: Way, passes: int, gpus: Sequence[Gpu], facts: Facts
+) -> str:
+    """What to type.
+
+    Args:
+        words: as the user typed them, behind the verb.
+        config: what they come to.
+        way: to be taken.
+        passes: into which each pass is cut; the batch of a step and its rate stay what they are.
+        gpus: of one node.
+        facts: of the task.
+    """
+    kept, added = without_flags(words, _OF_WAY), list(way.flags)
+    if "num_gpus" not in config.given:
+        added += ["--num-gpus", str(len(gpus))]
+    if passes > 1:
+        kept = without_flags(kept, _OF_BATCH)
+        added += _cut(way, passes, gpus, facts)
+    return shlex.join(["stormo", "train", *kept, *added])
+
+
+def _cut(way: Way, passes: int, gpus: Sequence[Gpu], facts: Facts) -> list[str]:
+    """Flags of smaller passes, under which the plan has the batch and the rate that it had."""
+    config, before = way.config, way.plan
+    assert before is not None
+    accumulate = config.batch.accumulate * passes
+    flags = ["--accumulate", str(accumulate)]
+    if config.batch.global_batch_size is not None or config.resumed is not None:
+        return flags
+    size = per_worker(config)
+    flags = ["--batch-size", str(size // passes), *flags]
+    optimizer = config.optimizer
+    if optimizer.base_batch_size is None and optimizer.lr_rule != "none":
+        optimizer = replace(optimizer, base_batch_size=size)
+        flags += ["--base-batch-size", str(size)]  # for which the rate was meant
+    batch = replace(config.batch, batch_size=size // passes, accumulate=accumulate)
+    changed = replace(config, batch=batch, optimizer=optimizer)
+    after = resolve(changed, resolve_layout(changed, gpus), facts)
+    if after.warmup_start != before.warmup_start:
+        flags += ["--warmup-from", repr(before.warmup_start / before.learning_rate)]
+    return flags
+
+
+def without_flags(words: Sequence[str], flags: Mapping[str, int]) -> list[str]:
+    """A command line without some flags, each with so many values."""
+    kept: list[str] = []
+    skipped = 0
+    for word in words:
+        if skipped:
+            skipped -= 1
+            continue
+        name, equals, _ = word.partition("=")
+        name = f"--{name[2:].replace('_', '-').removeprefix('no-')}" if name.startswith("--") else name
+        if name in flags:
+            skipped = 0 if equals else flags[name]
+            continue
+        kept.append(word)
+    return kept

@@ -1,0 +1,162 @@
+"""The ways to spread a model over given workers that a forecast compares, each with the plan that it comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from stormo.config import TrainConfig
+from stormo.errors import SettingError
+from stormo.hardware import Gpu
+from stormo.layout import resolve_layout
+from stormo.plan import Facts, Plan, resolve
+
+KNOWN = ("single", "ddp", "zero1", "zero2", "fsdp", "hsdp", "tensor", "pipeline", "naive", "mesh")
+_OF_PIPELINE = {"schedule", "micro_batches"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """One row of the comparison."""
+
+    key: str  # by which the advice knows it
+    flags: tuple[str, ...]  # of `stormo train`
+    plan: Plan | None = None  # None where it cannot be, for the reason
+    reason: str = ""
+    config: TrainConfig
+
+    @property
+    def label(self) -> str:
+        """The flags as a user types them, without the longest word."""
+        return " ".join(self.flags).replace("--strategy ", "").replace("--mesh ", "") or self.key
+
+
+def every_way(config: TrainConfig, gpus: Sequence[Gpu], facts: Facts) -> list[Way]:
+    """All that are worth comparing for these workers; what was set is among them, and first where it is none of these.
+
+    Args:
+        config: as set.
+        gpus: of one node.
+        facts: of the task.
+    """
+    num_nodes, per_node = int(config.workers.num_nodes), len(gpus)
+    rows = _one() if num_nodes * per_node == 1 else _several(num_nodes, per_node)
+    found = [_way(key, fields, config, gpus, facts) for key, fields in rows]
+    if config.workers.strategy != "auto" or config.workers.mesh is not None or config.sharding.offload:
+        asked = _way("as set", {}, config, gpus, facts)
+        if asked.plan is None:
+            resolve(config, resolve_layout(config, gpus), facts)  # says why not
+        if asked.plan is not None and asked.plan.layout.strategy not in KNOWN:
+            raise SettingError(
+                f"--strategy {config.workers.strategy} was set",
+                "its memory is not forecast",
+                f"set one of {', '.join(KNOWN[:7])}, or leave it out to compare them",
+            )
+        if not any(_is_same(asked, other) for other in found):
+            found.insert(0, asked)
+    unique: list[Way] = []
+    for way in found:
+        if way.plan is None or not any(_is_same(way, other) for other in unique):
+            unique.append(way)
+    return unique
+
+
+def is_as_set(way: Way, config: TrainConfig, gpus: Sequence[Gpu], facts: Facts) -> bool:
+    """Whether this is what the settings alone would do."""
+    try:
+        return _is_same(way, _way("as set", {}, config, gpus, facts))
+    except SettingError:
+        return False
+
+
+def _one() -> list[tuple[str, dict[str, Any]]]:
+    plain: dict[str, Any] = {"strategy": "auto", "mesh": None, "zero": None, "offload": False}
+    offload = {**plain, "strategy": "fsdp", "offload": True}
+    return [
+        ("single", plain),
+        ("single, recomputed", {**plain, "checkpoint_activations": True}),
+        ("offload", offload),
+        ("offload, recomputed", {**offload, "checkpoint_activations": True}),
+    ]
+
+
+def _several(num_nodes: int, per_node: int) -> list[tuple[str, dict[str, Any]]]:
+    plain: dict[str, Any] = {"strategy": "auto", "mesh": None, "zero": None, "offload": False}
+    again = {"checkpoint_activations": True}
+
+    def named(strategy: str, **others: Any) -> dict[str, Any]:
+        return {**plain, "strategy": strategy, **others}
+
+    rows = [
+        ("ddp", named("ddp")),
+        ("ddp, recomputed", named("ddp", **again)),
+        ("zero1", named("zero1")),
+        ("zero2", named("zero2")),
+        ("fsdp", named("fsdp")),
+        ("fsdp, recomputed", named("fsdp", **again)),
+        ("offload", named("fsdp", offload=True)),
+        ("offload, recomputed", named("fsdp", offload=True, **again)),
+    ]
+    if num_nodes == 1:
+        return [*rows, ("tensor", named("tensor")), ("pipeline", named("pipeline"))]
+    if per_node > 1:
+        rows += [
+            ("hsdp", named("hsdp")),
+            ("hsdp, recomputed", named("hsdp", **again)),
+            ("tensor", {**plain, "mesh": f"replicate={num_nodes},tensor={per_node}"}),
+        ]
+        return [*rows, ("pipeline", {**plain, "mesh": f"pipeline={num_nodes},shard={per_node}"})]
+    return [*rows, ("pipeline", named("pipeline"))]
+
+
+def _way(key: str, fields: Mapping[str, Any], config: TrainConfig, gpus: Sequence[Gpu], facts: Facts) -> Way:
+    given = config.given
+    if "pipeline" not in key and key != "as set":
+        given -= _OF_PIPELINE
+    parts = {name: {k: v for k, v in fields.items() if hasattr(getattr(config, name), k)} for name in _SECTIONS}
+    sections = {name: replace(getattr(config, name), **own) for name, own in parts.items()}
+    changed = replace(config, given=given, **sections)
+    if changed.sharding.offload and key != "as set":
+        changed = replace(changed, given=given | {"offload"})
+    try:
+        layout = resolve_layout(changed, gpus)
+        plan = resolve(changed, layout, facts)
+    except SettingError as error:
+        return Way(key=key, flags=_flags(changed), reason=_why(error), config=changed)
+    return Way(key=key, flags=_flags(changed), plan=plan, config=changed)
+
+
+_SECTIONS = ("workers", "sharding")
+
+
+def _why(error: SettingError) -> str:
+    """The middle of the sentence: what stands against it."""
+    return str(error).partition(", but ")[2].partition("; ")[0] or str(error)
+
+
+def _flags(config: TrainConfig) -> tuple[str, ...]:
+    workers, sharding = config.workers, config.sharding
+    flags: list[str] = []
+    if workers.mesh is not None:
+        flags += ["--mesh", workers.mesh]
+    elif workers.strategy != "auto":
+        flags += ["--strategy", workers.strategy]
+    if workers.zero is not None:
+        flags += ["--zero", str(workers.zero)]
+    flags += ["--checkpoint-activations"] if sharding.checkpoint_activations else []
+    flags += ["--offload"] if sharding.offload else []
+    return tuple(flags)
+
+
+def _is_same(one: Way, other: Way) -> bool:
+    if one.plan is None or other.plan is None:
+        return one.plan is other.plan and one.flags == other.flags
+    first, second = one.plan.layout, other.plan.layout
+    plain = ("single", "ddp")
+    return (
+        (first.mesh, first.zero) == (second.mesh, second.zero)
+        and (first.strategy == second.strategy or {first.strategy, second.strategy} <= {*plain, "mesh"})
+        and (one.config.sharding.checkpoint_activations, one.config.sharding.offload)
+        == (other.config.sharding.checkpoint_activations, other.config.sharding.offload)
+    )

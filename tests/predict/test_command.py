@@ -1,0 +1,179 @@
+"""The verb itself: what it prints, what it refuses, and that it answers without torch where it can."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stormo.cli import main
+from stormo.hardware import KNOWN_GPUS
+from stormo.predict.retold import without_flags
+
+TASK = '''
+import torch
+from torch import nn
+import stormo
+
+
+class Towers(stormo.Task):
+    """A chain of wide layers."""
+
+    def model(self):
+        layers = [nn.Sequential(nn.Linear(8192, 8192), nn.ReLU()) for _ in range(4)]
+        return nn.Sequential(nn.Linear(32, 8192), *layers, nn.Linear(8192, 10))
+
+    def train_data(self):
+        return stormo.data.TensorData(torch.zeros(65536, 32), torch.zeros(65536, dtype=torch.int64))
+
+    def validation_data(self):
+        return stormo.data.TensorData(torch.zeros(64, 32), torch.zeros(64, dtype=torch.int64))
+
+    def loss(self, model, batch):
+        return nn.functional.cross_entropy(model(batch[0]), batch[1]){end}
+'''
+GOLDEN = """\
+towers.py on 2 × NVIDIA A30 (published memory), bf16
+parameters   268,820,490 trained (268,820,490 in float32)
+optimizer    SGD: 4 bytes of state a trained parameter
+activations  80.2 KiB a sample kept for backward
+
+GiB of one GPU, which has 22.4, with 256 samples in a pass; fits: at most 20.1, 90% of it
+
+                                         weights  gradients  state  activations  other  total  host  fits  largest
+ddp *                                       1.00       1.00   1.00         0.77   1.32   5.09     -   yes   142913
+ddp --checkpoint-activations                1.00       1.00   1.00         0.52   1.32   4.85     -   yes   146418
+zero1                                       1.00       1.00   0.50         0.77   1.32   4.59     -   yes   147593
+zero2                                       1.00       0.50   0.50         0.27   2.32   4.59     -   yes   147605
+fsdp                                        0.50       0.50   0.50         0.01   1.95   3.46     -   yes   160456
+fsdp --checkpoint-activations               0.50       0.50   0.50         0.01   1.95   3.46     -   yes   160456
+fsdp --offload                              0.00       0.00   0.00         0.15   1.95   2.10   3.0   yes   169816
+fsdp --checkpoint-activations --offload     0.00       0.00   0.00         0.15   1.95   2.10   3.0   yes   169816
+tensor                                      0.50       0.50   0.50         0.06   1.32   2.89     -   yes   228576
+pipeline                                    0.50       0.50   0.50         0.57   1.32   3.39     -   yes  1274216
+* as the settings have it
+
+other, by rules of thumb: workspace: 64 MiB for the libraries of matrix products and convolutions; context:
+0.75 GiB for CUDA and its kernels, and 0.5 GiB more for NCCL where there are several workers; buckets: under
+zero2 four of 25 MiB each, or of the largest parameter; gathered: under fsdp what lies outside of blocks, two
+blocks, and one block's gradients on their way.
+
+Every GPU can hold a copy.
+  stormo train towers.py --num-gpus 2 --batch-size 256 --strategy ddp
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "towers.py").write_text(TASK.format(end=""))
+    return tmp_path
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["predict", *words]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["predict", *words]) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err.count("\n")) == ("", 1)
+    return captured.err.removeprefix("stormo: ")
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_whole_of_a_small_forecast(capsys: pytest.CaptureFixture[str]) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert said(capsys, "towers.py", "--gpu", "a30", "--num-gpus", "2", "--batch-size", "256") == GOLDEN
+    grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown_kib < 700 * 1024  # torch's own modules, of 1 GiB of weights nothing
+
+
+@pytest.mark.usefixtures("folder")
+def test_figures_have_their_units_and_the_advised_command_is_one_that_trains(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["towers.py", "--batch-size=32768", "--gpu-memory", "6", "--json"]
+    found = json.loads(said(capsys, *words, "--offload", "--strategy", "fsdp"))
+    (asked,) = [way for way in found["ways"] if way["is_as_set"]]
+    assert (asked["flags"], asked["weights_bytes"]) == (["--strategy", "fsdp", "--offload"], 0)
+    assert found["weights_bytes"] == 4 * found["trained_parameters"]
+    plain = found["ways"][0]
+    assert plain["total_bytes"] == sum(plain[f"{name}_bytes"] for name in TERMS)
+    assert found["advice"]["text"] == "it fits as set."
+    found = json.loads(said(capsys, *words, "--strategy", "single", "--no-offload"))
+    command = found["advice"]["command"].split()
+    assert command[:3] == ["stormo", "train", "towers.py"]
+    assert "--offload" not in command
+    assert "--accumulate" in command
+    assert main([*command[1:], "--dry-run", "--device", "cpu"]) == 0
+    assert "32768 = " in capsys.readouterr().out  # the step is what it was
+
+
+TERMS = (
+    *("weights", "gradients", "state", "activations", "gathered", "buckets", "buffers", "data", "workspace"),
+    *("context", "captured"),
+)
+
+
+def test_a_loss_that_reads_values_leaves_the_rest_of_the_forecast(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "reading.py").write_text(TASK.format(end=" * float(batch[0].sum() > -1)"))
+    output = said(capsys, "reading.py", "--gpu", "a30")
+    assert "Activations are not known, and what is shown is without them: the loss cannot be computed on" in output
+    assert "no strategy is advised" in output.lower()
+    assert "268,820,490 trained" in output
+
+
+def test_what_cannot_be_forecast_is_refused_in_one_sentence(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stormo.predict.command.visible_gpus", list)
+    assert refused(capsys, "towers.py").startswith("no --gpu was set, but this machine has no GPU")
+    assert "did you mean h100-80gb?" in refused(capsys, "towers.py", "--gpu", "h100-80g")
+    assert refused(capsys, "towers.py", "--gpu-memory", "0").startswith("--gpu-memory 0 was set, but it is GiB above 0")
+    assert refused(capsys, "towers.py", "--device", "cpu").startswith("--device cpu was set, but the memory of GPUs")
+    given = ("towers.py", "--gpu", "t4", "--num-gpus", "2")
+    assert refused(capsys, *given, "--strategy", "hybrid").startswith(
+        "--strategy hybrid was set, but its memory is not"
+    )
+    assert refused(capsys, *given, "--strategy", "hsdp").startswith("--strategy hsdp was set, but it shards within a")
+    (folder / "gone.py").write_text(TASK.format(end="").replace("torch.zeros(65536, 32)", "torch.load('gone.pt')"))
+    assert "its data cannot be read here (FileNotFoundError" in refused(capsys, "gone.py", "--gpu", "t4")
+
+
+def test_nothing_is_fetched_for_a_forecast(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("STORMO_DATA", str(tmp_path))
+    monkeypatch.setattr("stormo.data.fashion_mnist.find_flaws", lambda *_: ["there is nothing"])
+    monkeypatch.setattr("stormo.data.fashion_mnist.Fetch", None)  # which cannot be called
+    output = said(capsys, "fashion-mnist", "--task.width", "1", "--gpu", "t4")
+    assert "there are no data here; set --task.data-folder" in output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_answers_without_torch() -> None:
+    program = (
+        "import sys\nfrom stormo.cli import main\ntry:\n    main(['predict', '--help'])\n"
+        "except SystemExit:\n    sys.exit('torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.startswith("usage: stormo predict")) == (0, True)
+
+
+def test_known_devices_are_named_as_users_type_them() -> None:
+    assert all(key == key.lower() and 8 <= gpu.memory_gb <= 200 for key, gpu in KNOWN_GPUS.items())
+    assert KNOWN_GPUS["h100-80gb"].described().memory_bytes == 80 * 10**9
+
+
+def test_flags_are_taken_out_with_their_values() -> None:
+    words = ["t.py", "--strategy", "ddp", "--zero=2", "--no-offload", "--batch_size", "4", "--epochs", "1"]
+    flags = {"--strategy": 1, "--zero": 1, "--offload": 0, "--batch-size": 1}
+    assert without_flags(words, flags) == ["t.py", "--epochs", "1"]

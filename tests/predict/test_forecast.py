@@ -1,0 +1,124 @@
+"""The arithmetic of a forecast."""
+
+from __future__ import annotations
+
+import pytest
+
+from stormo.predict.curve import Curve
+from stormo.predict.forecast import GIB, MIB, Forecast, Model, Parameter, Spread, forecast, gpus_needed
+
+VALUES = 10 * MIB
+
+
+def parameter(name: str, block: str = "", num_values: int = VALUES) -> Parameter:
+    return Parameter(
+        name=name,
+        num_bytes=4 * num_values,
+        num_values=num_values,
+        num_rows=1024,
+        is_trained=True,
+        state_bytes=8 * num_values,
+        block=block,
+    )
+
+
+MODEL = Model(
+    parameters=(parameter("root"), *(parameter(f"{n}.weight", str(n)) for n in range(4))),
+    buffer_bytes=0,
+    step_bytes=0,
+    optimizer="AdamW",
+)
+TOTAL = 5 * VALUES
+# Forward makes 100 bytes a sample and copies of weights, backward frees them as gradients come.
+ROWS = tuple(
+    [(100 * size, 0, 0), (100 * size, 2 * TOTAL, 0), (50 * size, TOTAL, 2 * TOTAL), (0, 0, 4 * TOTAL)]
+    for size in (10, 20)
+)
+CURVE = Curve((10, 20), (ROWS[0], ROWS[1]), (1000, 2000))
+
+
+def held(spread: Spread, curve: Curve | None = CURVE, memory_gib: float = 80.0) -> Forecast:
+    return forecast(MODEL, spread, curve, int(memory_gib * GIB))
+
+
+@pytest.mark.parametrize("shard", [1, 2, 8])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_weights_gradients_and_state_are_those_of_zero(zero: int, shard: int) -> None:
+    terms = held(Spread(num_workers=shard, shard=shard if zero else 1, zero=zero)).terms
+    parts = shard if zero else 1
+    assert terms["state"] == 8 * TOTAL / parts
+    assert terms["gradients"] == 4 * TOTAL / (parts if zero >= 2 else 1)
+    assert terms["weights"] == 4 * TOTAL / (parts if zero == 3 else 1)
+
+
+def test_a_pass_counts_at_its_worst_moment() -> None:
+    few, many = held(Spread(batch=10)), held(Spread(batch=10**8))
+    assert few.terms["activations"] == 0  # when all gradients are there, no activation is left
+    assert many.terms["activations"] == 100 * 10**8 + 2 * TOTAL - 4 * TOTAL  # and the other way round
+    copies = held(Spread(num_workers=2, copies=2, batch=10))
+    assert copies.terms["activations"] == 1000 + 2 * TOTAL  # views of buckets, which stay
+    again = held(Spread(batch=10, accumulate=2))
+    assert again.terms["activations"] == 1000 + 2 * TOTAL  # the gradients of the pass before
+
+
+def test_fsdp_gathers_two_blocks_and_the_rest_and_a_lone_worker_all() -> None:
+    spread = Spread(num_workers=2, shard=2, zero=3, half_bytes=2, batch=10)
+    one = held(spread)
+    assert one.terms["gathered"] == 2 * VALUES + 2 * 2 * VALUES + 6 * VALUES
+    assert one.terms["activations"] == 0  # no copies of weights: they are gathered as they are used
+    lone = held(Spread(zero=3, half_bytes=2, batch=10**8, merges=True))
+    assert lone.terms["activations"] == 100 * 10**8 + 2 * TOTAL - 4 * TOTAL
+    away = held(Spread(num_workers=2, workers_per_node=2, shard=2, zero=3, half_bytes=2, offload=True))
+    assert [away.terms[name] for name in ("weights", "gradients", "state")] == [0, 0, 0]
+    assert away.host_bytes == 16 * TOTAL
+
+
+def test_layers_that_are_cut_and_the_fullest_stage() -> None:
+    cut = held(Spread(num_workers=2, tensor=2, cut=frozenset({"0.weight", "1.weight", "2.weight", "3.weight"})))
+    assert cut.terms["weights"] == 4 * VALUES + 8 * VALUES
+    stages = (frozenset({"root", "0.weight"}), frozenset({"1.weight", "2.weight", "3.weight"}))
+    spread = Spread(num_workers=2, pipeline=2, stages=stages, batch=10**6, micro_batches=4, in_flight=2)
+    piped = held(spread)
+    assert piped.terms["weights"] == 4 * 3 * VALUES
+    assert piped.kept_bytes == 100 * 10**6 / 4
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("num_workers", [1, 4])
+def test_the_largest_batch_fits_and_the_next_one_does_not(num_workers: int, graph: bool) -> None:
+    def at(batch: int, accumulate: int = 1) -> Forecast:
+        spread = Spread(num_workers=num_workers, copies=num_workers, graph=graph, batch=batch, accumulate=accumulate)
+        return held(spread, memory_gib=10)
+
+    largest, in_turn = at(10**9).largest_batch, at(10**9).largest_pass
+    assert largest
+    assert (in_turn < largest) == (num_workers == 1)  # where gradients are not there all the time anyway
+    assert (at(largest).fits, at(largest + 1).fits) == (True, False)
+    assert (at(in_turn, 2).fits, at(in_turn + 1, 2).fits) == (True, False)
+
+
+def test_what_does_not_fit_at_all_has_no_batch_and_says_how_many_would_do() -> None:
+    tight = Spread(num_workers=2, shard=2, zero=3, batch=1)
+    one = held(tight, memory_gib=2.1)
+    assert (one.fits, one.largest_batch) == (False, 0)
+    needed = gpus_needed(MODEL, tight, one)
+    assert needed is not None
+    assert needed > 2
+    assert held(Spread(num_workers=needed, shard=needed, zero=3, batch=1), memory_gib=2.1).fits
+    assert not held(Spread(num_workers=needed - 1, shard=needed - 1, zero=3, batch=1), memory_gib=2.1).fits
+    assert gpus_needed(MODEL, tight, held(tight, memory_gib=1.0)) is None
+
+
+def test_without_a_pass_the_rest_is_known() -> None:
+    one = held(Spread(), None)
+    assert (one.largest_batch, one.kept_bytes) == (None, None)
+    assert one.total_bytes >= 16 * TOTAL
+
+
+def test_what_a_step_or_a_validation_needs_counts_where_it_is_more() -> None:
+    model = Model(parameters=MODEL.parameters, buffer_bytes=0, step_bytes=8 * TOTAL, optimizer="LAMB")
+    assert forecast(model, Spread(), CURVE, GIB).terms["activations"] == 8 * TOTAL
+    bucketed = held(Spread(num_workers=2, shard=2, zero=1, batch=0))
+    assert bucketed.terms["activations"] == max(2 * 4 * VALUES, 2 * TOTAL)  # in which weights travel after the step
+    judged = forecast(MODEL, Spread(), CURVE, GIB, [(9 * TOTAL, TOTAL, 0)])
+    assert judged.terms["activations"] == (9 + 1 - 4) * TOTAL
