@@ -78,12 +78,12 @@ def predict(flags: Sequence[str]) -> int:
     from stormo import train
     from stormo.hardware import visible_gpus
     from stormo.predict.study import Study
-    from stormo.predict.ways import every_way, is_as_set
+    from stormo.predict.ways import every_way
 
     config, task_class = train.read_settings(list(flags))
     gpus = visible_gpus()[:1]
     study = Study(task_class(config.task_options), config, gpus)
-    (way,) = [way for way in every_way(config, gpus, study.facts) if is_as_set(way, config, gpus, study.facts)]
+    (way,) = [way for way in every_way(config, gpus, study.facts) if way.is_as_set]
     _, found = study.forecast(way)
     if found is None or found.largest_batch is None:
         sys.exit(f"stormo predict {' '.join(flags)} does not know: {study.notices}")

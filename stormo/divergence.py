@@ -49,6 +49,7 @@ STEADYING = frozenset(
     (
         *("base_lr", "lr_rule", "clip_norm", "precision", "momentum", "warmup_epochs", "warmup_from", "decay"),
         *("decay_every", "decay_factor", "weight_decay", "batch_size", "global_batch_size", "on_divergence"),
+        *("strategy", "mesh", "staleness", "average_every", "outer_lr", "outer_momentum"),
     )
 )
 # What was seen, by kind.
@@ -212,6 +213,8 @@ def remedies(config: TrainConfig, plan: Plan, diverged: Diverged, *, has_own_opt
     """What to try, each a flag or a few words, and the flag with which the run may go on."""
     optimizer = config.optimizer
     clip = f"--clip-norm {1 if optimizer.clip_norm is None else optimizer.clip_norm / 10:g}"
+    if config.workers.staleness:  # servers that cannot clip, and old gradients diverge at lower rates
+        clip = "--staleness 0"
     if diverged.has_bad_inputs:
         return ["data without such values (torch.isfinite finds them)"], ""
     if diverged.kind == "validation":

@@ -15,6 +15,7 @@ from stormo.mesh import PRESETS, ZERO_STAGES, Mesh, mesh_of, parse_mesh, preset_
 
 _PORTS = (1024, 49151)
 _MAX_TIMEOUT_S = 2_592_000.0
+_MOST_STALE = 1000
 DEFAULT_PORT = 29500
 
 
@@ -275,6 +276,12 @@ def _server_reason(config: TrainConfig, world_size: int, origin: str) -> str:
     servers, staleness = config.workers.servers, config.workers.staleness
     at_least("--servers", servers, 1)
     at_least("--staleness", staleness, 0)
+    if staleness > _MOST_STALE:
+        raise SettingError(
+            f"--staleness {staleness} was set",
+            "a stop signal, or a lost loss, would be heard as many steps late",
+            f"set --staleness {_MOST_STALE} or fewer",
+        )
     if world_size == 1:
         raise SettingError(
             "--strategy server was set",

@@ -122,7 +122,7 @@ def _train(run: Training, watch: Stopwatch) -> Outcome:
                 progress.epoch, progress.step, progress.position
             )
             if diverged is None and (stop or (is_within and losses.owes_checkpoint and losses.is_calm)):
-                _come_together(run, watch, vote)
+                stop = max(stop, _come_together(run, watch, vote))
                 diverged = losses.settle(strategy.weights())
                 if diverged is None and (stop or losses.is_calm):
                     run.save(None)
@@ -133,12 +133,13 @@ def _train(run: Training, watch: Stopwatch) -> Outcome:
             if diverged is not None:
                 _come_together(run, watch, vote)
                 return Outcome("divergence", diverged=diverged)
-        _come_together(run, watch, vote)
-        found = losses.settle(strategy.weights()) or _finish_epoch(run, watch, Vote(run.world), losses, learning_rate)
+        stop = _come_together(run, watch, vote)
+        found = losses.settle(strategy.weights()) or stop
+        found = found or _finish_epoch(run, watch, Vote(run.world), losses, learning_rate)
         if isinstance(found, Diverged):
             return Outcome("divergence", diverged=found)
         if found:
-            run.save(None)  # the signal came during validation, which is done anew after a resume
+            run.save(None)  # the signal came before or during validation, which is done anew after a resume
             return Outcome("signal", found)
     return Outcome("target" if _target_held(run) else "epochs")
 
@@ -158,11 +159,12 @@ def _open_vote(run: Training) -> tuple[Vote, LossWatch]:
     return Vote(run.world, lag), losses
 
 
-def _come_together(run: Training, watch: Stopwatch, vote: Vote) -> None:
-    """Stop the clock, and have all workers at the same step with the same weights before what they do together."""
+def _come_together(run: Training, watch: Stopwatch, vote: Vote) -> int:
+    """Stop the clock, and have all workers at the same step before what they do together; return a signal not read."""
     watch.pause()
-    vote.drain()
+    stop = vote.drain()
     run.state.strategy.settle()
+    return stop
 
 
 def _follow_growth(run: Training) -> None:

@@ -13,7 +13,7 @@ import pickle
 import re
 import traceback
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +35,7 @@ from stormo.strategies.undo import Before
 from stormo.tasks.measured import read_metrics
 from stormo.tasks.task import Task
 
+Steps = Set[tuple[int, int]]  # samples and passes of each
 _PICKLE_ERRORS = (pickle.PicklingError, AttributeError, TypeError)
 _PICKLING = str(Path("multiprocessing", "reduction.py"))
 _NOT_A_PLACE = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
@@ -82,8 +83,11 @@ def rehearse(
     every_shape: bool,
     may_diverge: bool = False,
     largest: Share | None = None,
-) -> None:
+    goes_on: bool = False,
+) -> Steps:
     """Run the first training passes and the first validation batch, and leave no trace of them.
+
+    Returns the samples and passes of the steps that were run whole.
 
     Args:
         strategy: holds the task and the model.
@@ -93,6 +97,8 @@ def rehearse(
         may_diverge: only warn of a first loss that is not a finite number.
         largest: of the batch once it has grown, where its passes are larger than the first ones: it must fit now, and
             not after a night of training.
+        goes_on: the run may be beyond its first batches: a last one with a single sample for a worker is left to
+            `rehearse_lone_samples`.
     """
     task, look = strategy.task, _FirstLook(strategy, may_diverge=may_diverge)
     # torch's own words on what is explained below
@@ -100,7 +106,7 @@ def rehearse(
     random_state = collect_random_state()
     try:
         with explained(task, "train_data", "loss", strategy.world.device):
-            batches = _checked(task, loader.first_and_last(), look)
+            batches = _checked(strategy, loader, look, goes_on=goes_on)
             strategy.warm_up(loader, batches if every_shape else itertools.islice(batches, 1), look)
             if largest is not None:
                 _try_largest(strategy, loader, largest)
@@ -110,6 +116,7 @@ def rehearse(
             cast("Generator[object]", rounds).close()
     finally:
         restore_random_state(*random_state)
+    return look.steps
 
 
 def _try_largest(strategy: Strategy, loader: Loader, largest: Share) -> None:
@@ -132,13 +139,16 @@ def _try_largest(strategy: Strategy, loader: Loader, largest: Share) -> None:
     before.put_back()
 
 
-def rehearse_lone_samples(strategy: Strategy, loader: Loader, plan: Plan, progress: Progress) -> None:
+def rehearse_lone_samples(
+    strategy: Strategy, loader: Loader, plan: Plan, progress: Progress, rehearsed: Steps = frozenset()
+) -> None:
     """Run a step that leaves a worker a single sample, where one is to come, and leave no trace of it.
 
-    Batch norm may refuse it, and would do so at the end of an epoch, or after a night of training. All workers call it.
+    Batch norm may refuse it, and would do so at the end of an epoch, or after a night of training. What was rehearsed
+    before is not run again. All workers call it.
     """
     steps = steps_to_come(plan.stages, plan.epochs, progress.epoch, progress.position)
-    found = next((step for step in steps if _leaves_one(plan, *step)), None)
+    found = next((step for step in steps if step not in rehearsed and _leaves_one(plan, *step)), None)
     if found is None:
         return
     share, random_state = loader.share, collect_random_state()
@@ -157,7 +167,7 @@ def _leaves_one(plan: Plan, num_samples: int, accumulate: int) -> bool:
     passes = {share // accumulate for share in shares} | {math.ceil(share / accumulate) for share in shares}
     # DataParallel cuts a pass into pieces of one size, and what is left.
     pieces = {size: math.ceil(size / plan.layout.devices_per_worker) for size in passes if size}
-    return any(size <= plan.micro_batches or size % piece == 1 for size, piece in pieces.items())
+    return any(piece <= plan.micro_batches or size % piece == 1 for size, piece in pieces.items())
 
 
 class _FirstLook:
@@ -168,6 +178,7 @@ class _FirstLook:
         self._may_diverge = may_diverge
         self._has_looked = False
         self.data: Any = None  # of the pass under way
+        self.steps: set[tuple[int, int]] = set()  # of which the last pass is under way, or was
 
     def __call__(self, loss: Tensor) -> None:
         if self._has_looked:
@@ -266,12 +277,18 @@ def _unused(task: Task, names: list[str]) -> SettingError:
     )
 
 
-def _checked(task: Task, batches: Iterator[Batch], look: _FirstLook) -> Iterator[Batch]:
-    for batch in batches:
+def _checked(strategy: Strategy, loader: Loader, look: _FirstLook, *, goes_on: bool) -> Iterator[Batch]:
+    name, accumulate = type(strategy.task).__name__, loader.share.accumulate
+    for batch in loader.first_and_last():
+        span = batch.span
+        if goes_on and span.step_start and _leaves_one(strategy._plan, span.step_samples, accumulate):
+            continue
         look.data = batch.data
+        if span.is_last:
+            look.steps.add((span.step_samples, accumulate))
         if next(tensors_in(batch.data), None) is None:
             raise SettingError(
-                f"{type(task).__name__}.train_data() gives batches of type {type(batch.data).__name__}",
+                f"{name}.train_data() gives batches of type {type(batch.data).__name__}",
                 "there is no tensor in them",
                 "return tensors or numbers from the data set",
             )

@@ -27,7 +27,7 @@ from stormo.launch.elastic import (
 from stormo.launch.torchrun import check_restarts, end_with_agent, note_failure
 from stormo.layout import Layout, resolve_layout
 from stormo.nodes import find_place, launched_by, node_of
-from stormo.plan import resolve
+from stormo.plan import check_settings, resolve
 from stormo.process import STARTED, process_start_unix_s
 from stormo.resuming.changes import changes
 from stormo.resuming.finding import run_to_resume
@@ -52,6 +52,7 @@ def main(arguments: list[str]) -> int:
     if place is not None and place.launcher == "torchrun" and "max_restarts" in config.given:
         check_restarts(os.environ, config.workers.restarts)
     layout = resolve_layout(config, visible_gpus(), None if is_agent else launched_by(place))
+    check_settings(config, layout)  # before any process starts, though the data may not be known yet
     task = task_class(config.task_options)
     check_made(task)
     dry_run.check(config)
@@ -101,7 +102,7 @@ def read_settings(arguments: list[str]) -> tuple[TrainConfig, type[Task]]:
     # The file holds whatever was in force, the task's defaults of that day among it; what is not there was not set.
     before = options.settings_from_toml(inherited, every, str(resumed.config))
     effective = inherited_effect(inherited, resumed)
-    spread = {key: value for key, value in workers.items() if key == "strategy"}  # also where it is another now
+    spread = {key: workers[key] for key in ("strategy", "staleness") if key in workers}  # also where it is another now
     changed = changes(settings, spread | before, plain, resumed)
     settings |= place_of(resumed)
     settings.setdefault("resume", "")  # a round of torchrun that goes on without being told to

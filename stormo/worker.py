@@ -27,6 +27,7 @@ from stormo.loop import Training, train
 from stormo.measuring import AnyKeeper, open_keeper
 from stormo.metrics import Validation
 from stormo.optim.schedule import make_schedule
+from stormo.out_of_memory import memory_explained, note_memory
 from stormo.plan import Plan, resolve
 from stormo.plan.profile import parse_profile
 from stormo.process import SetUp
@@ -34,7 +35,7 @@ from stormo.profiling.ranges import record_for_nsight
 from stormo.profiling.window import ProfileWindow
 from stormo.progress import Progress
 from stormo.recovery import Recovery
-from stormo.rehearsal import explained, rehearse, rehearse_lone_samples
+from stormo.rehearsal import Steps, explained, rehearse, rehearse_lone_samples
 from stormo.staging.copying import StoppedError
 from stormo.staging.of_task import staged_task
 from stormo.state import RunState
@@ -145,7 +146,10 @@ def _train(
     torch.manual_seed(derive_seed(seed, "model"))  # every worker builds the same model
     # To cut its layers into stages, a pipeline calls the model once.
     calls_model = plan.layout.mesh.pipeline > 1
-    with explained(task, "train_data", "loss", world.device) if calls_model else contextlib.nullcontext():
+    with (
+        memory_explained(config, plan, world.device, has_model=False),
+        explained(task, "train_data", "loss", world.device) if calls_model else contextlib.nullcontext(),
+    ):
         strategy = strategy_class(plan.layout)(world, plan, task, config)
     seed_generators(derive_seed(seed, "worker", world.draws))  # and has its own dropout
     set_up.done("model")
@@ -167,12 +171,12 @@ def _train(
         with explained(task, "train_data", "loss", world.device):
             plan = find_passes(config, plan, strategy, loader)
         set_up.done("batch size")
-    _rehearse(config, plan, strategy, loader, validation)
+    rehearsed = _rehearse(config, plan, strategy, loader, validation)
     set_up.done("first passes")
     spec = None if config.command.profile is None else parse_profile(config.command.profile)
     record_for_nsight(is_asked=spec is not None and spec.nvtx)  # refuses before there is a run folder
     journal = Journal(config, plan, world, state, set_up, keeper)
-    if not _take_up(config, plan, journal, state, loader):
+    if not _take_up(config, plan, journal, state, loader, rehearsed):
         loader.close()
         validation.close()
         return 0
@@ -204,7 +208,8 @@ def _train(
                 recover=recovery.roll_back,
             )
         )
-    except BaseException:
+    except BaseException as error:
+        note_memory(config, plan, error)
         with contextlib.suppress(OSError):  # a full disk must not hide what went wrong
             journal.end("error")
         raise
@@ -224,24 +229,29 @@ def _train(
     return EXIT_RESUMABLE if outcome.signal_number else 0
 
 
-def _rehearse(config: TrainConfig, plan: Plan, strategy: Strategy, loader: Loader, validation: Validation) -> None:
-    """Take the first passes, before the run has a folder."""
+def _rehearse(config: TrainConfig, plan: Plan, strategy: Strategy, loader: Loader, validation: Validation) -> Steps:
+    """Take the first passes, before the run has a folder; the steps that need not be rehearsed again."""
     world = strategy.world
     grown = max(map(plan.at_epoch, (stage.first_epoch for stage in plan.stages)), key=lambda at: at.batch_per_pass)
     largest = replace(loader.share, global_batch_size=grown.global_batch_size, accumulate=grown.accumulate)
-    rehearse(
-        strategy,
-        loader,
-        validation,
-        every_shape=world.size > 1 or world.device.type == "cuda" or plan.compile or plan.loader == "streamed",
-        may_diverge=config.stop.on_divergence == "ignore",
-        largest=largest if grown.batch_per_pass > plan.batch_per_pass and not strategy.is_spread else None,
-    )
+    with memory_explained(config, plan, world.device, has_model=True):
+        rehearsed = rehearse(
+            strategy,
+            loader,
+            validation,
+            every_shape=world.size > 1 or world.device.type == "cuda" or plan.compile or plan.loader == "streamed",
+            may_diverge=config.stop.on_divergence == "ignore",
+            largest=largest if grown.batch_per_pass > plan.batch_per_pass and not strategy.is_spread else None,
+            goes_on=config.resumed is not None,
+        )
     if config.resumed is None:
-        rehearse_lone_samples(strategy, loader, plan, Progress())
+        rehearse_lone_samples(strategy, loader, plan, Progress(), rehearsed)
+    return rehearsed
 
 
-def _take_up(config: TrainConfig, plan: Plan, journal: Journal, state: RunState, loader: Loader) -> bool:
+def _take_up(
+    config: TrainConfig, plan: Plan, journal: Journal, state: RunState, loader: Loader, rehearsed: Steps
+) -> bool:
     """Go on where the run is; False where it has done more epochs than it is to do. So far its folder is as it was."""
     try:
         journal.resume()
@@ -249,7 +259,7 @@ def _take_up(config: TrainConfig, plan: Plan, journal: Journal, state: RunState,
             journal.leave()
             return False
         if config.resumed is not None:
-            rehearse_lone_samples(state.strategy, loader, plan, state.progress)
+            rehearse_lone_samples(state.strategy, loader, plan, state.progress, rehearsed)
     except BaseException:
         journal.close()
         raise

@@ -49,6 +49,7 @@ FLOORS = {
     "checkpoint": 6,
     "progress": 6,
     "losses": 7,
+    "out_of_memory": 7,
     "rehearsal": 7,
     "stopwatch": 7,
     "state": 7,

@@ -650,7 +650,9 @@ def _rolled_back_and_by_hand(
         (1, {"noisy": True}, 6, 4, 24, 9),
         (2, {"accumulate": 2}, 6, 4, 24, 9),
         (2, {"strategy": "local", "average_every": "3", "outer_momentum": 0.5}, 6, 4, 24, 9),
-        # Thirteen steps an epoch, and the losses of steps 5 to 8 are read together before a checkpoint.
+        # Thirteen steps an epoch, and the loss of step 6 is heard of in step 8, where a checkpoint is due.
+        (2, {"strategy": "local", "average_every": "2", "num_train": 200, "checkpoint_every": "4"}, 6, 4, 64, 39),
+        # The losses of steps 5 to 8 are read together before a checkpoint.
         (1, {"lag": 4, "num_train": 200, "checkpoint_every": "4"}, 6, 4, 64, 39),
         # Three steps of 16, then two of 32 an epoch: the first of the larger batch is lost, and step 3 is to blame.
         (1, {"grow_batch": "1:2x", "noisy": True}, 4, 2, 40, 7),
@@ -661,6 +663,7 @@ def _rolled_back_and_by_hand(
         "streamed",
         "accumulation",
         "workers by themselves",
+        "heard late",
         "read late",
         "over a border of growth",
     ],
@@ -1024,6 +1027,14 @@ def test_of_an_optimizer_of_its_own_no_rate_is_promised() -> None:
     tried, flag = remedies(parts.config, parts.plan, _lost(), has_own_optimizer=True)
     assert tried[0] == "half the rate in the task's optimizer()"
     assert (flag, any("--base-lr" in one for one in tried)) == ("--clip-norm 1", False)
+
+
+def test_stale_servers_are_not_told_to_clip() -> None:
+    parts = _settings()
+    config = replace(parts.config, workers=replace(parts.config.workers, strategy="server", staleness=2))
+    tried, _ = remedies(config, parts.plan, _lost(), has_own_optimizer=False)
+    assert "--staleness 0" in tried
+    assert not any("--clip-norm" in one for one in tried)
 
 
 @pytest.mark.parametrize(

@@ -332,7 +332,7 @@ def test_sections_keys_and_spellings_of_a_toml_file() -> None:
         ("[speed]\ncompile = 'on'", "compile in my.toml was set to 'on', but it takes true or false; set it to "),
         ("[optimizer]\ndecay = 'cosin'", "decay in my.toml 'cosin' was asked for, but there is none of that name; "),
         ("[optimizer]\ndecay = ['cosine']", "decay in my.toml \"['cosine']\" was asked for"),
-        ("[run]\nrun_name = 3", "run_name in my.toml was set to 3, but it takes text; set it to something like text."),
+        ("[run]\nrun_name = 3", "run_name in my.toml was set to 3, but it takes text; put it in quotes: \"3\"."),
     ],
 )  # fmt: skip
 def test_a_toml_file_with_a_mistake_is_refused(text: str, sentence: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ from torch.nn.functional import cross_entropy
 
 from stormo.errors import SettingError
 from stormo.metrics import Validation
-from stormo.rehearsal import rehearse
+from stormo.progress import Progress
+from stormo.rehearsal import Steps, _leaves_one, rehearse, rehearse_lone_samples
 from stormo.world.world import World
 from tests.tiny_run import Parts, assert_same_bits, build, steps, whole_state
 from tests.tiny_task import Tiny
@@ -22,9 +24,9 @@ from tests.tiny_task import Tiny
 Ranks = Callable[..., list[Any]]
 
 
-def _rehearse(parts: Parts, *, every_shape: bool = True, may_diverge: bool = False) -> None:
+def _rehearse(parts: Parts, *, every_shape: bool = True, may_diverge: bool = False) -> Steps:
     validation = Validation(parts.task, parts.task.validation_data(), 64, parts.world)
-    rehearse(parts.strategy, parts.loader, validation, every_shape=every_shape, may_diverge=may_diverge)
+    return rehearse(parts.strategy, parts.loader, validation, every_shape=every_shape, may_diverge=may_diverge)
 
 
 class Drawing(Tiny):
@@ -74,6 +76,38 @@ def _num_passes(world: World) -> list[int]:
 
 def test_one_pass_is_enough_where_nothing_has_to_be_made_ready(run_ranks: Ranks) -> None:
     assert run_ranks(_num_passes, 1) == [[1, 2]]
+
+
+def _passes_for_lone_samples(world: World, num_train: int) -> list[int]:
+    counts = []
+    for every_shape in (False, True):
+        parts = build(world, {"num_train": num_train, "norm": False}, global_batch_size=16)
+        rehearsed = _rehearse(parts, every_shape=every_shape)
+        assert isinstance(parts.task, Tiny)
+        before = parts.task.num_calls
+        rehearse_lone_samples(parts.strategy, parts.loader, parts.plan, Progress(), rehearsed)
+        counts.append(parts.task.num_calls - before)
+    return counts
+
+
+def test_a_step_that_leaves_a_single_sample_is_run_once_and_no_other_is_for_it(run_ranks: Ranks) -> None:
+    assert run_ranks(_passes_for_lone_samples, 1, 40) == [[0, 0]]
+    assert run_ranks(_passes_for_lone_samples, 1, 33) == [[1, 0]]
+    assert run_ranks(_passes_for_lone_samples, 2, 35) == [[1, 0]] * 2
+
+
+def test_a_device_that_gets_one_sample_is_foreseen() -> None:
+    def found(num_samples: int, accumulate: int = 1, *, workers: int = 1, devices: int = 1, parts: int = 1) -> bool:
+        layout = SimpleNamespace(data_size=workers, devices_per_worker=devices)
+        return _leaves_one(SimpleNamespace(layout=layout, micro_batches=parts), num_samples, accumulate)  # type: ignore[arg-type]
+
+    assert [size for size in range(1, 9) if found(size)] == [1]
+    assert [size for size in range(1, 9) if found(size, 2)] == [1, 2, 3]
+    assert [size for size in range(1, 9) if found(size, workers=3)] == [1, 2, 3, 4, 5]
+    # DataParallel gives the first devices more: of 3 samples 2 and 1, of 5 samples on 3 devices 2, 2 and 1.
+    assert [size for size in range(1, 9) if found(size, devices=2)] == [1, 2, 3]
+    assert [size for size in range(1, 9) if found(size, devices=3)] == [1, 2, 3, 5, 7]
+    assert [size for size in range(1, 9) if found(size, parts=4)] == [1, 2, 3, 4]
 
 
 class TwoHeads(nn.Module):

@@ -118,6 +118,18 @@ def test_a_sample_that_batch_norm_gets_alone_is_found_before_the_first_step(
     )
 
 
+def test_a_batch_that_is_over_when_a_run_goes_on_may_leave_one_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    flags = "--task.num-train 50 --batch-size 8 --grow-batch 1:3.125x --loader streamed --loader-workers 0"
+    assert main([*ONE_LEFT, *flags.split(), "--epochs", "1", "--checkpoint-every", "5"]) == 0
+    again = ["train", "--device", "cpu", "--epochs", "2", "--accumulate", "2", "--resume"]
+    assert main([*again, "runs/run/checkpoints/step-00000005"]) == 2  # the last 2 samples of the epoch are to come
+    assert "a batch of 2 leaves one of them a single sample" in capsys.readouterr().err
+    assert main([*again, "run"]) == 0  # only batches of 25
+
+
 def test_a_batch_changed_in_the_middle_of_an_epoch_that_leaves_one_sample_changes_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -124,6 +124,7 @@ def _kill_job() -> None:
 
 FAULTS: dict[str, Callable[[], None]] = {
     "raise": _raise,
+    "memory": lambda: _fill_memory(10**6 + 1),
     "exit": lambda: os._exit(3),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),  # this worker alone
     "kill-job": _kill_job,

@@ -22,7 +22,7 @@ from stormo.checkpoint.parts import boxes_of, take_parts
 from stormo.checkpoint.reader import Reader, Wanted
 from stormo.checkpoint.reading import with_offer
 from stormo.checkpoint.shard import Box, whole_box
-from stormo.strategies.local import means
+from stormo.strategies.bundles import means
 from stormo.world.world import World
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ def local_boxes(world: World, strategy: Local) -> list[Box]:
     model = {box.name: box.tensor for box in own if box.section == "model"}
     trained = [part.name for part in strategy.parts() if part.local.requires_grad]
     for name, mean in zip(trained, strategy.mean_weights(), strict=True):
-        model[name] = _on_host(mean, world)
+        if world.is_main:  # who alone keeps it, in host memory
+            model[name] = mean.detach().to("cpu", copy=True)
     optimizer = _mean_state(world, {box.name: box.tensor for box in own if box.section == "optimizer"})
     if not world.is_main:
         return rows
@@ -117,12 +118,18 @@ def _take_outer(reader: Reader, strategy: Local) -> None:
 def _mean_state(world: World, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The mean of the optimizers' state over those workers that have it, on the main one."""
     told = world.gather_json(
-        {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in own.items() if t.numel()}
+        {
+            name: [str(t.dtype).removeprefix("torch."), list(t.shape)]
+            for name, t in own.items()
+            if not _is_unstepped(name)
+        }
     )
     union: dict[str, list[Any]] = {}
     for each in told or []:
         for name, (dtype, shape) in each.items():
             union.setdefault(name, [dtype, shape, 0])[2] += 1
+    for name in [name for name in union if name.endswith("=none") and name.removesuffix("=none") in union]:
+        del union[name]  # others have values there
     union = world.share_json(union)
     found: dict[str, Tensor] = {}
     for is_counted in (True, False):
@@ -130,12 +137,17 @@ def _mean_state(world: World, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         tensors = [_given(own, name, *union[name][:2]) for name in names]
         # Counts of steps and the like as float64, in which the mean of equal ones is theirs.
         for name, mean in zip(names, means(world, tensors, torch.float64 if is_counted else None), strict=True):
-            dtype, _, count = union[name]
-            if count < world.size:
-                mean.mul_(world.size / count)
-            found[name] = _on_host(mean if _is_mean(dtype) else mean.round(), world).to(getattr(torch, dtype))
+            if world.is_main:
+                dtype, _, count = union[name]
+                over_some = mean.to("cpu", copy=True).mul_(world.size / count)
+                found[name] = (over_some if _is_mean(dtype) else over_some.round()).to(getattr(torch, dtype))
     stepped = {name.rpartition("|")[0] for name in union}
-    return found | {name: t for name, t in own.items() if not t.numel() and name.rpartition("|")[0] not in stepped}
+    return found | {n: t for n, t in own.items() if _is_unstepped(n) and n.removesuffix("|") not in stepped}
+
+
+def _is_unstepped(name: str) -> bool:
+    """Whether it says of a parameter that it has no state."""
+    return name.endswith("|")
 
 
 def _is_mean(dtype: str) -> bool:
@@ -146,8 +158,3 @@ def _is_mean(dtype: str) -> bool:
 def _given(own: Mapping[str, Tensor], name: str, dtype: str, shape: Sequence[int]) -> Tensor:
     """This worker's, or nothing to add where it has had no gradient yet."""
     return own[name] if name in own else torch.zeros(shape, dtype=getattr(torch, dtype))
-
-
-def _on_host(tensor: Tensor, world: World) -> Tensor:
-    """A copy on the main worker, which alone keeps it."""
-    return tensor.detach().to("cpu", copy=True) if world.is_main else tensor

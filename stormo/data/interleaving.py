@@ -7,7 +7,7 @@ after a resume as any other does.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -35,10 +35,20 @@ def interleave(
         shuffle: take the files in another order in every pass.
         num_samples: of all files together, where it is known; otherwise --epoch-samples says what makes an epoch.
     """
+    if isinstance(files, str | Iterator | Set):
+        raise SettingError(
+            f"interleave() was given a {type(files).__name__}",
+            "it takes a list of files, whose order is the same in every process",
+            'give it something like sorted(Path("data").glob("*.npy"))',
+        )
     if not files:
         raise SettingError("interleave() was given no files", "there is nothing to read", "check where they lie")
     if cycle < 1:
         raise SettingError(f"interleave(cycle={cycle}) was called", "one file is open at least", "set 1 or more")
+    if num_samples is not None and num_samples < 1:
+        raise SettingError(
+            f"interleave(num_samples={num_samples}) was called", "it is the samples of all files", "set 1 or more"
+        )
     return Interleaved(files, read, cycle, shuffle, num_samples)
 
 

@@ -120,7 +120,7 @@ class Reading(Travels, Dataset[Any]):
             raise SettingError(
                 f"train_data() gave a stream of {counted(self._num_samples, 'sample')} by its own length",
                 f"it went on with sample {self._num_samples + 1}",
-                "let its __len__ return the true number, or set --epoch-samples to what makes an epoch",
+                "let its __len__ (interleave: num_samples) be the true number, or set --epoch-samples",
             )
 
     def _ended(self, position: int) -> SettingError:
@@ -133,7 +133,7 @@ class Reading(Travels, Dataset[Any]):
         return SettingError(
             f"train_data() gave a stream of {counted(self._num_samples, 'sample')} by its own length",
             f"it ended after {position}",
-            "let its __len__ return the true number, or set --epoch-samples to what makes an epoch",
+            "let its __len__ (interleave: num_samples) be the true number, or set --epoch-samples",
         )
 
 

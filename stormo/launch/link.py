@@ -16,7 +16,7 @@ from typing import Any
 
 MAX_LINE_BYTES = 256 * 1024
 _MAX_UNSENT_BYTES = 4 * MAX_LINE_BYTES
-_READ_BYTES = 64 * 1024
+_READ_BYTES = MAX_LINE_BYTES  # at once, so that the last words of a process that has ended are read whole
 # What the kernel says when the other machine, or the way to it, has stopped answering.
 _UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
 

@@ -62,6 +62,8 @@ class Option:
                 return number
         if self.kind is str and isinstance(value, str):
             return value
+        if self.kind is str and isinstance(value, int | float) and not isinstance(value, bool):
+            raise SettingError(f"{source} was set to {value!r}", "it takes text", f'put it in quotes: "{value}"')
         raise SettingError(
             f"{source} was set to {value!r}",
             f"it takes {' or '.join([_KINDS[self.kind], *(f'the word {word}' for word in self.words)])}",

@@ -125,13 +125,18 @@ class Plan:
         return tuple(f"{label:<{width}}  {text}" for label, text in self.explanation)
 
 
-def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
-    """Batch, learning rate, precision and the rest, from the settings, the layout and the task's facts."""
+def check_settings(config: TrainConfig, layout: Layout) -> None:
+    """Refuse what cannot hold, whatever the task's data are."""
     check_numbers(config)
-    check_data(config, facts)
     check_sharding(config, layout)
     check_averaging(config, layout)
     check_servers(config, layout)
+
+
+def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
+    """Batch, learning rate, precision and the rest, from the settings, the layout and the task's facts."""
+    check_settings(config, layout)
+    check_data(config, facts)
     facts = replace(facts, num_train=num_train(config, facts))
     renewed = renew(config, layout)
     begun, resized = renewed.config, resize(renewed.config, layout, facts)

@@ -6,8 +6,8 @@ traffic, offloading copies in every pass: that is the order in which they are tr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from stormo.errors import counted
 
@@ -30,7 +30,7 @@ class Question:
     has_nvlink: bool
     is_fast: bool  # the network between nodes
     outcomes: Mapping[str, Outcome]
-    asked: str | None = None  # the way that was set, where one was
+    asked: str | None = None  # the way that was set, where one was; it may be none of those that can be had
     gpus_needed: int | None = 0  # under fsdp, where nothing fits; None where no number would do, 0 if not known
 
 
@@ -43,7 +43,7 @@ class Advice:
     text: str
 
 
-_FULL, _SMALLER = "full", "smaller"
+_AS_SET = "it fits as set"
 _WHY = {
     "single": "it fits on one GPU",
     "single, recomputed": "it fits on one GPU once activations are computed again",
@@ -64,21 +64,41 @@ _WHY = {
 
 
 def advise(question: Question) -> Advice:
-    """The way that was set, if it fits; else the first way of the order that does."""
-    if question.asked is not None and question.outcomes[question.asked].fits:
-        return Advice(key=question.asked, accumulate=1, text="it fits as set.")
-    for key, how in _order(question):
+    """The way that was set, if it fits, also in smaller passes; else the first way of the order that does."""
+    if question.asked is None:
+        return _first(question)
+    asked = question.outcomes.get(question.asked)
+    if asked is not None:
+        taken = _whole(question.asked, asked, _AS_SET) or _cut(question.asked, asked, _AS_SET)
+        if taken is not None:
+            return taken
+    found = _first(question)
+    if found.key is None:
+        return found
+    return replace(found, text=f"as set it {'is not possible' if asked is None else 'does not fit'}; {found.text}")
+
+
+def _first(question: Question) -> Advice:
+    for key, take in _order(question):
         outcome = question.outcomes.get(key)
-        if outcome is None:
-            continue
-        if how == _FULL and outcome.fits:
-            return Advice(key=key, accumulate=1, text=f"{_WHY[key]}.")
-        if how == _SMALLER and not outcome.fits and outcome.largest_pass and outcome.batch > 1:
-            accumulate = _passes(outcome.batch, outcome.largest_pass)
-            size = outcome.batch // accumulate
-            text = f"{_WHY[key]} in passes of {counted(size, 'sample')}, {accumulate} in place of one."
-            return Advice(key=key, accumulate=accumulate, text=text)
+        found = None if outcome is None else take(key, outcome, _WHY[key])
+        if found is not None:
+            return found
     return Advice(key=None, accumulate=1, text=_nothing(question))
+
+
+def _whole(key: str, outcome: Outcome, why: str) -> Advice | None:
+    return Advice(key=key, accumulate=1, text=f"{why}.") if outcome.fits else None
+
+
+def _cut(key: str, outcome: Outcome, why: str) -> Advice | None:
+    """In smaller passes, where there are any."""
+    if outcome.fits or not outcome.largest_pass or outcome.batch == 1:
+        return None
+    accumulate = _passes(outcome.batch, outcome.largest_pass)
+    size = outcome.batch // accumulate
+    text = f"{why} in passes of {counted(size, 'sample')}, {accumulate} in place of one."
+    return Advice(key=key, accumulate=accumulate, text=text)
 
 
 def _passes(batch: int, largest: int) -> int:
@@ -86,32 +106,36 @@ def _passes(batch: int, largest: int) -> int:
     return next(count for count in range(2, batch + 1) if batch % count == 0 and batch // count <= largest)
 
 
-def _order(question: Question) -> Sequence[tuple[str, str]]:
+_Take = Callable[[str, Outcome, str], Advice | None]
+
+
+def _order(question: Question) -> Sequence[tuple[str, _Take]]:
+    last = _both("offload", "offload, recomputed")
     if question.num_gpus * question.num_nodes == 1:
-        plain = _both("single", "single, recomputed")
-        return [*plain, *_both("offload", "offload, recomputed")]
-    copies = [("ddp", _FULL), ("zero2", _FULL), ("ddp", _SMALLER)]
-    if question.num_nodes == 1:
-        others = ["tensor", "pipeline"] if question.has_nvlink else ["pipeline", "tensor"]
-        sharded = _both("fsdp", "fsdp, recomputed")
-        return [*copies, *sharded, ("zero2", _SMALLER), *_both(*others, "offload", "offload, recomputed")]
-    if question.is_fast:
-        names = ("hsdp", "hsdp, recomputed", "fsdp", "fsdp, recomputed", "pipeline", "tensor")
-        return [*copies, *_both(*names, "offload", "offload, recomputed")]
-    copies = [("ddp", _FULL), ("ddp", _SMALLER), ("zero1", _FULL), ("zero1", _SMALLER)]
-    names = ("hsdp", "hsdp, recomputed", "pipeline", "tensor", "fsdp", "fsdp, recomputed")
-    return [*copies, *_both(*names, "offload", "offload, recomputed")]
+        return [*_both("single", "single, recomputed"), *last]
+    if question.num_nodes > 1 and not question.is_fast:
+        copies = _both("ddp", "zero1", "ddp, recomputed")
+        spread = _both("hsdp", "hsdp, recomputed", "pipeline", "tensor", "fsdp", "fsdp, recomputed")
+        return [*copies, *spread, *last]
+    copies = [("ddp", _whole), ("zero2", _whole), ("ddp", _cut)]
+    if question.num_nodes > 1:
+        sharded = _both("hsdp", "ddp, recomputed", "hsdp, recomputed", "fsdp", "fsdp, recomputed")
+        return [*copies, *sharded, *_both("pipeline", "tensor"), *last]
+    sharded = _both("fsdp", "ddp, recomputed", "fsdp, recomputed")
+    others = ("tensor", "pipeline") if question.has_nvlink else ("pipeline", "tensor")
+    return [*copies, *sharded, ("zero2", _cut), *_both(*others), *last]
 
 
-def _both(*keys: str) -> list[tuple[str, str]]:
-    return [(key, how) for key in keys for how in (_FULL, _SMALLER)]
+def _both(*keys: str) -> list[tuple[str, _Take]]:
+    return [(key, take) for key in keys for take in (_whole, _cut)]
 
 
 def _nothing(question: Question) -> str:
     if question.gpus_needed is None:
         return (
-            "nothing fits, and more GPUs of this kind would not help: what a GPU must hold of one block and its "
-            "activations is too much; take GPUs with more memory, smaller samples, or smaller blocks (--shard-modules)."
+            "nothing fits, and more GPUs of this kind would not help: what each must hold by itself (CUDA, one block "
+            "and its activations) is too much; take GPUs with more memory, smaller samples, or smaller blocks "
+            "(--shard-modules)."
         )
     if not question.gpus_needed:
         return "nothing fits."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -16,8 +17,8 @@ from stormo.options import take_flags
 from stormo.predict.advice import Advice, Outcome, Question, advise
 from stormo.predict.forecast import GIB, Forecast, gpus_needed
 from stormo.predict.lines import as_json, report, title_of
-from stormo.predict.retold import command_line
-from stormo.predict.ways import Way, every_way, is_as_set
+from stormo.predict.retold import command_line, remarks
+from stormo.predict.ways import Way, every_way
 from stormo.tasks.check import check_made, check_task
 from stormo.telemetry.text import write_text
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from stormo.predict.study import Study
 
 _USAGE = "stormo predict [TASK] [--gpu NAME] [options] [any option of stormo train]"
+_MOST_GIB = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,42 +50,39 @@ def main(arguments: list[str]) -> int:
         ("predict", Predict),
     )
     asked = Predict(**own)
-    config, task_class = train.read_settings(rest)
-    check_task(task_class)
+    with contextlib.redirect_stdout(sys.stderr):  # whatever a task prints is no part of the report
+        config, task_class = train.read_settings(rest)
+        check_task(task_class)
     gpus, has_nvlink, source = _gpus(asked, config)
-    task = task_class(config.task_options)
-    check_made(task)
     from stormo.predict.study import Study
 
-    study = Study(task, config, gpus)
-    ways = every_way(config, gpus, study.facts)
-    as_set = next((way.key for way in ways if is_as_set(way, config, gpus, study.facts)), "")
-    found = [study.forecast(way) for way in ways]
-    advice = _advised(asked, config, found, study, has_nvlink, as_set)
-    if int(config.workers.num_nodes) > 1 and advice.key is not None:
-        told = "Start it on every node (docs/launching.md), or as a job (stormo submit)."
-        advice = replace(advice, text=f"{advice.text} {told}")
+    with contextlib.redirect_stdout(sys.stderr):
+        task = task_class(config.task_options)
+        check_made(task)
+        study = Study(task, config, gpus)
+        found = [study.forecast(way) for way in every_way(config, gpus, study.facts)]
+        advice = _advised(asked, config, found, study, has_nvlink)
     chosen = next((way for way, _ in found if way.key == advice.key), None)
-    command = "" if chosen is None else command_line(rest, config, chosen, advice.accumulate, gpus, study.facts)
+    command = ""
+    if chosen is not None:
+        command = command_line(rest, config, chosen, advice.accumulate, gpus, study.facts)
+        advice = replace(advice, text=" ".join([advice.text, *remarks(rest, config, chosen)]))
+    num_nodes = int(config.workers.num_nodes)
     if asked.json:
         gpu = {"name": gpus[0].name, "memory_bytes": gpus[0].memory_bytes, "source": source}
-        gpu |= {"num_gpus": len(gpus), "num_nodes": int(config.workers.num_nodes)}
-        figures = as_json(
-            study.model, found, gpu=gpu, notices=study.notices, advice=advice, command=command, as_set=as_set
-        )
+        gpu |= {"num_gpus": len(gpus), "num_nodes": num_nodes}
+        figures = as_json(study.model, found, gpu=gpu, notices=study.notices, advice=advice, command=command)
         write_text(json.dumps(figures, indent=1) + "\n", sys.stdout)
         return 0
-    title = title_of(config.task, len(gpus), int(config.workers.num_nodes), gpus[0].name, study.precision, source)
     lines = report(
         study.model,
         found,
-        title=title,
+        title=title_of(config.task, len(gpus), num_nodes, gpus[0].name, study.precision, source),
         memory_bytes=gpus[0].memory_bytes,
         kept_per_sample=study.kept_per_sample,
         notices=study.notices,
         advice=advice,
         command=command,
-        as_set=as_set,
     )
     write_text("\n".join(lines) + "\n", sys.stdout)
     return 0
@@ -93,13 +92,14 @@ def _gpus(asked: Predict, config: TrainConfig) -> tuple[list[Gpu], bool, str]:
     """The GPUs of a node, whether NVLink is between them, and where that is known from."""
     if config.workers.device == "cpu":
         raise SettingError("--device cpu was set", "the memory of GPUs is forecast", "leave it out, and set --gpu")
-    if asked.gpu_memory is not None and asked.gpu_memory <= 0:
-        raise SettingError(f"--gpu-memory {asked.gpu_memory:g} was set", "it is GiB above 0", "set --gpu-memory 40")
+    if asked.gpu_memory is not None and not 0 < asked.gpu_memory <= _MOST_GIB:
+        why = f"it is the GiB of one GPU, above 0 and at most {_MOST_GIB}"
+        raise SettingError(f"--gpu-memory {asked.gpu_memory:g} was set", why, "set --gpu-memory 40")
     memory_bytes = None if asked.gpu_memory is None else int(asked.gpu_memory * GIB)
     if asked.gpu is not None:
         known = KNOWN_GPUS.get(asked.gpu.lower())
         if known is None:
-            raise unknown_name("--gpu", asked.gpu, KNOWN_GPUS)
+            raise _unknown_gpu(asked.gpu)
         source = "published memory" if memory_bytes is None else "memory as set"
         return [known.described(memory_bytes)] * (config.workers.num_gpus or 1), known.has_nvlink, source
     if memory_bytes is not None:
@@ -116,15 +116,23 @@ def _gpus(asked: Predict, config: TrainConfig) -> tuple[list[Gpu], bool, str]:
     return visible[:1] * (config.workers.num_gpus or len(visible)), has_nvlink, "visible here"
 
 
+def _unknown_gpu(name: str) -> SettingError:
+    """A name that lacks a size or a form may mean several."""
+    kinds = [key for key in KNOWN_GPUS if key.startswith(name.lower())]
+    if len(kinds) < 2:
+        return unknown_name("--gpu", name, KNOWN_GPUS)
+    return SettingError(f"--gpu {name} was set", f"there are {len(kinds)} of that name", f"set {' or '.join(kinds)}")
+
+
 def _advised(
     asked: Predict,
     config: TrainConfig,
     found: Sequence[tuple[Way, Forecast | None]],
     study: Study,
     has_nvlink: bool,
-    as_set: str,
 ) -> Advice:
     is_set = bool(config.given & {"strategy", "mesh", "offload", "checkpoint_activations"})
+    as_set = next(way.key for way, _ in found if way.is_as_set)
     every = {way.key: one for way, one in found if one is not None}
     outcomes = {
         key: Outcome(fits=one.fits and one.largest_batch is not None, batch=one.batch, largest_pass=one.largest_pass)
@@ -140,7 +148,7 @@ def _advised(
         has_nvlink=has_nvlink,
         is_fast=asked.network == "fast",
         outcomes=outcomes,
-        asked=as_set if is_set and as_set in outcomes else None,
+        asked=as_set if is_set else None,
     )
     advice = advise(question)
     smallest = study.smallest() if advice.key is None else None

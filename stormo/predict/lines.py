@@ -26,7 +26,6 @@ def report(
     notices: Sequence[str],
     advice: Advice,
     command: str,
-    as_set: str,
 ) -> list[str]:
     """Everything, for a reader."""
     lines = [title, *_facts(model, kept_per_sample), ""]
@@ -35,7 +34,7 @@ def report(
     samples = f" with {counted(max(batches), 'sample')} in a pass" if len(batches) == 1 else ""
     limit = f"fits: at most {room:.1f}, {SHARE:.0%} of it"
     lines += [f"GiB of one GPU, which has {memory_bytes / GIB:.1f},{samples}; {limit}".replace(",;", ";"), ""]
-    lines += _table(found, as_set, shows_batch=len(batches) > 1)
+    lines += _table(found, shows_batch=len(batches) > 1)
     lines += [""] + [line for notice in notices for line in textwrap.wrap(f"{notice}.", _WIDTH)]
     names = [name for name in RULES if any(one is not None and one.terms.get(name) for _, one in found)]
     rules = "; ".join(f"{name}: {RULES[name]}" for name in names)
@@ -61,7 +60,7 @@ def _facts(model: Model, kept_per_sample: float | None) -> list[str]:
     return lines
 
 
-def _table(found: Sequence[tuple[Way, Forecast | None]], as_set: str, *, shows_batch: bool) -> list[str]:
+def _table(found: Sequence[tuple[Way, Forecast | None]], *, shows_batch: bool) -> list[str]:
     has_host = any(one is not None and one.host_bytes for _, one in found)
     head = [
         "",
@@ -74,7 +73,7 @@ def _table(found: Sequence[tuple[Way, Forecast | None]], as_set: str, *, shows_b
     ]
     rows, reasons = [head], []
     for way, one in found:
-        label = way.label + " *" * (way.key == as_set)
+        label = way.label + " *" * way.is_as_set
         if one is None:
             reasons.append(f"{way.label}: not possible, {way.reason}")
             continue
@@ -106,7 +105,6 @@ def as_json(
     notices: Sequence[str],
     advice: Advice,
     command: str,
-    as_set: str,
 ) -> dict[str, Any]:
     """The same figures, with their units in the keys."""
     return {
@@ -118,7 +116,7 @@ def as_json(
         "optimizer": model.optimizer,
         "optimizer_state_bytes": model.state_bytes,
         "buffers_bytes": model.buffer_bytes,
-        "ways": [{**_way(way, one), "is_as_set": way.key == as_set} for way, one in found],
+        "ways": [{**_way(way, one), "is_as_set": way.is_as_set} for way, one in found],
         "rules_of_thumb": RULES,
         "notices": list(notices),
         "advice": {"flags": None, "accumulate": None, "text": advice.text, "command": command or None}

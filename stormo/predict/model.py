@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from stormo import config
 from stormo.errors import SettingError
@@ -116,7 +117,7 @@ def _stepped_in_small(names: Mapping[Tensor, str], optimizer: Optimizer) -> tupl
 
 
 def _tensors(kept: Mapping[Any, Any]) -> list[Tensor]:
-    return [value for value in kept.values() if isinstance(value, Tensor)]
+    return [value for value in tree_leaves(dict(kept)) if isinstance(value, Tensor)]
 
 
 def _bytes_in(kept: Mapping[Any, Any]) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.autograd.graph import _engine_run_backward
 
 from stormo.data.batches import repeat_rows, tensors_in
@@ -178,7 +179,16 @@ class Passes:
         except StormoError:
             raise
         except Exception as error:
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise NotKnownError(f"{type(error).__name__}: {first}") from error
+            raise NotKnownError(_reason(error)) from error
         finally:
             log.setLevel(level)
+
+
+def _reason(error: Exception) -> str:
+    """Why a pass cannot be run without values, in words where torch has only the name of an operation."""
+    first = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    if isinstance(error, DataDependentOutputException):
+        return f"it reads a value, as .item(), float() and if do: {first}"
+    if isinstance(error, DynamicOutputShapeException):
+        return f"how many values there are depends on values, as with a mask: {first}"
+    return f"{type(error).__name__}: {first}"

@@ -14,7 +14,8 @@ from stormo.plan.batch import per_worker
 from stormo.predict.ways import Way
 
 # Flags that an advice replaces, each with so many values.
-_OF_WAY = {"--strategy": 1, "--mesh": 1, "--zero": 1, "--checkpoint-activations": 0, "--offload": 0, "--graph": 0}
+_OF_WAY = {"--strategy": 1, "--mesh": 1, "--zero": 1, "--checkpoint-activations": 0, "--offload": 0}
+_NEGATIONS = {"--no-checkpoint-activations": "checkpoint_activations", "--no-offload": "offload"}
 _OF_BATCH = {"--batch-size": 1, "--accumulate": 1}
 
 
@@ -31,13 +32,37 @@ def command_line(
         gpus: of one node.
         facts: of the task.
     """
-    kept, added = without_flags(words, _OF_WAY), list(way.flags)
+    if way.is_as_set and "--no-graph" not in way.flags:
+        kept, added = list(words), []
+    else:
+        kept, added = without_flags(words, _OF_WAY), list(way.flags)
+        added += [flag for flag in _NEGATIONS if _is_to_be_negated(flag, words, config, way)]
     if "num_gpus" not in config.given:
         added += ["--num-gpus", str(len(gpus))]
     if passes > 1:
         kept = without_flags(kept, _OF_BATCH)
         added += _cut(way, passes, gpus, facts)
     return shlex.join(["stormo", "train", *kept, *added])
+
+
+def _is_to_be_negated(flag: str, words: Sequence[str], config: TrainConfig, way: Way) -> bool:
+    """Whether a flag is off in the way although it was set, or is turned off by the user, perhaps against a file."""
+    name = _NEGATIONS[flag]
+    is_said = getattr(config.sharding, name) or flag in (word.replace("_", "-") for word in words)
+    return is_said and not getattr(way.config.sharding, name)
+
+
+def remarks(words: Sequence[str], config: TrainConfig, way: Way) -> list[str]:
+    """What is to be said beside the command line."""
+    told = []
+    if "--no-graph" in way.flags:
+        told.append("A captured pass would count twice, and does not fit.")
+    is_meant = way.is_as_set or config.workers.mesh is None or way.config.workers.mesh is not None
+    if not is_meant and config.resumed is None and without_flags(words, {"--mesh": 1}) == list(words):
+        told.append("Leave mesh and zero out of the file of settings, which no flag can take back.")
+    if int(config.workers.num_nodes) > 1:
+        told.append("Start it on every node (docs/launching.md), or as a job (stormo submit).")
+    return told
 
 
 def _cut(way: Way, passes: int, gpus: Sequence[Gpu], facts: Facts) -> list[str]:

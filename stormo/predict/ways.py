@@ -25,6 +25,7 @@ class Way:
     plan: Plan | None = None  # None where it cannot be, for the reason
     reason: str = ""
     config: TrainConfig
+    is_as_set: bool = False  # what the settings alone would do
 
     @property
     def label(self) -> str:
@@ -35,39 +36,32 @@ class Way:
 def every_way(config: TrainConfig, gpus: Sequence[Gpu], facts: Facts) -> list[Way]:
     """All that are worth comparing for these workers; what was set is among them, and first where it is none of these.
 
+    What training would refuse is refused in its words.
+
     Args:
         config: as set.
         gpus: of one node.
         facts: of the task.
     """
+    asked = _way("as set", {}, config, gpus, facts)
+    if asked.plan is None:
+        resolve(config, resolve_layout(config, gpus), facts)  # says why not
+    elif asked.plan.layout.strategy not in KNOWN:
+        raise SettingError(
+            f"--strategy {config.workers.strategy} was set",
+            "its memory is not forecast",
+            f"set one of {', '.join(KNOWN[:7])}, or leave it out to compare them",
+        )
     num_nodes, per_node = int(config.workers.num_nodes), len(gpus)
     rows = _one() if num_nodes * per_node == 1 else _several(num_nodes, per_node)
     found = [_way(key, fields, config, gpus, facts) for key, fields in rows]
-    if config.workers.strategy != "auto" or config.workers.mesh is not None or config.sharding.offload:
-        asked = _way("as set", {}, config, gpus, facts)
-        if asked.plan is None:
-            resolve(config, resolve_layout(config, gpus), facts)  # says why not
-        if asked.plan is not None and asked.plan.layout.strategy not in KNOWN:
-            raise SettingError(
-                f"--strategy {config.workers.strategy} was set",
-                "its memory is not forecast",
-                f"set one of {', '.join(KNOWN[:7])}, or leave it out to compare them",
-            )
-        if not any(_is_same(asked, other) for other in found):
-            found.insert(0, asked)
+    if not any(_is_same(asked, other) for other in found):
+        found.insert(0, asked)
     unique: list[Way] = []
     for way in found:
-        if way.plan is None or not any(_is_same(way, other) for other in unique):
-            unique.append(way)
+        if not any(_is_same(way, other) for other in unique):
+            unique.append(replace(way, is_as_set=_is_same(way, asked)))
     return unique
-
-
-def is_as_set(way: Way, config: TrainConfig, gpus: Sequence[Gpu], facts: Facts) -> bool:
-    """Whether this is what the settings alone would do."""
-    try:
-        return _is_same(way, _way("as set", {}, config, gpus, facts))
-    except SettingError:
-        return False
 
 
 def _one() -> list[tuple[str, dict[str, Any]]]:
@@ -152,11 +146,11 @@ def _flags(config: TrainConfig) -> tuple[str, ...]:
 def _is_same(one: Way, other: Way) -> bool:
     if one.plan is None or other.plan is None:
         return one.plan is other.plan and one.flags == other.flags
-    first, second = one.plan.layout, other.plan.layout
-    plain = ("single", "ddp")
-    return (
-        (first.mesh, first.zero) == (second.mesh, second.zero)
-        and (first.strategy == second.strategy or {first.strategy, second.strategy} <= {*plain, "mesh"})
-        and (one.config.sharding.checkpoint_activations, one.config.sharding.offload)
-        == (other.config.sharding.checkpoint_activations, other.config.sharding.offload)
-    )
+    return _essence(one.config, one.plan) == _essence(other.config, other.plan)
+
+
+def _essence(config: TrainConfig, plan: Plan) -> tuple[Any, ...]:
+    """What tells two ways apart, by whichever flags they were asked for."""
+    layout, sharding = plan.layout, config.sharding
+    is_naive = layout.strategy == "naive"
+    return layout.mesh, layout.zero, is_naive, sharding.checkpoint_activations, sharding.offload

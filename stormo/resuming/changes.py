@@ -37,11 +37,13 @@ def changes(
         why = _refusal(change)
         if why is not None:
             raise _refused(change, why, run)
-    return tuple(change for change in found if change.key in SAID or _is_other_algorithm(change))
+    is_own = was["strategy"] in OWN_ALGORITHMS or was["staleness"] > 0
+    return tuple(change for change in found if change.key in SAID or _is_other_algorithm(change, is_own))
 
 
-def _is_other_algorithm(change: Change) -> bool:
-    return change.key == "strategy" and bool(OWN_ALGORITHMS & {change.before, change.now})
+def _is_other_algorithm(change: Change, is_own: bool) -> bool:
+    """Whether it ends or begins an algorithm that is not that of one process; `is_own` where the run had one."""
+    return change.key in ("strategy", "mesh") and (is_own or change.now in OWN_ALGORITHMS)
 
 
 _ELSEWHERE = ("run_name", "runs_folder", "resume")  # they have led to the run

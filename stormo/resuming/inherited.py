@@ -19,9 +19,11 @@ def inherited_workers(before: dict[str, Any], in_file: Any, flags: dict[str, Any
     kept = {}
     if "num_gpus" in before and not visible_gpus():  # CPU processes are what was asked for
         kept["num_gpus"] = before["num_gpus"]
-    set_now = {*flags, *(in_file if isinstance(in_file, dict) else {})}
-    is_kept = before.get("strategy") in OWN_ALGORITHMS.union(PRESETS, ["server"]) or "mesh" in before
-    if not set_now & {"strategy", "mesh"} and is_kept:
+    set_now = (in_file if isinstance(in_file, dict) else {}) | flags
+    strategy = before.get("strategy")
+    is_kept = strategy in OWN_ALGORITHMS.union(PRESETS, ["server"]) or "mesh" in before
+    is_same = "strategy" not in set_now or set_now["strategy"] == strategy != "auto"
+    if is_same and "mesh" not in set_now and is_kept:
         kept |= {key: before[key] for key in SPREAD if key in before and key not in set_now}
     return kept
 

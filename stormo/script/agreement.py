@@ -53,6 +53,7 @@ class Agreement:
         self._number = 0
         self._broken: StormoError | None = None
         self._pid = os.getpid()
+        self.is_closed = False  # the worker has left the others
         self.is_barred = False  # inside of what only some workers run, while the others wait for it
         self.agreed_flag = 0  # the highest flag that all workers know of
         self.num_casts = 0
@@ -60,6 +61,8 @@ class Agreement:
     def cast(self, what: str, where: str = "", number: int = 0) -> None:
         """Announce something without waiting for the others; `settle` hears them. `where` may differ, `what` not."""
         self.require_worker(what)
+        if self.is_closed:
+            raise SettingError(f"{what} was called", "the world is closed", "call it before world.close()")
         if self.is_barred:
             raise SettingError(
                 f"{what} was called inside `with world.once_per_node()`",

@@ -108,8 +108,6 @@ class Together:
             raise SettingError(
                 "world.energy() was called", "World(energy=False) measures nothing", "leave energy=False out"
             )
-        if self._meter.is_closed:
-            raise SettingError("world.energy() was called", "the world is closed", "call it before world.close()")
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._agree("world.energy")

@@ -249,6 +249,7 @@ class World(Together):
     def close(self) -> None:
         """Leave, and say what was drawn; happens by itself when the script ends."""
         self._loop.agreement.require_worker("world.close()")
+        self._loop.agreement.is_closed = True
         total = self._meter.close() if self._meter is not None else None
         for group in self._loop.groups:
             group.exchange.close()

@@ -194,6 +194,7 @@ def _nothing_fits(plan: Plan, strategy: Strategy, last: Try) -> StormoError:
     why = f"a pass of two samples {room} and {last}" if last.verdict == _NO_STATISTICS else f"one sample {room}"
     return StormoError(
         f"--batch-size auto was set, but {why} beside the model of {count:,} parameters ({size:.2f} GiB, and several "
-        "times that with gradients and the optimizer's state); take a smaller model, shorter samples, a 16-bit "
-        "--precision, or a device with more memory."
+        "times that with gradients and the optimizer's state); set --checkpoint-activations, --strategy fsdp (with "
+        "--offload on one device), or take a smaller model, shorter samples, a 16-bit --precision, or a device with "
+        "more memory."
     )

@@ -6,9 +6,8 @@ Their mean change since the last averaging may be taken as a gradient for a step
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +15,12 @@ from torch import Tensor, nn
 from stormo import config
 from stormo.plan import Plan
 from stormo.profiling.ranges import range_of
+from stormo.strategies.bundles import copy, means, share
 from stormo.strategies.strategy import Strategy
 from stormo.tasks.task import Task
 from stormo.world.world import World
 
-_BUCKET_BYTES = 25 * 2**20  # that travel together
-_MOST_AHEAD = 16  # steps: enough for a slow link's round trip, and a stop signal is heard within as many
+_MOST_AHEAD = 4  # steps: a slow round trip is hidden, and a stop signal is heard while there is time to save
 
 
 class Local(Strategy):
@@ -35,13 +34,14 @@ class Local(Strategy):
         super().__init__(world, plan, task, settings)
         rate, momentum = settings.optimizer.outer_lr, settings.optimizer.outer_momentum
         assert plan.averaging is not None
-        self.staleness = min(plan.averaging.steps, _MOST_AHEAD)  # an averaging waits for all anyway
+        # An averaging waits for all anyway; one worker alone has nobody to be ahead of.
+        self.staleness = min(plan.averaging.steps, _MOST_AHEAD) if world.size > 1 else 0
         self.is_apart = False  # whether steps were done since the weights of all workers were the same
         # Without these two the mean itself is taken, to the last bit.
         self.outer = OuterStep(self.weights(), rate, momentum) if (rate, momentum) != (1, 0) else None
 
     def _wrap(self, model: nn.Module) -> nn.Module:
-        _share(self.world, [*model.parameters(), *model.buffers()])
+        share(self.world, [*model.parameters(), *model.buffers()])
         return model
 
     def exchange_weights(self) -> None:
@@ -53,7 +53,7 @@ class Local(Strategy):
         weights = self.weights()
         with range_of("averaging"):
             if self.world.size > 1:
-                _copy(weights, means(self.world, weights))
+                copy(weights, means(self.world, weights))
             if self.outer is not None:
                 self.outer.step(weights)
 
@@ -70,11 +70,11 @@ class Local(Strategy):
             return
         weights = self.weights()
         own = [weight.detach().clone() for weight in weights]
-        _copy(weights, means(self.world, weights))
+        copy(weights, means(self.world, weights))
         try:
             yield
         finally:
-            _copy(weights, own)
+            copy(weights, own)
 
     def parts_changed(self) -> None:
         """All workers have been given the same weights."""
@@ -111,54 +111,3 @@ class OuterStep:
             torch._foreach_add_(changes, self.velocities, alpha=self._momentum)
         torch._foreach_sub_(self.anchors, changes, alpha=self._rate)
         torch._foreach_copy_(list(weights), self.anchors)
-
-
-@torch.no_grad()
-def means(world: World, tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Iterator[Tensor]:
-    """The mean of each tensor over all workers, in turn; all of them take all.
-
-    Args:
-        world: of the workers.
-        tensors: of the same shapes on all of them.
-        dtype: in which they are summed and given, if not their own.
-    """
-    for bucket in _buckets(tensors, dtype):
-        flat = torch.cat([_flat(tensor).to(world.device, dtype or tensor.dtype) for tensor in bucket])
-        world.sum(torch.view_as_real(flat) if flat.is_complex() else flat)
-        flat.div_(world.size)
-        for tensor, mean in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
-            yield mean.view(tensor.shape)
-
-
-@torch.no_grad()
-def _share(world: World, tensors: Sequence[Tensor]) -> None:
-    """Give all workers the main one's values: what a task's model() draws may differ."""
-    for bucket in _buckets(tensors) if world.size > 1 else ():
-        flat = torch.cat([_flat(tensor) for tensor in bucket])
-        world.broadcast(flat.view(torch.uint8))  # whatever the type
-        for tensor, values in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
-            tensor.copy_(values.view(tensor.shape))
-
-
-@torch.no_grad()
-def _copy(tensors: Sequence[Tensor], values: Iterable[Tensor]) -> None:
-    for tensor, value in zip(tensors, values, strict=True):
-        tensor.copy_(value)
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1)
-
-
-def _buckets(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Iterator[list[Tensor]]:
-    """Neighbours of one type that travel together."""
-    for common, group in groupby(tensors, lambda tensor: dtype or tensor.dtype):
-        bucket, num_bytes = list[Tensor](), 0
-        for tensor in group:
-            size_bytes = tensor.numel() * common.itemsize
-            if bucket and num_bytes + size_bytes > _BUCKET_BYTES:
-                yield bucket
-                bucket, num_bytes = [], 0
-            bucket.append(tensor)
-            num_bytes += size_bytes
-        yield bucket

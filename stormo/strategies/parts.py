@@ -113,6 +113,13 @@ def held(
     return found
 
 
+def whole_part(name: str, tensor: nn.Parameter, *, is_counted: bool, is_saved: bool) -> Part:
+    """A parameter that is not cut."""
+    shape = tuple(tensor.shape)
+    offset = (0,) * tensor.ndim
+    return Part(name=name, whole_shape=shape, offset=offset, local=tensor, is_counted=is_counted, is_saved=is_saved)
+
+
 def as_part(tensor: Tensor, *, requires_grad: bool) -> nn.Parameter:
     """A parameter in the memory of a tensor."""
     return nn.Parameter(tensor.detach(), requires_grad=requires_grad)

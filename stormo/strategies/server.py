@@ -7,6 +7,7 @@ late. Servers keep weights and optimizer state in host memory.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,9 +23,10 @@ from stormo.errors import SettingError, counted
 from stormo.layers.sync_batch_norm import local_statistics
 from stormo.optim.local import check_elementwise, localise
 from stormo.plan import Plan
+from stormo.strategies.bundles import share
 from stormo.strategies.noise_scale import total_norm
 from stormo.strategies.parcels import FAILED, Parcel, deal
-from stormo.strategies.parts import Part
+from stormo.strategies.parts import Part, whole_part
 from stormo.strategies.serving import AsTheyCome, Kept, Post, Together
 from stormo.strategies.sparse import has_sparse
 from stormo.strategies.strategy import Strategy
@@ -52,16 +54,13 @@ class Server(Strategy):
                 f"set --servers {max(len(trained), 1)} or fewer",
             )
         self._check_optimizer()
-        for tensor in (*self.module.parameters(), *self.module.buffers()):
-            first = world.broadcast(tensor.detach().contiguous())  # a model need not begin alike on all workers
-            tensor.detach().copy_(first)
+        share(world, [*self.module.parameters(), *self.module.buffers()])
         dealt = deal([parameter.nbytes for _, parameter in trained], workers.servers)
         self._dealt = [[trained[number] for number in numbers] for numbers in dealt]
         self._parcels = [
             Parcel([parameter for _, parameter in named], is_pinned=world.device.type == "cuda")
             for named in self._dealt
         ]
-        self._among_servers = dist.new_group(list(range(workers.servers)), backend="gloo", timeout=world.timeout)
         self._post = Post(world)
         self._server = self._make_server()
         self._ages_before: Counter[int] = Counter()  # of attempts of the run before this one
@@ -149,10 +148,9 @@ class Server(Strategy):
 
     def _gradient_norm(self) -> Tensor:
         gradients = self._gradients()
-        square = total_norm(gradients).double().square() if gradients else torch.zeros((), dtype=torch.float64)
-        if len(self._dealt) > 1:
-            dist.all_reduce(square, group=self._among_servers)
-        return square.sqrt()
+        norm = float(total_norm(gradients)) if gradients else 0.0
+        square = self._post.sum_among(range(len(self._dealt)), norm * norm)
+        return torch.tensor(math.sqrt(square), dtype=torch.float64)
 
     def _add_noise(self) -> None:
         numbers = {name: number for number, (name, _) in enumerate(self.module.named_parameters())}
@@ -218,15 +216,7 @@ class Server(Strategy):
         kept = [(name, tensor, True) for (name, _), tensor in own]
         frozen = [(name, p, self.world.is_main) for name, p in self.module.named_parameters() if not p.requires_grad]
         return [
-            Part(
-                name=name,
-                whole_shape=tuple(tensor.shape),
-                offset=(0,) * tensor.ndim,
-                local=tensor,
-                is_counted=speaks,
-                is_saved=speaks,
-            )
-            for name, tensor, speaks in (*kept, *frozen)
+            whole_part(name, tensor, is_counted=speaks, is_saved=speaks) for name, tensor, speaks in (*kept, *frozen)
         ]
 
     # How old gradients were

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from stormo.strategies.parcels import ENDS, FAILED, GOES_ON, Parcel
 from stormo.world.world import World
 
-_PUSH, _PULL = 1, 2  # tags of gradients and of weights
+_PUSH, _PULL, _SUM = 1, 2, 3  # tags of gradients, of weights and of numbers among servers
 # A server may rest for as long as a validation takes; who waits for it gives its own limit.
 _FOREVER = timedelta(days=365)
 
@@ -34,17 +34,11 @@ class Post:
 
     def push(self, parcel: Parcel, server: int) -> list[dist.Work]:
         """Send gradients to a server, into whose parcel its answer comes."""
-        sent = dist.isend(parcel.buffer, server, group=self._group, tag=_PUSH)
-        answered = dist.irecv(parcel.buffer, server, group=self._group, tag=_PULL)
-        assert sent is not None
-        assert answered is not None
-        return [sent, answered]
+        return [self._send(parcel.buffer, server, _PUSH), self._receive(parcel.buffer, server, _PULL)]
 
     def ask(self, parcel: Parcel, worker: int) -> dist.Work:
         """Begin to receive the gradients of one worker."""
-        work = dist.irecv(parcel.buffer, worker, group=self._group, tag=_PUSH)
-        assert work is not None
-        return work
+        return self._receive(parcel.buffer, worker, _PUSH)
 
     def receive(self, parcel: Parcel) -> int:
         """Wait for the gradients of any worker; return which one."""
@@ -52,7 +46,24 @@ class Post:
 
     def answer(self, parcel: Parcel, worker: int) -> dist.Work:
         """Begin to send weights to a worker."""
-        work = dist.isend(parcel.buffer, worker, group=self._group, tag=_PULL)
+        return self._send(parcel.buffer, worker, _PULL)
+
+    def sum_among(self, ranks: Sequence[int], value: float) -> float:
+        """The sum of what each of some workers gives, in their order, so that it is the same on all of them."""
+        # A group of these alone would not do: beside NCCL, torch makes who is left out of one wait for the others.
+        given = {rank: torch.tensor([value], dtype=torch.float64) for rank in ranks}
+        others = [rank for rank in ranks if rank != self.rank]
+        works = [self._send(given[self.rank], rank, _SUM) for rank in others]
+        self.wait([*works, *(self._receive(given[rank], rank, _SUM) for rank in others)])
+        return sum(float(each) for each in given.values())
+
+    def _send(self, tensor: Tensor, rank: int, tag: int) -> dist.Work:
+        work = dist.isend(tensor, rank, group=self._group, tag=tag)
+        assert work is not None
+        return work
+
+    def _receive(self, tensor: Tensor, rank: int, tag: int) -> dist.Work:
+        work = dist.irecv(tensor, rank, group=self._group, tag=tag)
         assert work is not None
         return work
 

@@ -26,7 +26,7 @@ from stormo.strategies.exposed import ExposedWait
 from stormo.strategies.graph import CaptureRefusedError, PassGraph, capture
 from stormo.strategies.noise import GradientNoise
 from stormo.strategies.noise_scale import NoiseScaleMeter, total_norm
-from stormo.strategies.parts import Part
+from stormo.strategies.parts import Part, whole_part
 from stormo.strategies.sparse import NOT_MEASURED, REASON, check_sparse, has_sparse
 from stormo.tasks.returned import check_loss, check_model, without_gradient
 from stormo.tasks.task import Task
@@ -288,14 +288,7 @@ class Strategy:
     def parts(self) -> list[Part]:
         """What this worker holds of the model, in the order of its parameters."""
         return [
-            Part(
-                name=name,
-                whole_shape=tuple(parameter.shape),
-                offset=(0,) * parameter.ndim,
-                local=parameter,
-                is_counted=True,
-                is_saved=self.world.is_main,
-            )
+            whole_part(name, parameter, is_counted=True, is_saved=self.world.is_main)
             for name, parameter in self.module.named_parameters()
         ]
 

@@ -12,7 +12,7 @@ from stormo.config import SECTIONS, NodeRange, TrainConfig, least_nodes
 from stormo.errors import SettingError
 from stormo.hardware import Gpu
 from stormo.layout import Launched, resolve_layout
-from stormo.plan import resolve
+from stormo.plan import check_settings, resolve
 from stormo.plan.checks import check_run_name
 from stormo.submit.script import Job, Run
 from stormo.submit.settings import SECTION, Slurm, joined, make_slurm
@@ -126,6 +126,7 @@ def _check(config: TrainConfig, task_class: type[Task]) -> None:
     is_one = workers.strategy == "dp" or launched.world_size == 1
     gpus = [] if workers.device == "cpu" else [_SOME_GPU] * per_node
     layout = resolve_layout(config, gpus, None if is_one else launched)
+    check_settings(config, layout)
     task = task_class(config.task_options)
     check_made(task)
     if not task.needs_data_for_facts():

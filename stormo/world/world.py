@@ -282,19 +282,25 @@ class Vote:
     def outcome(self) -> int:
         """The number that was agreed on in the last cast, or as many before it as the lag; 0 where there is none."""
         self._finish()
-        proposed = self._marks[1:].nonzero()[0]
-        return int(proposed[-1]) + 1 if len(proposed) else 0
+        return self._proposed()
 
     def total(self) -> float:
         """The sum of all shares of the same cast."""
         self._finish()
         return float(self._marks[0])
 
-    def drain(self) -> None:
-        """Wait for all that was cast and forget it: a lag begins anew. All workers call it after the same cast."""
+    def drain(self) -> int:
+        """The outcome of all that was cast and not read: a lag begins anew. All workers call it after the same cast."""
+        found = 0
         while self._under_way:
             self._receive()
+            found = max(found, self._proposed())
         self._marks = self._none
+        return found
+
+    def _proposed(self) -> int:
+        proposed = self._marks[1:].nonzero()[0]
+        return int(proposed[-1]) + 1 if len(proposed) else 0
 
     def _finish(self) -> None:
         if len(self._under_way) > self._lag:

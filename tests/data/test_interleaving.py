@@ -74,3 +74,8 @@ def test_what_cannot_be_read_is_refused() -> None:
         interleave([], _read)
     with pytest.raises(SettingError, match="cycle=0"):
         interleave(["a"], _read, cycle=0)
+    with pytest.raises(SettingError, match="num_samples=-1"):
+        interleave(["a"], _read, num_samples=-1)
+    for unordered in ("a", iter(["a"]), {"a"}):
+        with pytest.raises(SettingError, match=f"given a {type(unordered).__name__}, but it takes a list"):
+            interleave(unordered, _read)  # type: ignore[arg-type]

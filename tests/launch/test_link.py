@@ -51,6 +51,16 @@ def test_messages_arrive_in_order_whatever_pieces_they_come_in(values: list[str]
     theirs.close()
 
 
+def test_the_last_words_of_a_process_that_has_ended_are_read_at_once(pair: Pair) -> None:
+    link, other = pair
+    other.setblocking(False)
+    sent = Link(other)
+    sent.send({"event": "bye"})
+    sent.send({"event": "failure", "details": "ü" * 20_000})  # a long traceback, each letter of which takes six bytes
+    sent.close()
+    assert [message["event"] for message in link.receive()] == ["bye", "failure"]
+
+
 @pytest.mark.parametrize(
     "words",
     [b"hello\n", b"[1]\n", b"\xff\n", b"3\n", b"null\n", b"[" * 100_000 + b"\n", b"{" * 10_000 + b"\n", b"\n"],

@@ -44,6 +44,7 @@ def test_the_plan_says_who_steps_and_how_far_workers_may_be_apart(flags: dict[st
         ({"strategy": "server", "servers": 5}, "--servers 5 was set, but servers are workers too and there are 4"),
         ({"strategy": "server", "servers": 0}, "--servers 0 was set, but it must be at least 1"),
         ({"strategy": "server", "staleness": -1}, "--staleness -1 was set, but it must be at least 0"),
+        ({"strategy": "server", "staleness": 10**20}, " heard as many steps late; set --staleness 1000 or fewer."),
         ({"servers": 2}, "--servers 2 was set with strategy ddp"),
         ({"strategy": "ddp", "staleness": 2}, "--staleness 2 was set with strategy ddp"),
         ({"strategy": "server", "mesh": "replicate=4"}, "the axes of the mesh are the strategy"),

@@ -10,9 +10,10 @@ YES = Outcome(fits=True, batch=8, largest_pass=8)
 SMALLER = Outcome(fits=False, batch=8, largest_pass=3)
 NO = Outcome(fits=False, batch=8, largest_pass=0)
 ONE = ("single", "single, recomputed", "offload", "offload, recomputed")
-NODE = ("ddp", "zero2", "ddp -", "fsdp", "fsdp -", "fsdp, recomputed", "fsdp, recomputed -", "zero2 -")
+AGAIN = ("ddp, recomputed", "ddp, recomputed -")
+NODE = ("ddp", "zero2", "ddp -", "fsdp", "fsdp -", *AGAIN, "fsdp, recomputed", "fsdp, recomputed -", "zero2 -")
 OFFLOAD = ("offload", "offload -", "offload, recomputed", "offload, recomputed -")
-MANY = ("hsdp", "hsdp -", "hsdp, recomputed", "hsdp, recomputed -")
+MANY = ("hsdp, recomputed", "hsdp, recomputed -")
 
 
 def ask(
@@ -46,14 +47,15 @@ def ask(
         ((*NODE, "pipeline", "pipeline -", "tensor", "tensor -", *OFFLOAD), 4, 1, False, True),
         (
             (
-                *("ddp", "zero2", "ddp -", *MANY, "fsdp", "fsdp -", "fsdp, recomputed", "fsdp, recomputed -"),
-                *("pipeline", "pipeline -", "tensor", "tensor -", *OFFLOAD),
+                *("ddp", "zero2", "ddp -", "hsdp", "hsdp -", *AGAIN, *MANY, "fsdp", "fsdp -"),
+                *("fsdp, recomputed", "fsdp, recomputed -", "pipeline", "pipeline -", "tensor", "tensor -", *OFFLOAD),
             ),
             *(4, 2, True, True),
         ),
         (
             (
-                *("ddp", "ddp -", "zero1", "zero1 -", *MANY, "pipeline", "pipeline -", "tensor", "tensor -"),
+                *("ddp", "ddp -", "zero1", "zero1 -", *AGAIN, "hsdp", "hsdp -", *MANY),
+                *("pipeline", "pipeline -", "tensor", "tensor -"),
                 *("fsdp", "fsdp -", "fsdp, recomputed", "fsdp, recomputed -", *OFFLOAD),
             ),
             *(4, 2, True, False),
@@ -77,11 +79,16 @@ def test_where_nothing_fits_it_is_said_what_would() -> None:
     assert "more GPUs of this kind would not help" in ask({}, 8, 1, True, True, None)
 
 
-def test_what_was_set_is_taken_where_it_fits() -> None:
-    outcomes = {"ddp": YES, "fsdp": YES, "zero1": NO}
+def test_what_was_set_is_taken_where_it_fits_and_else_it_is_said_that_it_does_not() -> None:
+    outcomes = {"ddp": YES, "fsdp": YES, "zero1": NO, "as set": SMALLER}
 
-    def taken(asked: str | None) -> str | None:
+    def taken(asked: str | None) -> tuple[str | None, int, str]:
         question = Question(num_gpus=2, num_nodes=1, has_nvlink=False, is_fast=True, outcomes=outcomes, asked=asked)
-        return advise(question).key
+        found = advise(question)
+        return found.key, found.accumulate, found.text
 
-    assert [taken(asked) for asked in (None, "fsdp", "zero1")] == ["ddp", "fsdp", "ddp"]
+    assert taken(None) == ("ddp", 1, "every GPU can hold a copy.")
+    assert taken("fsdp") == ("fsdp", 1, "it fits as set.")
+    assert taken("as set") == ("as set", 4, "it fits as set in passes of 2 samples, 4 in place of one.")
+    assert taken("zero1") == ("ddp", 1, "as set it does not fit; every GPU can hold a copy.")
+    assert taken("pipeline") == ("ddp", 1, "as set it is not possible; every GPU can hold a copy.")

@@ -19,6 +19,8 @@ import torch
 from torch import nn
 import stormo
 
+print("its file, too")
+
 
 class Towers(stormo.Task):
     """A chain of wide layers."""
@@ -34,6 +36,7 @@ class Towers(stormo.Task):
         return stormo.data.TensorData(torch.zeros(64, 32), torch.zeros(64, dtype=torch.int64))
 
     def loss(self, model, batch):
+        print("a task may print")
         return nn.functional.cross_entropy(model(batch[0]), batch[1]){end}
 '''
 GOLDEN = """\
@@ -63,7 +66,7 @@ zero2 four of 25 MiB each, or of the largest parameter; gathered: under fsdp wha
 blocks, and one block's gradients on their way.
 
 Every GPU can hold a copy.
-  stormo train towers.py --num-gpus 2 --batch-size 256 --strategy ddp
+  stormo train towers.py --num-gpus 2 --batch-size 256
 """
 
 
@@ -82,8 +85,9 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     assert main(["predict", *words]) == 2
     captured = capsys.readouterr()
-    assert (captured.out, captured.err.count("\n")) == ("", 1)
-    return captured.err.removeprefix("stormo: ")
+    error = captured.err.replace("its file, too\n", "")
+    assert (captured.out, error.count("\n")) == ("", 1)
+    return error.removeprefix("stormo: ")
 
 
 @pytest.mark.usefixtures("folder")
@@ -115,6 +119,29 @@ def test_figures_have_their_units_and_the_advised_command_is_one_that_trains(
     assert "32768 = " in capsys.readouterr().out  # the step is what it was
 
 
+def test_what_was_set_is_one_row_by_whichever_name_and_is_told_where_it_cannot_be(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def advised(mesh: str, *words: str) -> str:
+        (folder / "some.toml").write_text(f"[workers]\nnum_gpus = 2\nmesh = {mesh!r}\n[sharding]\noffload = true\n")
+        command = ["towers.py", "--config", "some.toml", "--batch-size", "4", "--json", *words]
+        found = json.loads(said(capsys, *command))
+        assert [way["is_as_set"] for way in found["ways"]].count(True) == 1
+        assert len({json.dumps(way) for way in found["ways"]}) == 8 + 2  # none is there twice
+        return f"{found['advice']['text']} {found['advice']['command']}"
+
+    trained = "stormo train towers.py --config some.toml --batch-size 4"
+    assert advised("shard=2", "--gpu", "t4") == f"it fits as set. {trained}"
+    assert advised("replicate=2", "--gpu-memory", "5.2", "--no-graph", "--no-offload") == (
+        "as set it does not fit; the optimizer's state and the gradients are what does not fit, and zero2 sends no "
+        "more than ddp. Leave mesh and zero out of the file of settings, which no flag can take back. "
+        f"{trained} --no-graph --strategy zero2 --no-offload"
+    )
+    (folder / "towers.py").write_text(TASK.format(end="").replace("*layers, ", ""))  # now there are two pieces
+    found = json.loads(said(capsys, "towers.py", "--gpu", "t4", "--num-gpus=4", "--strategy=pipeline", "--json"))
+    assert found["advice"]["text"] == "as set it is not possible; every GPU can hold a copy."
+
+
 TERMS = (
     *("weights", "gradients", "state", "activations", "gathered", "buckets", "buffers", "data", "workspace"),
     *("context", "captured"),
@@ -137,13 +164,15 @@ def test_what_cannot_be_forecast_is_refused_in_one_sentence(
     monkeypatch.setattr("stormo.predict.command.visible_gpus", list)
     assert refused(capsys, "towers.py").startswith("no --gpu was set, but this machine has no GPU")
     assert "did you mean h100-80gb?" in refused(capsys, "towers.py", "--gpu", "h100-80g")
-    assert refused(capsys, "towers.py", "--gpu-memory", "0").startswith("--gpu-memory 0 was set, but it is GiB above 0")
+    assert "set h100-80gb or h100-64gb or h100-pcie or" in refused(capsys, "towers.py", "--gpu", "H100")
+    assert refused(capsys, "towers.py", "--gpu-memory", "0").startswith("--gpu-memory 0 was set, but it is the GiB of")
     assert refused(capsys, "towers.py", "--device", "cpu").startswith("--device cpu was set, but the memory of GPUs")
     given = ("towers.py", "--gpu", "t4", "--num-gpus", "2")
     assert refused(capsys, *given, "--strategy", "hybrid").startswith(
         "--strategy hybrid was set, but its memory is not"
     )
     assert refused(capsys, *given, "--strategy", "hsdp").startswith("--strategy hsdp was set, but it shards within a")
+    assert refused(capsys, *given, "--zero", "2").startswith("--zero 2 was set without --mesh, but")  # as training does
     (folder / "gone.py").write_text(TASK.format(end="").replace("torch.zeros(65536, 32)", "torch.load('gone.pt')"))
     assert "its data cannot be read here (FileNotFoundError" in refused(capsys, "gone.py", "--gpu", "t4")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from stormo.predict.curve import Curve
-from stormo.predict.forecast import GIB, MIB, Forecast, Model, Parameter, Spread, forecast, gpus_needed
+from stormo.predict.forecast import GIB, MIB, SHARE, Forecast, Model, Parameter, Spread, forecast, gpus_needed
+from stormo.strategies.memory import GPU_SHARE
 
 VALUES = 10 * MIB
 
@@ -35,6 +36,10 @@ ROWS = tuple(
     for size in (10, 20)
 )
 CURVE = Curve((10, 20), (ROWS[0], ROWS[1]), (1000, 2000))
+
+
+def test_as_much_of_a_gpu_may_be_filled_as_with_a_batch_size_that_is_found() -> None:
+    assert SHARE == GPU_SHARE
 
 
 def held(spread: Spread, curve: Curve | None = CURVE, memory_gib: float = 80.0) -> Forecast:

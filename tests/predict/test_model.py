@@ -50,6 +50,20 @@ class OwnOptimizer(Convolutions):
         return torch.optim.Adafactor(list(model.parameters())[-2:-1])
 
 
+class NestedState(Convolutions):
+    """An optimizer whose state is a list, as that of L-BFGS."""
+
+    def optimizer(self, model: nn.Module) -> Any:
+        """As the class says."""
+
+        class Nested(torch.optim.SGD):
+            def step(self, closure: Any = None) -> None:  # type: ignore[override]
+                for parameter in self.param_groups[0]["params"]:
+                    self.state[parameter]["steps"] = [torch.zeros_like(parameter), torch.zeros_like(parameter)]
+
+        return Nested([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+
 class Unreadable(Convolutions):
     """An optimizer that wants other values."""
 
@@ -69,6 +83,9 @@ def test_a_task_s_own_optimizer_is_asked_and_what_it_leaves_out_is_frozen() -> N
     found = count_model(task, blank, TrainConfig())
     assert (found.optimizer, found.num_trained) == ("Adafactor", 3 * 36)
     assert found.state_bytes == 4 * (3 + 36 + 1)  # rows, columns, and the number of steps
+    nested = NestedState(NoOptions())
+    found = count_model(nested, Blank(nested, "fp32"), TrainConfig())
+    assert found.state_bytes == 2 * found.gradient_bytes
     assert [name for name, p in blank.model().named_parameters() if p.requires_grad] == ["5.weight"]
 
 

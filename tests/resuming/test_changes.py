@@ -170,3 +170,23 @@ def test_a_run_goes_on_in_its_own_folder_however_it_was_named(tmp_path: Path, mo
     monkeypatch.chdir("runs/old")
     run = read_settings(["--resume", "."])[0].run
     assert (run.run_name, Path(run.runs_folder)) == ("old", place)
+
+
+@pytest.mark.parametrize(
+    ("words", "spread", "changed"),
+    [
+        ("", "2 of them, which step a part of the weights each; at most 2 steps ahead", None),
+        ("--strategy server", "2 of them, which step a part of the weights each; at most 2 steps ahead", None),
+        ("--strategy server --servers 1", "one of them, which steps; at most 2 steps ahead", None),
+        ("--staleness 0", "2 of them, which step a part of the weights each; synchronous", "--staleness 0 (2 before)"),
+        ("--strategy ddp", "ddp: as set", "--strategy ddp (server before)"),
+        ("--mesh shard=2", "mesh: shard=2, as set", "--mesh shard=2 (not set before)"),
+    ],
+)
+def test_servers_stay_as_they_were_and_the_end_of_stale_ones_is_said(
+    words: str, spread: str, changed: str | None
+) -> None:
+    _begin("--strategy server --servers 2 --staleness 2")
+    plan = _resume(words)
+    assert spread in (_said(plan, "strategy") or "")
+    assert _said(plan, "changed") == changed

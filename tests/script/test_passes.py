@@ -154,6 +154,27 @@ def test_a_process_that_a_worker_has_forked_is_told_so_by_every_call(run_ranks: 
             )
 
 
+def _closed(workers: Workers) -> list[str]:
+    world = world_of(workers)
+    batches = iter(world.loader(DataLoader(data(), batch_size=8)))
+    next(batches)
+    world.close()
+    world.close()
+    said = []
+    for call in (lambda: world.sum(1), lambda: next(batches), world.barrier):
+        with pytest.raises(SettingError) as refused:
+            call()
+        said.append(str(refused.value))
+    return said
+
+
+def test_a_closed_world_says_so_to_every_call(run_ranks: Ranks) -> None:
+    (said,) = run_ranks(_closed, 1)
+    assert said[0].startswith("world.sum of a number in test_passes.py line ")
+    for sentence in said:
+        assert sentence.endswith(" was called, but the world is closed; call it before world.close().")
+
+
 def _frozen_on_one(workers: Workers) -> None:
     world = world_of(workers)
     model, optimizer = world.wrap(*make(has_norm=False))

@@ -21,6 +21,7 @@ from stormo.data.order import derive_seed
 from stormo.loop import train
 from stormo.strategies.local import Local
 from stormo.world.world import World
+from tests.strategies.test_server import Odd
 from tests.test_divergence import put_together
 from tests.tiny_run import Parts, arrays, assert_same_bits, build, optimizer_arrays, steps, whole_state
 from tests.tiny_task import Tiny, TinyOptions, points
@@ -41,8 +42,10 @@ def _mean(parts: Parts) -> dict[str, Any]:
     return arrays((name, mean.clone()) for name, mean in zip(names, parts.strategy.mean_weights(), strict=True))
 
 
-def _trained(world: World, options: dict[str, Any], flags: dict[str, Any], num: int) -> tuple[Any, list[float]]:
-    parts = build(world, options, **flags)
+def _trained(
+    world: World, options: dict[str, Any], flags: dict[str, Any], num: int, task: type[Tiny] = Tiny
+) -> tuple[Any, list[float]]:
+    parts = build(world, options, task_class=task, **flags)
     parts.strategy.warm_up(parts.loader)
     losses = steps(parts, num)
     return _weights(parts), losses
@@ -51,11 +54,13 @@ def _trained(world: World, options: dict[str, Any], flags: dict[str, Any], num: 
 # --- what it computes -------------------------------------------------------------------------------------------------
 
 
-def test_averaged_in_every_step_plain_sgd_is_that_of_ddp(run_ranks: Ranks) -> None:
+@pytest.mark.parametrize("task", [Tiny, Odd])
+def test_averaged_in_every_step_plain_sgd_is_that_of_ddp(run_ranks: Ranks, task: type[Tiny]) -> None:
     options = {"num_train": 34, "dropout": 0.0, "norm": False}  # 16, 16, 2: the third worker is left without a sample
-    flags = {"precision": "fp64", "momentum": 0.0, "global_batch_size": 16, "gradient_noise": 0.01}
-    expected, losses = run_ranks(_trained, 3, options, {**flags, "strategy": "ddp"}, 7)[0]
-    for weights, own_losses in run_ranks(_trained, 3, options, {**flags, **FLAGS, "average_every": "1"}, 7):
+    flags = {"precision": "fp64", "momentum": 0.0, "global_batch_size": 16}
+    flags |= {"gradient_noise": 0.01} if task is Tiny else {"channels_last": True}
+    expected, losses = run_ranks(_trained, 3, options, {**flags, "strategy": "ddp"}, 7, task)[0]
+    for weights, own_losses in run_ranks(_trained, 3, options, {**flags, **FLAGS, "average_every": "1"}, 7, task):
         np.testing.assert_allclose(own_losses, losses, rtol=1e-12)
         for name, value in expected.items():
             np.testing.assert_allclose(weights[name], value, rtol=0, atol=1e-12, err_msg=name)
@@ -281,8 +286,22 @@ def test_workers_that_averaged_gradients_can_go_on_by_themselves(run_ranks: Rank
         assert not anchor["velocity"].any()
 
 
+class Keeping(torch.optim.SGD):
+    """Keeps a number and None besides its momentum, and None alone until it has stepped twice."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    num_steps = state.get("num_steps", 0) + 1
+                    late = parameter.detach().clone() if num_steps > 1 else None
+                    state |= {"num_steps": num_steps, "late": late, "never": None}
+
+
 class Sometimes(Tiny):
-    """A parameter that only the main worker's batches use."""
+    """A parameter that only the main worker's batches use at first, and one without elements."""
 
     find_unused = True
     is_used: bool
@@ -290,36 +309,52 @@ class Sometimes(Tiny):
     def model(self) -> nn.Module:
         model = super().model()
         model.register_parameter("extra", nn.Parameter(torch.ones(3)))
+        model.register_parameter("empty", nn.Parameter(torch.ones(0, 2)))
         return model
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return Keeping(model.parameters(), lr=0.1, momentum=0.9)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         extra: Tensor = model.extra  # type: ignore[assignment]
-        return super().loss(model, batch) + (extra.sum() if self.is_used else 0.0)
+        empty: Tensor = model.empty  # type: ignore[assignment]
+        return super().loss(model, batch) + empty.sum() + (extra.sum() if self.is_used else 0.0)
 
 
-def _sometimes(world: World, folder: str) -> tuple[str, Any, Any]:
+def _sometimes(world: World, folder: str) -> tuple[str, str, Any, Any]:
     parts = build(world, {"num_train": 40}, task_class=Sometimes, **FLAGS, average_every="9")
     assert isinstance(parts.task, Sometimes)
     parts.task.is_used = world.is_main
     steps(parts, 2)
+    first = _save(parts, folder)
+    parts.task.is_used = True
+    steps(parts, 1)
     before = optimizer_arrays(parts.strategy)
     path = _save(parts, folder)
     parts.state.take_up(world, Path(path), 0)
-    return path, before, optimizer_arrays(parts.strategy)
+    return first, path, before, optimizer_arrays(parts.strategy)
 
 
-def test_a_parameter_that_one_worker_alone_has_stepped_is_saved_with_its_state(
+def test_a_parameter_that_one_worker_has_stepped_more_often_is_saved_with_its_state(
     run_ranks: Ranks, tmp_path: Path
 ) -> None:
     results = run_ranks(_sometimes, 2, str(tmp_path))
-    for _, before, after in results:
+    for *_, before, after in results:
         assert_same_bits(before, after)
-    key = "extra/momentum_buffer"
-    assert [key in before for _, before, _ in results] == [True, False]
-    snapshot = checkpoint.load(results[0][0])
-    assert np.array_equal(snapshot.optimizer["extra|momentum_buffer"], results[0][1][key])  # of those that have it
-    assert "extra|" not in snapshot.optimizer
-    np.testing.assert_allclose(snapshot.model["extra"], 1 - (0.1 * 1 + 0.1 * 1.9) / 2, rtol=1e-6)
+    (first, second, own, _), (*_, other, _) = results
+    assert (own["extra/num_steps"], other["extra/num_steps"]) == (3, 1)
+    keys = ("late", "momentum_buffer", "never=none", "num_steps=number")
+    for path, num_steps, momentum in (
+        (first, 2, np.full(3, 1.9)),  # of the one that has it
+        (second, 2, (own["extra/momentum_buffer"] + other["extra/momentum_buffer"]) / 2),
+    ):
+        found = checkpoint.load(path).optimizer
+        for name in ("empty", "extra"):
+            assert sorted(each for each in found if each.startswith(f"{name}|")) == [f"{name}|{key}" for key in keys]
+        np.testing.assert_allclose(found["extra|momentum_buffer"], momentum, rtol=1e-6)
+        assert (int(found["extra|num_steps=number"]), found["empty|late"].shape) == (num_steps, (0, 2))
+    assert np.array_equal(found["extra|late"], own["extra/late"])
+    np.testing.assert_allclose(checkpoint.load(first).model["extra"], 1 - (0.1 * 1 + 0.1 * 1.9) / 2, rtol=1e-6)
 
 
 def _run(world: World, folder: str, name: str, flags: dict[str, Any]) -> tuple[dict[str, Any], Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from stormo.strategies.server import Server
 from stormo.strategies.serving import AsTheyCome
 from stormo.tasks.task import Task
 from stormo.telemetry.record import EpochDone
+from stormo.world.store import PeerFailedError
 from stormo.world.world import World
 from tests.ranks import RankFailedError
 from tests.test_loop import Run, prepare
@@ -64,6 +65,33 @@ class Branched(Tiny):
         return model
 
 
+class Oddities(nn.Module):
+    """A weight in channels-last, one used twice, one turned, complex numbers, and buffers of types and sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 2)
+        self.first, self.again, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.again.weight = self.first.weight
+        self.turned = nn.Parameter(torch.randn(3, 4).t())
+        self.phases = nn.Parameter(torch.randn(4, dtype=torch.complex128))
+        self.register_buffer("seen", torch.full((2,), dist.get_rank()))
+        self.register_buffer("nothing", torch.zeros(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x.view(-1, 2, 2, 2)).flatten(1)
+        x = self.again(self.first(x).relu()) * self.phases.abs().to(x.dtype)
+        assert not bool(self.seen.any())  # type: ignore[operator] # they begin as the main worker's
+        return self.last(x) + x @ self.turned  # type: ignore[no-any-return]
+
+
+class Odd(Tiny):
+    """What a model may have besides plain weights."""
+
+    def model(self) -> nn.Module:
+        return Oddities()
+
+
 def _trained(world: World, task: type[Task], flags: dict[str, Any]) -> dict[str, Any]:
     # Batches of 16, 16 and 5 samples, which three workers cannot share evenly.
     parts = build(world, {"num_train": 37, "norm": False}, task_class=task, **flags)
@@ -90,12 +118,17 @@ def _differences(world: World, task: type[Task], flags: dict[str, Any]) -> list[
         (Tiny, {"optimizer": "adamw", "accumulate": 2}),
         (Tiny, {"optimizer": "lars"}),
         (Branched, {"optimizer": "sgd"}),
+        (Odd, {"optimizer": "sgd", "channels_last": True, "clip_norm": 1.0}),
     ],
-    ids=["sgd", "adamw", "lars", "unused"],
+    ids=["sgd", "adamw", "lars", "unused", "odd"],
 )
 def test_synchronous_servers_train_as_ddp(run_ranks: Ranks, task: type[Task], flags: dict[str, Any]) -> None:
     for differences in run_ranks(_differences, 3, task, EXACT | flags):
         assert max(differences) < 1e-12
+
+
+def test_with_two_workers_the_step_is_that_of_ddp_to_the_last_bit(run_ranks: Ranks) -> None:
+    assert run_ranks(_differences, 2, Tiny, {"optimizer": "adamw", "global_batch_size": 16}) == [[0.0, 0.0]] * 2
 
 
 # --- stale ------------------------------------------------------------------------------------------------------------
@@ -168,23 +201,41 @@ def test_stale_servers_apply_every_gradient_once_within_their_bound(run_ranks: R
     assert 0 < max(ages) <= results[0]["most"] == (2 * K + 2) * 2
 
 
-def _breaks(world: World) -> None:
-    run = prepare({"num_train": 160}, world=world, strategy="server", staleness=K)
+def _breaks(world: World, is_other_gone: bool) -> None:
+    failed = threading.Event()
+
+    def on_step(run: Run, step: int) -> None:
+        if world.is_main:
+            assert failed.wait(60)
+            if is_other_gone:
+                raise PeerFailedError("what a worker says when another one has gone")
+
+    run = prepare({"num_train": 160}, world=world, on_step=on_step, strategy="server", staleness=K)
     strategy = run.parts.strategy
     assert isinstance(strategy, Server)
-    if isinstance(strategy._server, AsTheyCome):
+    server, wait = strategy._server, strategy._post.wait
+    if isinstance(server, AsTheyCome):
 
         def fails(rank: int, parcel: Parcel) -> None:
             if rank:
                 raise ValueError("a step that fails on purpose")
 
-        strategy._server._step_with = fails  # type: ignore[method-assign]
+        def waits(works: Sequence[dist.Work]) -> None:
+            wait(works)
+            if threading.current_thread() is not threading.main_thread():
+                failed.set()  # and the other worker was told so
+
+        server._step_with = fails  # type: ignore[method-assign]
+        strategy._post.wait = waits  # type: ignore[method-assign]
     train(run.training)
 
 
-def test_what_goes_wrong_in_the_thread_of_a_server_ends_the_run_with_its_error(run_ranks: Ranks) -> None:
+@pytest.mark.parametrize("is_other_gone", [False, True])
+def test_what_goes_wrong_in_the_thread_of_a_server_ends_the_run_with_its_error(
+    run_ranks: Ranks, is_other_gone: bool
+) -> None:
     with pytest.raises(RankFailedError) as raised:
-        run_ranks(_breaks, 2)
+        run_ranks(_breaks, 2, is_other_gone)
     main, other = str(raised.value).split("Traceback")[1:]
     assert main.rstrip().endswith("ValueError: a step that fails on purpose")
     assert "PeerFailedError: rank 0 failed as a server while rank 1 waited for it." in other

@@ -182,6 +182,18 @@ def test_what_cannot_hold_is_refused_before_slurm_is_asked(
     assert _files() == ["bin"]
 
 
+@pytest.mark.parametrize("verb", ["submit", "train"])
+def test_settings_are_checked_also_where_nothing_is_known_of_the_data(
+    verb: str, slurm: Slurmlike, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = str(Path(__file__).parents[1] / "tiny_task.py")  # it knows its sizes only once it has its data
+    assert main([verb, task, "--device", "cpu", "--num-gpus", "2", "--batch-size", "-1"]) == 2
+    assert capsys.readouterr().err.startswith("stormo: --batch-size -1 was set, but it must be at least 1; ")
+    assert main([verb, task, "--device", "cpu", "--num-gpus", "2", "--strategy", "local", "--servers", "2"]) == 2
+    assert capsys.readouterr().err.startswith("stormo: --servers 2 was set with strategy local, but ")
+    assert slurm.called() == []
+
+
 def test_what_slurm_refuses_leaves_nothing_behind(slurm: Slurmlike, capsys: pytest.CaptureFixture[str]) -> None:
     reason = "sbatch: error: Batch job submission failed: Invalid qos specification\n"
     slurm.says("sbatch", "", reason, 1)

@@ -173,8 +173,10 @@ def test_a_second_fetch_is_not_harmed_by_a_first_that_failed(run_ranks: Ranks) -
 
 def _vote(world: World, lag: int) -> list[int]:
     vote = Vote(world, lag)
-    vote.cast(7)
-    vote.drain()  # nobody hears of it
+    for number in (0, 7, 3)[: lag + 1]:
+        vote.cast(number * world.is_main)
+    assert vote.drain() == (7 if lag else 0)  # what was cast is heard, and heard once
+    assert vote.drain() == 0
     outcomes = []
     for step in range(6):
         # Only the last rank sees a signal, at step 3; and work is done between the cast and the outcome.
