@@ -15,7 +15,7 @@ OPTIMIZERS: Mapping[str, tuple[float, Mapping[str, Any]]] = {
     "lamb": (0.01, {}),
     "novograd": (0.01, {}),
 }
-NAMES = ("ddp", "zero1", "zero2", "fsdp", "hsdp", "tensor", "hybrid", "pipeline", "naive", "mesh")
+NAMES = ("ddp", "zero1", "zero2", "fsdp", "hsdp", "tensor", "hybrid", "pipeline", "naive", "server", "mesh")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 BOTH, GPT, DEEP, RESNET = ("GPT", "WideResNet"), ("GPT",), ("deep GPT",), ("WideResNet",)
 # Neither batch nor epoch divides by the workers; the last batch of 3 leaves most of 8 workers without a sample.
@@ -81,6 +81,10 @@ def _presets(size: int) -> Iterator[Way]:
         yield Way(
             strategy=name, text=name, num_workers=size, tasks=BOTH if size != 3 else GPT, flags={"strategy": name}
         )
+    for servers in (1, 2) if size < 8 else (8,):
+        served = {"strategy": "server", "servers": servers}
+        text = f"server, {servers} of {size}"
+        yield Way(strategy="server", text=text, num_workers=size, tasks=BOTH if size != 3 else GPT, flags=served)
     if size == 3:  # 32 rows in three parts
         return
     if size > 2:
