@@ -61,7 +61,7 @@ def prints(machine: Machine) -> Iterator[Finding]:
 
 CHECKS = {
     "fine": Check(fine, 60.0),
-    "hangs": Check(hangs, 0.3),
+    "hangs": Check(hangs, 2.0),
     "fails": Check(fails, 60.0),
     "dies": Check(dies, 60.0),
     "prints": Check(prints, 60.0),
