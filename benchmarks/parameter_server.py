@@ -15,7 +15,7 @@ import contextlib
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +24,6 @@ from benchmarks.command import result_line
 from benchmarks.turns import Times, Turn, ratios, take_turns, times_of_workers, work
 
 if TYPE_CHECKING:
-    from stormo.data.loaders import Batch, Loader
     from stormo.world.world import World
 
 _SHARE_HELD_UP = 0.25
@@ -60,6 +59,7 @@ FIGURES = {"one_server": (1, 0), "two_servers": (2, 0), "stale_now_and_then": (4
 def side(world: World, one: Side, options: argparse.Namespace, stack: contextlib.ExitStack) -> Turn:
     """Steps as the loop takes them; what runs beside them runs until the stack is left."""
     from benchmarks.slow_task import Wide
+    from benchmarks.spread_worker import batches
     from stormo.config import Batch, Optimizer, Speed, TrainConfig, Workers
     from stormo.layout import resolve_layout
     from stormo.plan import resolve
@@ -86,7 +86,7 @@ def side(world: World, one: Side, options: argparse.Namespace, stack: contextlib
     loader, vote = make_loader(config, plan, task, world), Vote(world, max(0, staleness - 1))
     made.warm_up(loader)
     stack.enter_context(made.running())
-    batches, draw = _without_end(loader), random.Random(world.rank)
+    following, draw = batches(loader), random.Random(world.rank)
 
     def is_held_up() -> bool:
         if one.held_up == "now and then":
@@ -98,20 +98,13 @@ def side(world: World, one: Side, options: argparse.Namespace, stack: contextlib
             vote.cast(0)
             if is_held_up():
                 time.sleep(1e-3 * options.delay_ms)
-            made.forward_backward(next(batches))
+            made.forward_backward(next(following))
             made.step(0.01)
             vote.outcome()
         vote.drain()
         made.settle()
 
     return turn
-
-
-def _without_end(loader: Loader) -> Iterator[Batch]:
-    epoch = 0
-    while True:
-        epoch += 1
-        yield from loader.epoch(epoch, 0)
 
 
 def measure(world: World, options: argparse.Namespace) -> Times:

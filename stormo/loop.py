@@ -106,8 +106,14 @@ def _train(run: Training, watch: Stopwatch) -> Outcome:
                 strategy.step(learning_rate)
             progress.advance(run.loader.samples(batch.span))
             strategy.exchange_weights()
-            at = {"epoch": progress.epoch, "step": progress.step, "position": batch.span.step_start}
-            losses.note(Moment(**at, learning_rate=learning_rate))
+            losses.note(
+                Moment(
+                    epoch=progress.epoch,
+                    step=progress.step,
+                    position=batch.span.step_start,
+                    learning_rate=learning_rate,
+                )
+            )
             run.sign_of_life(progress.step)
             watch.note_step()
             if run.world.is_main and watch.since_last_s() > _SECONDS_BETWEEN_RECORDS:
