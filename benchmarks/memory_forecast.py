@@ -3,9 +3,10 @@
     python -m benchmarks.memory_forecast [--data-folder FOLDER] [--jobs 3] [--only WORDS]
 
 Every cell is a short training by `stormo train` on one GPU; some run at the same time, as each has its own allocator.
-Compared is the most that torch's allocator handed out (`peak_memory_bytes` of `summary.json`) with `allocated_bytes` of
-the forecast: all terms but the CUDA context and the second memory of a captured pass, which that counter does not see.
-The ratio is predicted over measured. The worst is the one that is farthest from 1, up or down.
+Shown are what a forecast has of it without CUDA's own memory (`allocated_bytes`), the most that was held (of
+`summary.json` `peak_memory_bytes`) and the most that torch's allocator took of the GPU (`peak_reserved_memory_bytes`).
+The ratio is predicted over held or, where steps are replayed as a CUDA graph, over taken: what a graph holds is memory
+that the allocator has taken and does not count as held. The worst is the one that is farthest from 1, up or down.
 """
 
 from __future__ import annotations
@@ -65,16 +66,18 @@ class Cell:
 
     flags: tuple[str, ...]
     predicted_bytes: int
-    measured_bytes: int
+    is_captured: bool
+    held_bytes: int
+    taken_bytes: int
 
     @property
     def ratio(self) -> float:
         """Predicted over measured."""
-        return self.predicted_bytes / self.measured_bytes
+        return self.predicted_bytes / (self.taken_bytes if self.is_captured else self.held_bytes)
 
 
-def predict(flags: Sequence[str]) -> int:
-    """What the forecast says of the way as set, in this process."""
+def predict(flags: Sequence[str]) -> tuple[int, bool]:
+    """What the forecast says of the way as set, in this process, and whether a pass would be captured."""
     from stormo import train
     from stormo.hardware import visible_gpus
     from stormo.predict.study import Study
@@ -87,11 +90,11 @@ def predict(flags: Sequence[str]) -> int:
     _, found = study.forecast(way)
     if found is None or found.largest_batch is None:
         sys.exit(f"stormo predict {' '.join(flags)} does not know: {study.notices}")
-    return round(found.allocated_bytes)
+    return round(found.allocated_bytes), found.terms["captured"] > 0
 
 
-def measure(flags: Sequence[str], folder: Path, number: int) -> int:
-    """Train, and read the peak of the run's summary."""
+def measure(flags: Sequence[str], folder: Path, number: int) -> tuple[int, int]:
+    """Train, and read the peaks of the run's summary: bytes held and taken."""
     name = f"cell-{number}"
     plain = ("--epochs", "1", "--checkpoint-every", "0", "--no-tensorboard", "--no-energy", "--on-divergence", "ignore")
     command = train_command(*flags, "--num-gpus", 1, *plain, "--runs-folder", str(folder), "--run-name", name)
@@ -99,7 +102,7 @@ def measure(flags: Sequence[str], folder: Path, number: int) -> int:
     if done.returncode:
         sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
     summary: dict[str, Any] = json.loads((folder / name / "summary.json").read_text())
-    return int(summary["peak_memory_bytes"])
+    return int(summary["peak_memory_bytes"]), int(summary["peak_reserved_memory_bytes"])
 
 
 def compare(
@@ -107,23 +110,23 @@ def compare(
     jobs: int,
     folder: Path,
     *,
-    measured_by: Callable[[Sequence[str], Path, int], int] = measure,
-    predicted_by: Callable[[Sequence[str]], int] = predict,
+    measured_by: Callable[[Sequence[str], Path, int], tuple[int, int]] = measure,
+    predicted_by: Callable[[Sequence[str]], tuple[int, bool]] = predict,
 ) -> list[Cell]:
     """Train in threads, and forecast meanwhile."""
     with ThreadPoolExecutor(jobs) as pool:
         under_way = [pool.submit(measured_by, flags, folder, number) for number, flags in enumerate(every)]
         predicted = [predicted_by([*flags, "--num-gpus", "1"]) for flags in every]
         measured = [one.result() for one in under_way]
-    return [Cell(*three) for three in zip(every, predicted, measured, strict=True)]
+    return [Cell(flags, *said, *seen) for flags, said, seen in zip(every, predicted, measured, strict=True)]
 
 
 def summarise(cells: Sequence[Cell]) -> list[str]:
     """The table and the last line."""
-    rows = [["training", "predicted", "measured", "ratio"]]
+    rows = [["training", "predicted", "held", "taken", "captured", "ratio"]]
     for cell in cells:
-        sizes = (f"{cell.predicted_bytes / 2**30:.2f}", f"{cell.measured_bytes / 2**30:.2f}", f"{cell.ratio:.3f}")
-        rows.append([" ".join(_telling(cell.flags)), *sizes])
+        sizes = [f"{size / 2**30:.2f}" for size in (cell.predicted_bytes, cell.held_bytes, cell.taken_bytes)]
+        rows.append([" ".join(_telling(cell.flags)), *sizes, "yes" if cell.is_captured else "no", f"{cell.ratio:.3f}"])
     ratios = [cell.ratio for cell in cells]
     worst = max(ratios, key=lambda ratio: abs(math.log(ratio)))
     figures = {"median_ratio": statistics.median(ratios), "worst_ratio": worst, "cells": len(cells)}

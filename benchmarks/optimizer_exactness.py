@@ -73,7 +73,7 @@ def lamb(*, bounds: tuple[float, float] | None = None, decay: float = 0.01) -> S
         u = r + decay * w
         w_norm, u_norm = w.norm().item(), u.norm().item()
         phi = w_norm if bounds is None else min(max(w_norm, bounds[0]), bounds[1])
-        return w - rate * (phi / u_norm if w_norm > 0 and u_norm > 0 else 1.0) * u
+        return w - rate * (phi / u_norm if phi > 0 and u_norm > 0 else 1.0) * u
 
     return step
 

@@ -98,8 +98,8 @@ def main() -> None:
     """Run everything and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-folder")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of the 85 % recipe")
-    parser.add_argument("--accurate-seeds", type=int, default=3, help="runs of the 95 % recipe")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of the 85 %% recipe")
+    parser.add_argument("--accurate-seeds", type=int, default=3, help="runs of the 95 %% recipe")
     parser.add_argument("--skip-plain", action="store_true")
     parser.add_argument("--skip-accurate", action="store_true")
     options, extra = parser.parse_known_args()

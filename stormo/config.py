@@ -87,6 +87,10 @@ class Workers:
     )
     servers: int = option(1, "with --strategy server: workers that also keep a part of the weights each, and step it")
     staleness: int = option(0, "with --strategy server: steps that a worker may be ahead of the slowest")
+    compress: Literal["none", "bf16", "fp16", "powersgd"] = option(
+        "none", "how gradients travel between copies of the model, for slow networks; see docs/compression.md"
+    )
+    compress_rank: int = option(4, "with --compress powersgd: rank of the matrices that travel", metavar="R")
     mesh: str | None = option(
         None,
         "workers along the axes pipeline, replicate, shard, tensor, such as replicate=2,shard=4; instead of --strategy",

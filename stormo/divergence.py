@@ -50,6 +50,7 @@ STEADYING = frozenset(
         *("base_lr", "lr_rule", "clip_norm", "precision", "momentum", "warmup_epochs", "warmup_from", "decay"),
         *("decay_every", "decay_factor", "weight_decay", "batch_size", "global_batch_size", "on_divergence"),
         *("strategy", "mesh", "staleness", "average_every", "outer_lr", "outer_momentum"),
+        *("compress", "compress_rank"),
     )
 )
 # What was seen, by kind.
@@ -177,16 +178,18 @@ class Trend:
         )
 
 
-def diagnosis(config: TrainConfig, plan: Plan, diverged: Diverged, *, has_own_optimizer: bool) -> str:
-    """What happened, and its likely cause."""
+def diagnosis(
+    config: TrainConfig, plan: Plan, diverged: Diverged, *, has_own_optimizer: bool, rate_factor: float = 1.0
+) -> str:
+    """What happened, and its likely cause; `rate_factor` is what rollbacks had made of the rate until then."""
     happened = SIGNS[diverged.kind].format(loss=f"{diverged.loss:.4g}")
     text = f"Diverged at step {diverged.step} (epoch {diverged.epoch}): {happened}"
     if diverged.first_loss is not None and diverged.best_loss is not None:
         text += f"; it began at {diverged.first_loss:.4g} and was {diverged.best_loss:.4g} at its best"
-    return f"{text}. Likely cause: {_cause(config, plan, diverged, has_own_optimizer)}."
+    return f"{text}. Likely cause: {_cause(config, plan, diverged, has_own_optimizer, rate_factor)}."
 
 
-def _cause(config: TrainConfig, plan: Plan, diverged: Diverged, has_own_optimizer: bool) -> str:
+def _cause(config: TrainConfig, plan: Plan, diverged: Diverged, has_own_optimizer: bool, rate_factor: float) -> str:
     if diverged.has_bad_inputs:
         return "the batch of that step holds inputs that are not finite numbers, before the model has seen them"
     if diverged.kind == "validation":
@@ -203,6 +206,8 @@ def _cause(config: TrainConfig, plan: Plan, diverged: Diverged, has_own_optimize
     if ratio > 1 and not config.resumed and not has_own_optimizer:
         rule = config.optimizer.lr_rule
         rate += f"; {ratio:.4g} × --base-lr for the batch of {plan.global_batch_size}, by the {rule} rule"
+    if rate_factor != 1:
+        rate += f"; × {rate_factor:g} by the rollbacks before"
     rate += ")"
     if plan.precision == "fp16" and diverged.kind == "loss":
         return f"a number above 65,504, the largest of fp16, or {rate}"

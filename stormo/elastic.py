@@ -40,7 +40,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     create_handler,
 )
 
-from stormo.early_signals import hear_warning
+from stormo.early_signals import RESTARTING, hear_warning
 from stormo.errors import (
     EXIT_DIVERGED,
     EXIT_FAILURE,
@@ -93,6 +93,7 @@ def run_agent(
         _agree(store, node, settings if listener is not None else None, given)
         handler = _rendezvous(node, store)
         with own_folder() as folder, _closed_at_the_end(handler):
+            os.environ[RESTARTING] = str(folder / "restarting")
             agent = _Agent(node, handler, command, DefaultLogsSpecs(log_dir=str(folder)))
             result = agent.run()
         return 0 if result is None else agent.exit_code(result)
@@ -257,6 +258,7 @@ class _Agent(LocalElasticAgent):
             self._why = self._why or "a node comes"
             os.environ[STARTED] = str(time.time())  # of this attempt; what was before is in the run's folder
         super()._rendezvous(worker_group)
+        Path(os.environ[RESTARTING]).unlink(missing_ok=True)  # all workers of the last round have ended
         self.num_rounds += 1
         if self.num_rounds > 1:
             nodes = counted(worker_group.group_world_size or 1, "node")
@@ -297,6 +299,9 @@ class _Agent(LocalElasticAgent):
         if self._num_signals:
             for number in set(_SIGNALS) - {signal.SIGINT}:  # a scheduler may send them again and again
                 signal.signal(number, signal.SIG_IGN)
+        else:  # a node comes, or a worker has failed: no worker need tell of its end
+            with contextlib.suppress(OSError):  # a full disk
+                Path(os.environ[RESTARTING]).touch()
         if self._num_signals <= 1:
             is_known = death_sig in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
             self._let_end(death_sig if is_known else signal.SIGTERM)

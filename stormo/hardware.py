@@ -10,6 +10,7 @@ import os
 from dataclasses import dataclass
 
 _COMPUTE_MAJOR, _COMPUTE_MINOR = 75, 76  # CUdevice_attribute
+GPU_SHARE = 0.9  # of what a GPU has for a worker that may be filled; the rest is for fragments and longer samples
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

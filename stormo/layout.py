@@ -17,6 +17,8 @@ _PORTS = (1024, 49151)
 _MAX_TIMEOUT_S = 2_592_000.0
 _MOST_STALE = 1000
 DEFAULT_PORT = 29500
+# Strategies that one worker cannot have.
+OF_SEVERAL = frozenset(("server", "pipeline", "naive", "tensor", "hybrid", "hsdp"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -231,7 +233,7 @@ def _strategy(
             "set --strategy zero1, zero2 or fsdp, or --mesh shard=…",
         )
     if workers.strategy in PRESETS:
-        if workers.strategy in ("pipeline", "naive", "tensor", "hybrid") and world_size == 1:
+        if world_size == 1 and workers.strategy in OF_SEVERAL - {"hsdp"}:  # which wants several nodes besides
             raise SettingError(
                 f"--strategy {workers.strategy} was set",
                 f"there is one worker ({origin}) and it spreads a model over several",
@@ -240,6 +242,9 @@ def _strategy(
         mesh, reason = preset_mesh(workers.strategy, world_size, per_node)
         return workers.strategy, mesh, ZERO_STAGES.get(workers.strategy, 0), f"{reason}: {_lengths(mesh)}"
     if workers.strategy == "server":
+        if world_size == 1 and _may_become_one(config) and not workers.staleness:
+            at_least("--servers", workers.servers, 1)
+            return "single", Mesh(), 0, "one worker for now, which keeps and steps by itself what servers would"
         return "server", Mesh(replicate=world_size), 0, _server_reason(config, world_size, origin)
     strategy, reason = _plain(config, world_size, devices_per_worker)
     return strategy, Mesh(replicate=world_size), 0, reason
@@ -272,6 +277,11 @@ def _by_mesh(config: TrainConfig, text: str, world_size: int, origin: str) -> tu
     return "mesh", mesh, zero, reason + (f"; shard cuts {cuts[zero]}" if zero else "")
 
 
+def _may_become_one(config: TrainConfig) -> bool:
+    """Whether it is a run of several workers that has one now: it goes on, or its nodes come and go."""
+    return config.resumed is not None or isinstance(config.workers.num_nodes, NodeRange)
+
+
 def _server_reason(config: TrainConfig, world_size: int, origin: str) -> str:
     servers, staleness = config.workers.servers, config.workers.staleness
     at_least("--servers", servers, 1)
@@ -283,11 +293,10 @@ def _server_reason(config: TrainConfig, world_size: int, origin: str) -> str:
             f"set --staleness {_MOST_STALE} or fewer",
         )
     if world_size == 1:
-        raise SettingError(
-            "--strategy server was set",
-            f"there is one worker ({origin}) and it would send its gradients to itself",
-            "set --num-gpus 2 or more, or --strategy single",
-        )
+        why = f"there is one worker ({origin}) and it would send its gradients to itself"
+        if _may_become_one(config):
+            why = f"there is one worker ({origin}), whose gradients cannot be as old as --staleness {staleness} allows"
+        raise SettingError("--strategy server was set", why, "set --num-gpus 2 or more, or --strategy single")
     if servers > world_size:
         raise SettingError(
             f"--servers {servers} was set",

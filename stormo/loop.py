@@ -221,7 +221,7 @@ def _finish_epoch(
     train_loss = float(run.world.sum(run.state.loss_sum.clone())) / run.loader.num_samples
     samples_per_s = run.loader.num_samples / max(progress.epoch_time_s, 1e-9)
     progress.validation = metrics
-    progress.peak_memory_bytes = watch.peak_memory_bytes()
+    progress.peak_memory_bytes, progress.peak_reserved_memory_bytes = watch.peak_memory_bytes()
     _count_target(run, metrics)
     figures = watch.end_of_epoch()
     done = EpochDone(
@@ -237,6 +237,7 @@ def _finish_epoch(
         learning_rate=learning_rate,
         input_wait_fraction=watch.wait_fraction(),
         peak_memory_bytes=progress.peak_memory_bytes,
+        peak_reserved_memory_bytes=progress.peak_reserved_memory_bytes,
         validation=metrics,
         unit=plan.facts.unit,
         mfu=plan.mfu(samples_per_s),

@@ -30,6 +30,7 @@ class Progress:
     trend: Trend = field(default_factory=Trend)  # of the training loss
     calm_steps: list[int] = field(default_factory=list)  # of the last two checkpoints saved while it was calm
     peak_memory_bytes: int | None = None
+    peak_reserved_memory_bytes: int | None = None  # that an allocator has taken of a GPU
     epochs_done: int = 0  # validated ones
     target_streak: int = 0  # epochs in a row that reached the target
     time_to_target_s: float | None = None

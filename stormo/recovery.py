@@ -49,7 +49,7 @@ class Recovery:
         shared = world.share_json(None if good is None else str(good.resolve()))
         if shared is None:
             return False
-        kept = {name: getattr(progress, name) for name in _KEPT}
+        kept, diagnosed = {name: getattr(progress, name) for name in _KEPT}, self._diagnosis(diverged)
         num_rollbacks, rate_factor = progress.num_rollbacks + 1, progress.rate_factor * stop.rollback_factor
         if good is not None:
             self._journal.set_aside_later_than(good)
@@ -59,7 +59,7 @@ class Recovery:
         progress.num_rollbacks, progress.rate_factor = num_rollbacks, rate_factor
         self._journal.keeper.rolled_back(progress.step)
         text = (
-            f"{self._diagnosis(diverged)} Going back to step {progress.step} with the learning rate × "
+            f"{diagnosed} Going back to step {progress.step} with the learning rate × "
             f"{rate_factor:g} (rollback {num_rollbacks} of {stop.max_rollbacks})."
         )
         self._record(diverged, progress.step, text)
@@ -117,7 +117,8 @@ class Recovery:
 
     def _diagnosis(self, diverged: Diverged) -> str:
         has_own = self._state.strategy.has_own_optimizer
-        return diagnosis(self._config, self._plan, diverged, has_own_optimizer=has_own)
+        factor = self._state.progress.rate_factor
+        return diagnosis(self._config, self._plan, diverged, has_own_optimizer=has_own, rate_factor=factor)
 
     def _record(self, diverged: Diverged, rolled_back_to_step: int | None, text: str) -> None:
         self._journal.record(

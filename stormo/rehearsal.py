@@ -97,13 +97,15 @@ def rehearse(
         may_diverge: only warn of a first loss that is not a finite number.
         largest: of the batch once it has grown, where its passes are larger than the first ones: it must fit now, and
             not after a night of training.
-        goes_on: the run may be beyond its first batches: a last one with a single sample for a worker is left to
+        goes_on: the run may be beyond its first batches: those with a single sample for a worker are left to
             `rehearse_lone_samples`.
     """
     task, look = strategy.task, _FirstLook(strategy, may_diverge=may_diverge)
     # torch's own words on what is explained below
     warnings.filterwarnings("ignore", "Got pickle error when attempting to start")
-    random_state = collect_random_state()
+    share, random_state = loader.share, collect_random_state()
+    if goes_on:
+        loader.share = _first_of_several(strategy._plan, share)
     try:
         with explained(task, "train_data", "loss", strategy.world.device):
             batches = _checked(strategy, loader, look, goes_on=goes_on)
@@ -115,6 +117,7 @@ def rehearse(
             next(rounds)
             cast("Generator[object]", rounds).close()
     finally:
+        loader.share = share
         restore_random_state(*random_state)
     return look.steps
 
@@ -159,6 +162,14 @@ def rehearse_lone_samples(
     finally:
         loader.share = share
         restore_random_state(*random_state)
+
+
+def _first_of_several(plan: Plan, share: Share) -> Share:
+    """The share in the first batch that leaves nobody a single sample, if one of a batch that grows does."""
+    cuts = [(share.global_batch_size, share.accumulate), *((s.global_batch_size, s.accumulate) for s in plan.stages)]
+    fitting = (cut for cut in cuts if not _leaves_one(plan, min(cut[0], plan.facts.num_train), cut[1]))
+    size, accumulate = next(fitting, cuts[0])
+    return replace(share, global_batch_size=size, accumulate=accumulate)
 
 
 def _leaves_one(plan: Plan, num_samples: int, accumulate: int) -> bool:

@@ -19,8 +19,14 @@ from stormo.layout import Layout, resolve_layout
 from stormo.nodes import BACKEND, DEVICE, TIMEOUT, find_place, launched_by, node_of
 from stormo.tasks.find import check_module
 
-_OF_TASKS = ("strategy", "mesh", "zero")  # a script's own model is not spread
-_OPTIONS = [option for option in options.options_of("workers", Workers) if option.name not in _OF_TASKS]
+# How the workers are started; all else of them is about a task, as a script's own model is not spread.
+_OF_SCRIPTS = (
+    *("num_gpus", "num_nodes", "max_restarts", "launcher", "hosts", "hostfile", "print_commands"),
+    *("node_id", "master_addr", "master_port", "device", "backend", "timeout"),
+)
+_ALL = options.options_of("workers", Workers)
+_OPTIONS = [option for option in _ALL if option.name in _OF_SCRIPTS]
+_FLAGS_OF_TASKS = {option.flag for option in _ALL if option.name not in _OF_SCRIPTS}
 _SCRIPT = options.Positional(
     name="script",
     metavar="SCRIPT",
@@ -89,7 +95,7 @@ def _require_own_flags(arguments: list[str]) -> None:
         flag = argument.partition("=")[0].replace("_", "-")
         if flag == "-m":
             raise SettingError("-m was set", "a module is named as it is", f"leave it out: stormo run {following}")
-        if flag.removeprefix("--") in _OF_TASKS:
+        if flag in _FLAGS_OF_TASKS:
             raise SettingError(
                 f"{argument} was set",
                 "stormo run leaves the model of a script as it is",

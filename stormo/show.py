@@ -221,10 +221,15 @@ def _result(summary: Mapping[str, Any] | None) -> list[str]:
         (unit_rate(unit), _show(units_per_s, format_rate)),
         *([] if summary.get("mfu") is None else [("MFU", format_share(summary["mfu"]))]),
         ("input wait", _show(summary.get("input_wait_fraction"), format_share)),
-        ("peak memory", _show(summary.get("peak_memory_bytes"), lambda value: f"{value / 2**20:,.0f} MiB")),
+        ("peak memory", _show(summary.get("peak_memory_bytes"), _mib)),
+        *([] if (taken := summary.get("peak_reserved_memory_bytes")) is None else [("taken of the GPU", _mib(taken))]),
         ("weights SHA-256", _show(summary.get("weights_sha256"), str)),
     ]
     return align(rows, num_text_columns=2)
+
+
+def _mib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:,.0f} MiB"
 
 
 def _attempts(starts: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -4,7 +4,7 @@ Where every worker has the whole model, the main one writes and reads; what each
 generators, running statistics, its part of the loss) travels to and from it. So any worker count can resume what any
 other has saved, and no worker but the main one needs to see the run folder. Where the model is spread, every worker
 writes and reads its own boxes of it, and any mesh can resume what any other has saved. Workers that step by themselves
-each write what they have, and the mean of all of them besides.
+each write what they have, and the mean of all of them besides; so do those that keep a part of their gradients back.
 """
 
 from __future__ import annotations
@@ -21,18 +21,21 @@ from torch import Tensor
 
 from stormo import checkpoint
 from stormo.checkpoint import (
+    KEPT_BACK,
     Shard,
     Snapshot,
     aliases,
     boxes_of,
     collect_random_state,
     flatten_optimizer,
+    kept_boxes,
     kept_buffers,
     local_boxes,
     local_state,
     restore_optimizer,
     restore_random_state,
     take_checkpoint,
+    take_kept,
     take_local,
     whole_box,
 )
@@ -40,7 +43,6 @@ from stormo.data.order import derive_seed, seed_generators
 from stormo.errors import counted
 from stormo.mesh import Mesh
 from stormo.progress import Progress
-from stormo.strategies.local import Local
 from stormo.strategies.strategy import Strategy
 from stormo.world.world import World
 
@@ -79,13 +81,16 @@ class RunState:
         strategy = self.strategy
         ranks, state = self._gather(world, seed)
         gathered = world.gather_json(list(kept_buffers(strategy)))
-        if isinstance(strategy, Local):
+        if strategy.steps_alone:
             boxes, local = local_boxes(world, strategy), local_state(world, strategy)
         else:
             boxes, local = boxes_of(strategy.parts(), strategy.optimizer), None
+        boxes += kept_boxes(world, strategy)
         if state is not None:
             if local is not None:
                 state["local"] = local
+            if strategy.low_rank is not None:
+                state[KEPT_BACK] = strategy.low_rank.rank
             state["mesh"] = _mesh(world)
             kept = {name for each in gathered or [] for name in each}
             boxes += [whole_box("model", name, mean) for name, mean in _mean_buffers(ranks).items() if name in kept]
@@ -126,8 +131,10 @@ class RunState:
         if self.strategy.saves_apart:
             state, ranks = take_checkpoint(world, path, self.strategy)
             self._restore_rest(world, state, ranks, seed)
-            if isinstance(self.strategy, Local):
-                take_local(world, path, self.strategy, state, is_same=_is_same_mesh(state, world))
+            is_same = _is_same_mesh(state, world)
+            if self.strategy.steps_alone:
+                take_local(world, path, self.strategy, state, is_same=is_same)
+            take_kept(world, path, self.strategy, state, is_same=is_same)
         else:
             self.restore(world, checkpoint.load(path) if world.is_main else None, seed)
 
@@ -145,7 +152,7 @@ class RunState:
     def _restore_rest(self, world: World, state: Mapping[str, Any], ranks: Mapping[str, Tensor], seed: int) -> None:
         """All but the weights and the optimizer's state."""
         strategy = self.strategy
-        is_own = isinstance(strategy, Local) and _is_same_mesh(state, world)
+        is_own = strategy.steps_alone and _is_same_mesh(state, world)
         if "local" in state and state["world_size"] > 1 and not is_own:
             strategy.notices.append(
                 f"The checkpoint is of {counted(state['world_size'], 'worker')} that stepped by themselves: the run "

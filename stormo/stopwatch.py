@@ -32,6 +32,40 @@ class EpochFigures:
     power_w: float | None
 
 
+class GpuPeak:
+    """The most that this process has held on a GPU, with what a captured pass holds; made once that is captured.
+
+    While a graph is replayed, the allocator counts as allocated what was so when its capture ended. All the rest of the
+    graph's own memory is idle by that count, and in use.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._uncounted_bytes = _idle_in_pools(device)
+        self._before = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+        torch.cuda.reset_peak_memory_stats(device)
+
+    def held_bytes(self) -> int:
+        """By tensors, and by graphs."""
+        return max(self._before[0], torch.cuda.max_memory_allocated(self._device) + self._uncounted_bytes)
+
+    def taken_bytes(self) -> int:
+        """By the allocator, with what it keeps for later use."""
+        return max(self._before[1], torch.cuda.max_memory_reserved(self._device))
+
+
+def _idle_in_pools(device: torch.device) -> int:
+    """Bytes of the pools of graphs that no tensor has."""
+    if torch.cuda.get_allocator_backend() != "native":  # CUDA's own shows no pools
+        return 0
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return sum(
+        segment["total_size"] - segment["allocated_size"]
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == index and tuple(segment["segment_pool_id"]) != (0, 0)
+    )
+
+
 class Stopwatch:
     """Runs while the model trains; stands still for validation and checkpoints."""
 
@@ -49,6 +83,7 @@ class Stopwatch:
         self._mark_s = time.perf_counter()
         self._mark_samples = progress.samples_seen
         self._mark_wait_s = 0.0
+        self._memory = GpuPeak(world.device) if world.device.type == "cuda" else None
 
     def start(self) -> None:
         """Begin to count."""
@@ -141,13 +176,16 @@ class Stopwatch:
         """Share of all training time that the slowest loader kept its worker waiting."""
         return self._progress.wait_s / max(self._progress.train_time_s, 1e-9)
 
-    def peak_memory_bytes(self) -> int:
-        """The most memory any worker has held: on its GPU, or of its process."""
-        if self._world.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self._world.device)
-        else:
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return int(self._world.max(torch.tensor([peak], dtype=torch.int64)))
+    def peak_memory_bytes(self) -> tuple[int, int | None]:
+        """The most memory any worker has held, on its GPU or of its process, and has taken of a GPU for that.
+
+        The second is None without a GPU. All workers must call it.
+        """
+        held, taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, 0
+        if self._memory is not None:
+            held, taken = self._memory.held_bytes(), self._memory.taken_bytes()
+        held, taken = self._world.max(torch.tensor([held, taken], dtype=torch.int64)).tolist()
+        return held, None if self._memory is None else taken
 
     def _synchronize(self) -> None:
         if self._world.device.type == "cuda":

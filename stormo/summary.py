@@ -47,6 +47,7 @@ def make_summary(config: TrainConfig, plan: Plan, state: RunState, run_folder: P
         "best_validation_loss": best.get("loss"),
         "input_wait_fraction": progress.wait_s / trained_s if trained_s else None,
         "peak_memory_bytes": progress.peak_memory_bytes,
+        "peak_reserved_memory_bytes": progress.peak_reserved_memory_bytes,
         "sample_order_sha256": progress.sample_order_sha256,
         "num_resumes": progress.num_resumes,
         "num_rollbacks": progress.num_rollbacks,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stormo import __version__, dry_run, options
-from stormo.config import TrainConfig, least_nodes
+from stormo.config import NodeRange, TrainConfig, least_nodes
 from stormo.early_signals import leave_if_warned
 from stormo.errors import EXIT_FAILURE, StormoError, full_disk
 from stormo.hardware import visible_gpus
@@ -31,7 +31,7 @@ from stormo.plan import check_settings, resolve
 from stormo.process import STARTED, process_start_unix_s
 from stormo.resuming.changes import changes
 from stormo.resuming.finding import run_to_resume
-from stormo.resuming.inherited import SPREAD, inherited_effect, inherited_workers, place_of
+from stormo.resuming.inherited import OF_COPIES, SPREAD, inherited_effect, inherited_workers, place_of
 from stormo.staging import of_task as staging
 from stormo.tasks.check import check_made, check_options, check_task, note_method
 from stormo.tasks.find import TASKS, find_task
@@ -102,7 +102,8 @@ def read_settings(arguments: list[str]) -> tuple[TrainConfig, type[Task]]:
     # The file holds whatever was in force, the task's defaults of that day among it; what is not there was not set.
     before = options.settings_from_toml(inherited, every, str(resumed.config))
     effective = inherited_effect(inherited, resumed)
-    spread = {key: workers[key] for key in ("strategy", "staleness") if key in workers}  # also where it is another now
+    keys = ("strategy", "staleness", *OF_COPIES)  # also where they are others now
+    spread = {key: workers[key] for key in keys if key in workers}
     changed = changes(settings, spread | before, plain, resumed)
     settings |= place_of(resumed)
     settings.setdefault("resume", "")  # a round of torchrun that goes on without being told to
@@ -130,7 +131,8 @@ def _command(arguments: list[str]) -> list[str]:
 
 def _start_agent(arguments: list[str], config: TrainConfig, layout: Layout, task: Task, outer: Place | None) -> int:
     """Become torch's elastic agent of this node: every start of the workers goes on with one run."""
-    least = replace(config.workers, num_nodes=least_nodes(config.workers.num_nodes))
+    nodes = least_nodes(config.workers.num_nodes)
+    least = replace(config.workers, num_nodes=NodeRange(nodes, nodes))
     for sized in (replace(config, workers=least), config):
         at_size = resolve_layout(sized, visible_gpus())
         if not task.needs_data_for_facts():
@@ -150,7 +152,8 @@ def _start_agent(arguments: list[str], config: TrainConfig, layout: Layout, task
     from stormo.elastic import run_agent
 
     settings: dict[str, str] = _same_on_all(config, layout)["options"]
-    own = config.given | vars(config.workers).keys() - {*SPREAD, "num_gpus"}  # whatever else, a node finds in the run
+    in_run = {*SPREAD, *OF_COPIES, "num_gpus"}  # where a node finds them
+    own = config.given | vars(config.workers).keys() - in_run
     flags = {f"--{key.replace('_', '-')}" for key in own if key != "resume"}
     given = {flag: value for flag, value in settings.items() if flag in flags}
     command = [*_command(arguments), "--runs-folder", run.runs_folder, "--run-name", name, "--resume"]

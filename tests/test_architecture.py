@@ -177,6 +177,14 @@ def test_architecture_page_names_every_room() -> None:
             assert re.search(rf"`{name}(\.py|/)`", page), f"docs/architecture.md does not name {name}"
 
 
+def test_nobody_asks_a_strategy_which_one_it_is() -> None:
+    for module in modules():
+        text = module.read_text(encoding="utf-8")
+        assert not re.search(r"isinstance\([\w.]*strategy,", text), (
+            f"{module}: give strategies an attribute or a method"
+        )
+
+
 def test_links_in_documents_lead_somewhere() -> None:
     for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
         text = re.sub(

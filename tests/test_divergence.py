@@ -779,7 +779,7 @@ def test_a_loss_that_is_lost_slowly_leaves_a_calm_checkpoint_and_the_beginning(
 def _back_and_back(world: World, folder: str) -> tuple[list[int], bool, list[float]]:
     """Where rollbacks in a row go to when every checkpoint is to blame, and what is left of the factor."""
     flags: dict[str, Any] = {"run_name": "back", "on_divergence": "rollback", "max_rollbacks": 3}
-    parts, _, (journal, recovery, _) = put_together(world, folder, Tiny, **flags)
+    parts, _, (journal, recovery, records) = put_together(world, folder, Tiny, **flags)
     progress, steps = parts.state.progress, []
     for step in (10, 20, 30):
         progress.step = step
@@ -792,6 +792,12 @@ def _back_and_back(world: World, folder: str) -> tuple[list[int], bool, list[flo
         journal.save(None)
     can_go_on = recovery.roll_back(_lost(step=12, onset_step=12))
     recovery.give_up(_lost(step=3, onset_step=3))
+    said = [record.text for record in records if isinstance(record, DivergenceNoticed)]
+    # The rate at that step was what the rollbacks before had left of it.
+    assert [text.split("without warm-up")[1].split(").")[0] for text in said] == [
+        *("", "; × 0.5 by the rollbacks before"),
+        *("; × 0.25 by the rollbacks before", "; × 0.125 by the rollbacks before"),
+    ]
     journal.end("divergence", diverged_at_step=3)
     parts, _, (journal, *_) = put_together(world, folder, Tiny, resume="back", **flags)
     resumed = parts.state.progress

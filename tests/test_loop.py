@@ -119,6 +119,7 @@ def test_all_epochs_are_trained_recorded_and_saved() -> None:
     assert first.train_loss > 0
     assert 0 <= first.input_wait_fraction <= 1
     assert (first.peak_memory_bytes or 0) > 2**20
+    assert first.peak_reserved_memory_bytes is None  # of a GPU
     assert first.validation == {"accuracy": first.validation["accuracy"], "loss": first.validation["loss"]}
     assert progress.validation == second.validation
     assert run.saves == [(3, 2, 0, first.validation["accuracy"]), (6, 3, 0, second.validation["accuracy"])]

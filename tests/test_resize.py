@@ -32,8 +32,8 @@ BEGAN = Effective(
 )  # as 2 workers with --batch-size 32 and --base-lr 0.01 begin
 
 
-def plan_of(num_workers: int, **flags: Any) -> Plan:
-    config = replace(options.make_config({"num_gpus": num_workers, **flags}, None), resumed=BEGAN)
+def plan_of(num_workers: int, began: Effective = BEGAN, **flags: Any) -> Plan:
+    config = replace(options.make_config({"num_gpus": num_workers, **flags}, None), resumed=began)
     return resolve(config, resolve_layout(config, ()), FACTS)
 
 
@@ -74,6 +74,17 @@ def test_a_batch_that_is_scaled_follows_the_workers_and_the_rate_its_rule(rule: 
     assert said(plan, "global batch") == words
     assert said(plan, "learning rate").startswith(text + "; warm-up from 0.01 over 5 epochs")
     assert plan.beginning == BEGAN  # from which the next change is reckoned
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "warmup_from", "start"),
+    [(1, None, 0.01), (1, 1.0, 0.01), (8, 0.5, 0.04), (8, None, 0.015)],
+)
+def test_a_scaled_rate_is_never_warmed_up_from_above(num_workers: int, warmup_from: float | None, start: float) -> None:
+    began = replace(BEGAN, warmup_start=0.015 if warmup_from is None else 0.02 * warmup_from)
+    plan = plan_of(num_workers, began, on_resize="scale", warmup_from=warmup_from)
+    assert plan.learning_rate == pytest.approx(0.01 * num_workers)
+    assert plan.warmup_start == pytest.approx(start)
 
 
 def test_a_run_goes_on_with_fewer_workers_from_the_middle_of_an_epoch(

@@ -130,6 +130,18 @@ def test_a_batch_that_is_over_when_a_run_goes_on_may_leave_one_sample(
     assert main([*again, "run"]) == 0  # only batches of 25
 
 
+def test_a_whole_batch_that_is_over_when_a_run_goes_on_may_leave_one_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    flags = "--task.num-train 48 --batch-size 2 --grow-batch 1:4x --max-batch-size 4"
+    assert main([*ONE_LEFT, *flags.split(), "--epochs", "1", "--checkpoint-every", "20"]) == 0
+    again = ["train", "--device", "cpu", "--epochs", "2", "--accumulate", "2", "--resume"]
+    assert main([*again, "runs/run/checkpoints/step-00000020"]) == 2  # 4 batches of 2 are to come
+    assert "a batch of 2 leaves one of them a single sample" in capsys.readouterr().err
+    assert main([*again, "run"]) == 0  # only batches of 8
+
+
 def test_a_batch_changed_in_the_middle_of_an_epoch_that_leaves_one_sample_changes_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

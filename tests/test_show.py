@@ -100,7 +100,15 @@ def test_a_finished_run_is_shown_with_configuration_result_epochs_curves_checkpo
         epoch_done(1),
         epoch_done(2),
         Notice(kind="stop", text="Early stopping after epoch 2"),
-        RunEnded(summary={"task": "fashion-mnist", "stopped_by": "target", "validation_accuracy": 0.5}),
+        RunEnded(
+            summary={
+                "task": "fashion-mnist",
+                "stopped_by": "target",
+                "validation_accuracy": 0.5,
+                "peak_memory_bytes": 3 * 2**30,
+                "peak_reserved_memory_bytes": 4 * 2**30,
+            }
+        ),
     )
     write_json(run.environment, {"torch": "2.13.0", "host": "n1", "git_commit": "abc", "git_has_changes": True})
     checkpoint = add_checkpoint(run, 60, size_bytes=3 * 2**20)
@@ -109,6 +117,7 @@ def test_a_finished_run_is_shown_with_configuration_result_epochs_curves_checkpo
     assert "  global batch 2048 = 512 per worker × 4 workers × 1 accumulation\n" in text
     assert "  torch 2.13.0, on n1\n  git commit abc with changes\n" in text
     assert "  stopped by           target\n  validation accuracy  0.5000\n  validation loss      n/a\n" in text
+    assert "  peak memory          3,072 MiB\n  taken of the GPU     4,096 MiB\n" in text
     assert (
         "Epochs\n"
         "  epoch  train loss  val loss  accuracy  images/s    time   total    lr\n"

@@ -6,6 +6,7 @@ process reads whole (`load`), or every worker reads what it needs (`Reader`).
 
 from stormo.checkpoint.agreement import raise_together, require_seen
 from stormo.checkpoint.index import Entry
+from stormo.checkpoint.kept_back import KEPT_BACK, kept_boxes, take_kept
 from stormo.checkpoint.layout import (
     CheckpointWriteError,
     CorruptCheckpointError,
@@ -29,6 +30,7 @@ from stormo.checkpoint.tensors import weights_digest
 from stormo.checkpoint.writing import replace_state, save
 
 __all__ = [
+    "KEPT_BACK",
     "Box",
     "CheckpointWriteError",
     "CorruptCheckpointError",
@@ -51,6 +53,7 @@ __all__ = [
     "collect_random_state",
     "find",
     "flatten_optimizer",
+    "kept_boxes",
     "kept_buffers",
     "load",
     "local_boxes",
@@ -65,6 +68,7 @@ __all__ = [
     "restore_random_state",
     "save",
     "take_checkpoint",
+    "take_kept",
     "take_local",
     "take_parts",
     "verify",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,13 +23,13 @@ from stormo.checkpoint.reader import Reader, Wanted
 from stormo.checkpoint.reading import with_offer
 from stormo.checkpoint.shard import Box, whole_box
 from stormo.strategies.bundles import means
+from stormo.strategies.strategy import Strategy
 from stormo.world.world import World
 
-if TYPE_CHECKING:
-    from stormo.strategies.local import Local
+_OUTER = "outer/"
 
 
-def local_boxes(world: World, strategy: Local) -> list[Box]:
+def local_boxes(world: World, strategy: Strategy) -> list[Box]:
     """This worker's own weights and optimizer state; on the main one also their mean. Every worker calls it."""
     own = boxes_of([replace(part, is_saved=True) for part in strategy.parts()], strategy.optimizer)
     rows = [replace(box, section=LOCAL, name=f"{world.rank}/{box.section}/{box.name}") for box in own]
@@ -41,18 +41,18 @@ def local_boxes(world: World, strategy: Local) -> list[Box]:
     optimizer = _mean_state(world, {box.name: box.tensor for box in own if box.section == "optimizer"})
     if not world.is_main:
         return rows
-    outer = [whole_box(LOCAL, name, tensor) for name, tensor in _outer(strategy).items()]
+    outer = [whole_box(LOCAL, _OUTER + name, tensor) for name, tensor in strategy.outer_state().items()]
     whole = {"model": model, "optimizer": optimizer}
     return [*rows, *outer, *(whole_box(section, *one) for section, each in whole.items() for one in each.items())]
 
 
-def local_state(world: World, strategy: Local) -> dict[str, Any] | None:
+def local_state(world: World, strategy: Strategy) -> dict[str, Any] | None:
     """The plain values of workers that step by themselves, on the main one. Every worker calls it."""
     scalers = world.gather_json(strategy.scaler_state())
     return None if scalers is None else {"is_apart": strategy.is_apart, "scalers": scalers}
 
 
-def take_local(world: World, path: Path, strategy: Local, state: Mapping[str, Any], *, is_same: bool) -> None:
+def take_local(world: World, path: Path, strategy: Strategy, state: Mapping[str, Any], *, is_same: bool) -> None:
     """Go on where the workers were, after the mean has been taken up. Every worker calls it.
 
     Args:
@@ -97,21 +97,12 @@ class _OwnReader(Reader):
         return self._own[section]
 
 
-def _outer(strategy: Local) -> dict[str, Tensor]:
-    """What the step after an averaging keeps, by name; the same on all workers."""
-    if strategy.outer is None:
-        return {}
-    names = [part.name for part in strategy.parts() if part.local.requires_grad]
-    kept = {"anchor": strategy.outer.anchors, "velocity": strategy.outer.velocities}
-    return {f"outer/{key}/{name}": t for key, each in kept.items() for name, t in zip(names, each, strict=bool(each))}
-
-
-def _take_outer(reader: Reader, strategy: Local) -> None:
+def _take_outer(reader: Reader, strategy: Strategy) -> None:
     stored = reader.entries(LOCAL)
     reader.fill(
-        Wanted(section=LOCAL, name=name, offset=(0,) * tensor.ndim, into=tensor)
-        for name, tensor in _outer(strategy).items()
-        if name in stored
+        Wanted(section=LOCAL, name=_OUTER + name, offset=(0,) * tensor.ndim, into=tensor)
+        for name, tensor in strategy.outer_state().items()
+        if _OUTER + name in stored
     )
 
 

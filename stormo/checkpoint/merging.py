@@ -30,11 +30,10 @@ from stormo.checkpoint.layout import (
     VALUES,
     CheckpointWriteError,
     FileEntry,
-    Manifest,
     Saved,
     shard_name,
 )
-from stormo.checkpoint.publishing import Saving, metric_to_store, publish, rotate
+from stormo.checkpoint.publishing import Saving, manifest_of, publish, rotate
 from stormo.checkpoint.shard import Shard, note_name
 from stormo.checkpoint.tensors import Encoded, from_bytes, weights_digest
 from stormo.checkpoint.writing import state_bytes
@@ -72,21 +71,9 @@ class Publisher:
             weights, digest_of = _weights(temporary, index["model"])
             for rank in range(self._num_workers):
                 (temporary / note_name(rank)).unlink()
-            manifest = Manifest(
-                step=saving.step,
-                identity=saving.identity,
-                metric=metric_to_store(folder, saving, weights),
-                weights_sha256=weights,
-                files=files,
-                version=SHARDED,
-                digest_of=digest_of,
-            )
+            manifest = manifest_of(folder, saving, weights, files, version=SHARDED, digest_of=digest_of)
             path = publish(temporary, folder, manifest, told)
-        removed = rotate(folder, manifest, saving, told)
-        num_bytes = sum(entry.size_bytes for entry in files.values())
-        return Saved(
-            path=path, weights_sha256=weights, num_bytes=num_bytes, removed=tuple(removed), notices=tuple(told)
-        )
+        return rotate(path, manifest, saving, told)
 
     def _wait(self, temporary: Path, abandoned: threading.Event) -> None:
         missing, pause_s = list(range(self._num_workers)), 0.005

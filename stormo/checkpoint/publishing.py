@@ -7,13 +7,22 @@ into a folder; what a killed one left behind is cleaned by the next save.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from stormo.checkpoint import leftovers
 from stormo.checkpoint.files import sync_folder, write_file
-from stormo.checkpoint.layout import MANIFEST, CorruptCheckpointError, Manifest, step_name
+from stormo.checkpoint.layout import (
+    MANIFEST,
+    VALUES,
+    WHOLE,
+    CorruptCheckpointError,
+    FileEntry,
+    Manifest,
+    Saved,
+    step_name,
+)
 from stormo.checkpoint.reading import published, read_manifest
 from stormo.errors import SettingError
 
@@ -49,7 +58,28 @@ class Saving:
             raise SettingError(f"keep_best is {self.keep_best}", "it is a count", "set it to 0 or more")
 
 
-def metric_to_store(folder: Path, saving: Saving, weights: str) -> float | None:
+def manifest_of(
+    folder: Path,
+    saving: Saving,
+    weights: str,
+    files: Mapping[str, FileEntry],
+    *,
+    version: int = WHOLE,
+    digest_of: str = VALUES,
+) -> Manifest:
+    """What the checkpoint of these files says of itself; `weights` is the digest of its weights."""
+    return Manifest(
+        step=saving.step,
+        identity=saving.identity,
+        metric=_metric_to_store(folder, saving, weights),
+        weights_sha256=weights,
+        files=dict(files),
+        version=version,
+        digest_of=digest_of,
+    )
+
+
+def _metric_to_store(folder: Path, saving: Saving, weights: str) -> float | None:
     """The metric, or that of the checkpoint being replaced where it holds the same weights."""
     if saving.metric is not None:
         return float(saving.metric) if math.isfinite(saving.metric) else None
@@ -96,7 +126,19 @@ def _rename(temporary: Path, folder: Path, step: int, notices: list[str]) -> Pat
     return final
 
 
-def rotate(folder: Path, saved: Manifest, saving: Saving, notices: list[str]) -> list[Path]:
+def rotate(path: Path, saved: Manifest, saving: Saving, notices: list[str]) -> Saved:
+    """Remove what the checkpoint just published has superseded."""
+    removed = _remove_superseded(path.parent, saved, saving, notices)
+    return Saved(
+        path=path,
+        weights_sha256=saved.weights_sha256,
+        num_bytes=sum(entry.size_bytes for entry in saved.files.values()),
+        removed=tuple(removed),
+        notices=tuple(notices),
+    )
+
+
+def _remove_superseded(folder: Path, saved: Manifest, saving: Saving, notices: list[str]) -> list[Path]:
     """Remove what the checkpoint just saved has superseded; what cannot be removed is told, and costs only space."""
     whole: list[tuple[Path, Manifest]] = []
     surplus: list[Path] = []

@@ -13,8 +13,8 @@ from typing import Any
 
 from stormo.checkpoint import leftovers
 from stormo.checkpoint.files import gone_after_failure, make_folder, write_error, write_file
-from stormo.checkpoint.layout import STATE, TENSOR_FILES, Manifest, Saved, Snapshot
-from stormo.checkpoint.publishing import Saving, metric_to_store, publish, rotate
+from stormo.checkpoint.layout import STATE, TENSOR_FILES, Saved, Snapshot
+from stormo.checkpoint.publishing import Saving, manifest_of, publish, rotate
 from stormo.checkpoint.reading import read_manifest
 from stormo.checkpoint.tensors import Encoded, weights_digest
 
@@ -70,18 +70,9 @@ class WholeSave:
         with gone_after_failure(new.path, folder, saving.step, num_bytes):
             files = {name: write_file(new.path / name, each, abandoned) for name, each in self._encoded.items()}
             files[STATE] = write_file(new.path / STATE, (self._state,))
-            manifest = Manifest(
-                step=saving.step,
-                identity=saving.identity,
-                metric=metric_to_store(folder, saving, weights),
-                weights_sha256=weights,
-                files=files,
-            )
+            manifest = manifest_of(folder, saving, weights, files)
             path = publish(new.path, folder, manifest, new.notices)
-        removed = rotate(folder, manifest, saving, new.notices)
-        return Saved(
-            path=path, weights_sha256=weights, num_bytes=num_bytes, removed=tuple(removed), notices=tuple(new.notices)
-        )
+        return rotate(path, manifest, saving, new.notices)
 
 
 @dataclass(frozen=True)

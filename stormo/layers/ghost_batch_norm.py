@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stormo.errors import SettingError
-from stormo.layers.ghost_norm import Norm, ghost_norm
+from stormo.layers.ghost_norm import Norm, ghost_norm, pass_samples
 from stormo.layers.norm_act import NormAct, add_residual, plain_norm_act
 from stormo.layers.sync_batch_norm import LocalNorm, SynchronisedNorm, check_forward, variant
 from stormo.plan import num_ghosts
@@ -30,7 +30,7 @@ class GhostNorm(LocalNorm):
 
     def cuts(self, x: Tensor) -> bool:
         """Whether this pass is normalised in several ghosts; of one, it is what the plain layer does."""
-        return self.training and x.numel() > 0 and num_ghosts(x.shape[0], self.ghost_batch_size) > 1
+        return self.training and x.numel() > 0 and num_ghosts(pass_samples(x), self.ghost_batch_size) > 1
 
     def extra_repr(self) -> str:
         """The layer's settings, and the size."""

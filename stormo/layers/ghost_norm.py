@@ -38,8 +38,9 @@ def ghost_norm(
     for tensor in (weight, running_mean):
         if tensor is not None and tensor.shape[0] != x.shape[1]:
             raise ValueError(f"a batch norm of {tensor.shape[0]} channels got an input of {x.shape[1]} channels")
-    count = num_ghosts(x.shape[0], size)
-    low, num_larger = x.shape[0] // count, x.shape[0] % count  # torch.compile does not know divmod of such a number
+    num_samples = pass_samples(x)
+    count = num_ghosts(num_samples, size)
+    low, num_larger = divmod(num_samples, count)
     # At most two views, of ghosts of one size each; those with one sample more come first.
     border = num_larger * (low + 1)
     cuts = [(x[:border], num_larger), (x[border:], count - num_larger)] if num_larger else [(x, count)]
@@ -53,6 +54,12 @@ def ghost_norm(
         for running, gain in zip((running_mean, running_var), gains, strict=True):
             running.copy_(running * keep + gain)
     return torch.cat(parts) if num_larger else parts[0]
+
+
+def pass_samples(x: Tensor) -> int:
+    """The samples of x, of which torch.compile makes a number and not a symbol."""
+    # Compiled for any number of samples, the cut into ghosts is an expression that a compiler takes minutes over.
+    return len(range(x.shape[0]))
 
 
 def _normalised(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,10 +39,6 @@ class LAMB(LayerwiseOptimizer):
         norm_bounds: tuple[float, float] | None = None,
         adapt: bool | None = None,
     ) -> None:
-        if norm_bounds is not None and not 0 <= norm_bounds[0] <= norm_bounds[1]:
-            raise SettingError(
-                f"LAMB was given norm_bounds {norm_bounds}", "they hold a norm between two", "give 0 ≤ low ≤ high"
-            )
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -51,6 +48,15 @@ class LAMB(LayerwiseOptimizer):
             "adapt": adapt,
         }
         super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, whose numbers are checked."""
+        bounds = {**self.defaults, **param_group}["norm_bounds"]
+        if bounds is not None and not 0 <= bounds[0] <= bounds[1]:
+            raise SettingError(
+                f"LAMB was given norm_bounds {bounds}", "they hold a norm between two", "give 0 ≤ low ≤ high"
+            )
+        super().add_param_group(param_group)
 
     def _begin(self, layers: Layers) -> tuple[list[Tensor], ...]:
         beta1, beta2 = layers.group["betas"]
@@ -71,10 +77,9 @@ class LAMB(LayerwiseOptimizer):
         (_, updates), bounds, rates = begun, layers.group["norm_bounds"], layers.rate
         if layers.is_adapted:
             weights, lengths = norms
-            is_defined = (weights > 0) & (lengths > 0)
             if bounds is not None:
-                weights = weights.clamp(*bounds)
-            rates = rates * torch.where(is_defined, weights / lengths, 1.0)
+                weights = weights.clamp(*bounds)  # a low one gives layers of zeros a ratio too
+            rates = rates * torch.where((weights > 0) & (lengths > 0), weights / lengths, 1.0)
         multiply(updates, rates)
         torch._foreach_sub_(layers.weights, updates)
 

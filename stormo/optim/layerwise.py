@@ -96,6 +96,7 @@ class LayerwiseOptimizer(Optimizer):
             raise SettingError(f"{name} was given nesterov=True", "its momentum is 0", "give it a momentum above 0")
         super().add_param_group(param_group)
         if kinds := {p.dtype for p in self.param_groups[-1]["params"] if not p.is_floating_point()}:
+            self.param_groups.pop()
             raise SettingError(
                 f"{name} was given parameters of {', '.join(map(str, kinds))}",
                 "its norms are those of real numbers",

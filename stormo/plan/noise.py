@@ -11,6 +11,7 @@ from stormo.layout import Layout
 from stormo.plan.stages import Stage
 
 _MAX_VARIANCE = 1e6
+_DDP = "--strategy ddp"
 
 
 def largest_step(stages: Sequence[Stage]) -> int:
@@ -65,21 +66,10 @@ def choose_noise_scale(
     asked, most_passes = config.optimizer.noise_scale, max(stage.accumulate for stage in reached)
     if asked is False:
         return False, "as set"
-    if layout.strategy in ("local", "server"):
-        reason = "workers that step by themselves never bring their gradients together"
-        if layout.strategy == "server":
-            reason = "gradients are brought together by servers, each of which sees its own part of them alone"
+    if obstacle := _noise_obstacle(config, layout):
+        said, reason, instead = obstacle
         if asked:
-            raise SettingError(
-                f"--noise-scale was set with --strategy {layout.strategy}",
-                reason,
-                "set --strategy ddp, or leave it out",
-            )
-        return False, reason
-    if layout.is_spread:
-        reason = "a model that is spread has no gradient of one worker's samples to compare"
-        if asked:
-            raise SettingError("--noise-scale was set", reason, "set --strategy ddp, or leave it out")
+            raise SettingError(f"--noise-scale was set{said}", reason, f"set {instead}, or leave it out")
         return False, reason
     if layout.world_size > 1:
         return True, f"the gradients of {layout.world_size} workers are compared with their mean"
@@ -91,3 +81,18 @@ def choose_noise_scale(
     if asked and (is_found or config.batch.batch_size != "auto"):
         raise SettingError("--noise-scale was set", reason, "set --accumulate 2, or train with several workers")
     return False, reason
+
+
+def _noise_obstacle(config: TrainConfig, layout: Layout) -> tuple[str, str, str] | None:
+    """With what it cannot be measured, why, and what to set instead."""
+    if layout.strategy == "local":
+        return " with --strategy local", "workers that step by themselves never bring their gradients together", _DDP
+    if layout.strategy == "server":
+        reason = "gradients are brought together by servers, each of which sees its own part of them alone"
+        return " with --strategy server", reason, _DDP
+    if layout.is_spread:
+        return "", "a model that is spread has no gradient of one worker's samples to compare", _DDP
+    if config.workers.compress == "powersgd" and layout.world_size > 1:
+        reason = "what travels of the gradients is not their mean, against which each would be held"
+        return " with --compress powersgd", reason, "--compress bf16"
+    return None

@@ -26,6 +26,7 @@ from stormo.plan.choices import (
     stop_text,
     weigh,
 )
+from stormo.plan.compression import check_compression, compression_line
 from stormo.plan.every import Every
 from stormo.plan.facts import Facts
 from stormo.plan.noise import check_noise, choose_noise_scale, noise_lines
@@ -131,6 +132,7 @@ def check_settings(config: TrainConfig, layout: Layout) -> None:
     check_sharding(config, layout)
     check_averaging(config, layout)
     check_servers(config, layout)
+    check_compression(config, layout)
 
 
 def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
@@ -202,6 +204,7 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
             *([("changed", ", ".join(map(str, config.changed)))] if config.changed else []),
             *layout.explanation,
             *averaging_line.items(),
+            *compression_line(config, layout, precision).items(),
             *sharding_lines(config, layout, pass_samples, micro_batches),
             ("global batch", batch_text),
             *growth_line(config, layout, stages).items(),

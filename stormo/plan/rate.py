@@ -18,7 +18,9 @@ def choose_rate(config: TrainConfig, global_batch_size: int) -> tuple[float, str
     if declared is not None:
         return _declared_rate(base, rule, global_batch_size, declared)
     if config.batch.global_batch_size is not None:
-        return base, f"{base:g} as set, for the global batch as set"
+        idle = "lr_rule" in config.given and rule != "none"
+        note = f"; --lr-rule {rule} has no effect without --base-batch-size" * idle
+        return base, f"{base:g} as set, for the global batch as set{note}"
     ratio = global_batch_size // per_worker(config)
     if rule == "none" or ratio == 1:
         return base, f"{base:g} as set" + (f" for any batch (the batch is {ratio} × one worker's)" * (ratio > 1))

@@ -48,7 +48,10 @@ def _scaled(config: TrainConfig, layout: Layout, facts: Facts, before: Effective
     size = max(1, round(before.global_batch_size * ratio))
     rule = config.optimizer.lr_rule
     rate = before.learning_rate * (size / before.global_batch_size) ** _POWERS[rule]
-    now = replace(before, global_batch_size=size, learning_rate=rate)
+    fraction = config.optimizer.warmup_from
+    # Of fewer workers the rate may be below the one that warm-up began with, and it must not fall to its peak.
+    start = min(before.warmup_start, rate) if fraction is None else fraction * rate
+    now = replace(before, global_batch_size=size, learning_rate=rate, warmup_start=start)
     root = "√" if rule == "sqrt" else ""
     return Resized(
         config=_in_passes(replace(config, resumed=now), layout, facts, now),

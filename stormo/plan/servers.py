@@ -10,7 +10,7 @@ from stormo.layout import Layout
 def check_servers(config: TrainConfig, layout: Layout) -> None:
     """Refuse what servers cannot have, and what only they have."""
     workers = config.workers
-    if layout.strategy != "server":
+    if workers.strategy != "server":
         for name in sorted({"servers", "staleness"} & config.given):
             raise SettingError(
                 f"--{name} {getattr(workers, name)} was set with strategy {layout.strategy}",

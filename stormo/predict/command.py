@@ -15,9 +15,10 @@ from stormo.errors import SettingError, unknown_name
 from stormo.hardware import KNOWN_GPUS, Gpu, visible_gpus
 from stormo.options import take_flags
 from stormo.predict.advice import Advice, Outcome, Question, advise
-from stormo.predict.forecast import GIB, Forecast, gpus_needed
+from stormo.predict.forecast import gpus_needed
 from stormo.predict.lines import as_json, report, title_of
 from stormo.predict.retold import command_line, remarks
+from stormo.predict.terms import GIB, Forecast
 from stormo.predict.ways import Way, every_way
 from stormo.tasks.check import check_made, check_task
 from stormo.telemetry.text import write_text

@@ -1,133 +1,21 @@
 """The arithmetic: what one worker holds under a way to spread the model, and the largest batch that leaves room.
 
-Pure functions over counted bytes. What is a rule of thumb and not counted is in `RULES`.
+Pure functions over counted bytes. What is a rule of thumb and not counted is in `terms.RULES`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from stormo.hardware import GPU_SHARE
 from stormo.predict.curve import Curve, Load, Rows
+from stormo.predict.terms import GIB, MIB, Forecast, Model, Parameter, Spread
 
-MIB, GIB = 2**20, 2**30
-SHARE = 0.9  # of a GPU's memory that a forecast may fill; what --batch-size auto leaves free too
-# By the name of a term: rules of thumb, none of which was counted.
-RULES = {
-    "workspace": "64 MiB for the libraries of matrix products and convolutions",
-    "context": "0.75 GiB for CUDA and its kernels, and 0.5 GiB more for NCCL where there are several workers",
-    "captured": "a pass replayed as a CUDA graph keeps its memory beside that of other passes (--no-graph)",
-    "buckets": "under zero2 four of 25 MiB each, or of the largest parameter",
-    "gathered": "under fsdp what lies outside of blocks, two blocks, and one block's gradients on their way",
-}
 _BUCKET_BYTES = 25 * MIB
 _WORKSPACE_BYTES = 64 * MIB
 _CONTEXT_BYTES, _NCCL_BYTES = GIB * 3 // 4, GIB // 2
 _LONE_GROUPS = 4  # units of fsdp on one worker, which has nothing to free between them
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Parameter:
-    """One parameter, as it was counted."""
-
-    name: str
-    num_bytes: int
-    num_values: int
-    num_rows: int
-    is_trained: bool
-    dtype: str = "float32"
-    state_bytes: int = 0  # of the optimizer
-    block: str = ""  # the unit of fsdp that it belongs to; empty outside of all
-    keeps_format: bool = False  # under fsdp: batch norms are gathered in their own
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Model:
-    """What was counted of a model and its optimizer."""
-
-    parameters: tuple[Parameter, ...]
-    buffer_bytes: int
-    step_bytes: int  # that a step of the optimizer needs for a while, for all parameters
-    optimizer: str
-    notices: tuple[str, ...] = ()
-
-    @property
-    def num_trained(self) -> int:
-        """Values that are trained."""
-        return sum(one.num_values for one in self.parameters if one.is_trained)
-
-    @property
-    def num_frozen(self) -> int:
-        """Values that are not."""
-        return sum(one.num_values for one in self.parameters if not one.is_trained)
-
-    @property
-    def weight_bytes(self) -> int:
-        """Of all parameters."""
-        return sum(one.num_bytes for one in self.parameters)
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Of those that are trained."""
-        return sum(one.num_bytes for one in self.parameters if one.is_trained)
-
-    @property
-    def state_bytes(self) -> int:
-        """Of the optimizer."""
-        return sum(one.state_bytes for one in self.parameters)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Spread:
-    """How the model is spread, as far as it concerns the memory of a worker."""
-
-    num_workers: int = 1
-    workers_per_node: int = 1
-    shard: int = 1
-    tensor: int = 1
-    pipeline: int = 1
-    zero: int = 0
-    offload: bool = False
-    recompute: bool = False
-    half_bytes: int | None = None  # of a value in the format of autocast
-    batch: int = 1  # samples of one worker in one pass
-    accumulate: int = 1  # passes of a step
-    micro_batches: int = 1
-    in_flight: float = 1.0  # micro-batches whose activations are there at a time
-    graph: bool = False
-    data_bytes: int = 0  # of the data set, or of a batch that waits, on the device
-    merges: bool = False  # blocks of a lone worker
-    copies: int = 1  # along replicate
-    cut: frozenset[str] = frozenset()  # parameters that the axis tensor cuts
-    stages: tuple[frozenset[str], ...] = ()  # parameters of each worker along pipeline
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Forecast:
-    """Bytes of the worker that holds most."""
-
-    terms: dict[str, float]
-    host_bytes: float  # of all workers of a node
-    batch: int
-    room_bytes: float
-    largest_batch: int | None  # that fits; None where activations are not known
-    largest_pass: int = 0  # the same of one of several passes, whose gradients add up
-    kept_bytes: float | None = None  # activations when backward begins
-
-    @property
-    def total_bytes(self) -> float:
-        """All terms."""
-        return sum(self.terms.values())
-
-    @property
-    def allocated_bytes(self) -> float:
-        """What torch's allocator hands out at most."""
-        return sum(value for name, value in self.terms.items() if name not in ("context", "captured"))
-
-    @property
-    def fits(self) -> bool:
-        """Whether the margin is left."""
-        return self.total_bytes <= self.room_bytes
 
 
 def forecast(model: Model, spread: Spread, curve: Curve | None, memory_bytes: int, validation: Rows = ()) -> Forecast:
@@ -156,6 +44,7 @@ def _of_stage(
     stage: frozenset[str] | None,
     validation: Rows,
 ) -> Forecast:
+    is_captured = spread.graph and spread.accumulate == 1
     own = [one for one in model.parameters if stage is None or one.name in stage]
     zero, trained = spread.zero, [one for one in own if one.is_trained]
     weights = sum(_bytes(one, one.num_bytes, spread, zero >= 3) for one in own)
@@ -169,6 +58,11 @@ def _of_stage(
     if zero == 1:  # in which weights travel after a step, when no activations are there
         step, buckets = step + buckets, 0.0
     host = 0.0
+    trained_bytes = float(sum(one.num_bytes for one in trained))
+    state += spread.outer_copies * trained_bytes
+    if spread.servers:
+        host = trained_bytes + _kept_by_servers(spread, trained_bytes, state + step) / spread.workers_per_node
+        state = step = 0.0
     if spread.offload:
         host = rows + state + sum(_bytes(one, one.num_bytes, spread, cut=True) for one in trained)
         state, step = 0.0, step if zero == 1 else 0.0
@@ -186,10 +80,10 @@ def _of_stage(
         "data": float(spread.data_bytes),
         "workspace": float(_WORKSPACE_BYTES),
         "context": float(_CONTEXT_BYTES + _NCCL_BYTES * (spread.num_workers > 1)),
-        "captured": 0.0,
+        "captured": float(_WORKSPACE_BYTES) if is_captured else 0.0,  # of a stream of its own
     }
-    room = SHARE * memory_bytes
-    fixed = sum(terms.values()) - gradients
+    room = GPU_SHARE * memory_bytes
+    free = room - sum(terms.values()) + gradients
     if curve is None:
         terms["activations"] = max(step, falling)
         return Forecast(terms=terms, host_bytes=host, batch=spread.batch, room_bytes=room, largest_batch=None)
@@ -204,29 +98,60 @@ def _of_stage(
     size = spread.batch / spread.micro_batches
     at_rest = gradients if load.keeps_gradients else 0.0
     judging = max((load.share * (other + load.cast_share * casts) for other, casts, _ in validation), default=0.0)
+    judging += trained_bytes if spread.averages else 0.0  # a worker's own weights, while the mean is judged
+    # Weights are averaged, or stepped by their mean change, when gradients have gone, of which there is as much.
     floor = max(step + gradients, judging + at_rest, gradients)
-    peak = max(curve.peak(size, load), floor)
-    terms["activations"] = peak - gradients
-    twice = 2 if spread.graph else 1
-    if spread.graph:
-        terms["captured"] = terms["activations"]
-    # With a captured pass, what a pass adds to the gradients counts twice.
-    left = (room - fixed + (twice - 1) * gradients) / twice
-    # A smaller pass is one of several, and finds the gradients of those before it.
-    has_room = floor <= room - fixed
-    sizes = [
-        curve.largest(left, one) * spread.micro_batches if has_room else 0
-        for one in (load, replace(load, keeps_gradients=True))
-    ]
+    # A smaller pass is one of several, and finds the gradients of those before it. Several are not captured.
+    again = replace(load, keeps_gradients=True)
+    free_again = free + (_WORKSPACE_BYTES if is_captured else 0)
+    largest_pass = curve.largest(free_again, again) * spread.micro_batches if floor <= free_again else 0
+    if is_captured:
+        terms["activations"], others, largest = _captured(curve, spread, load, free, state, max(step, judging))
+        terms["captured"] += others
+    else:
+        terms["activations"] = max(curve.peak(size, load), floor) - gradients
+        largest = curve.largest(free, load) * spread.micro_batches if floor <= free else 0
     return Forecast(
         terms=terms,
         host_bytes=host,
         batch=spread.batch,
         room_bytes=room,
-        largest_batch=sizes[0],
-        largest_pass=sizes[1],
+        largest_batch=largest,
+        largest_pass=largest_pass,
         kept_bytes=curve.kept_at(size) * load.share,
     )
+
+
+def _captured(
+    curve: Curve, spread: Spread, load: Load, free: float, state: float, beside: float
+) -> tuple[float, float, int]:
+    """What a pass keeps that is replayed as a CUDA graph, what others take beside it, and the largest batch.
+
+    Args:
+        curve: of a pass.
+        spread: over one worker.
+        load: of its passes, which make gradients of their own.
+        free: what is left of the room for passes and gradients.
+        state: of the optimizer, which is not there yet when the pass is captured.
+        beside: what a step or a validation takes.
+    """
+    gradients, size = load.gradient_bytes, spread.batch
+    kept = max(curve.peak(size, load), gradients)
+    short = curve.peak(size if spread.tail is None else spread.tail, load) if spread.tail != 0 else 0.0
+    # What is captured has been run before, twice in a row.
+    again = replace(load, keeps_gradients=True)
+    others = max(beside, short, curve.peak(size, again) - kept - state)
+    sizes = curve.largest(free / 2, load), curve.largest(free - beside, load), curve.largest(free + state, again)
+    largest = min(sizes) if gradients + beside <= free else 0
+    if kept + others <= free:  # its last batch may be shorter than that of other sizes
+        largest = max(largest, size)
+    return kept - gradients, others, largest
+
+
+def _kept_by_servers(spread: Spread, trained_bytes: float, others: float) -> float:
+    """Host memory of the first node's servers: weights, what comes in, and what the optimizer has and needs."""
+    part = min(spread.servers, spread.workers_per_node) / spread.servers
+    return part * (trained_bytes * (1 + spread.rooms) + others)
 
 
 def _bytes(one: Parameter, num_bytes: float, spread: Spread, cut: bool) -> float:

@@ -117,21 +117,27 @@ class _FusedNorm(torch.autograd.Function):
     ) -> Tensor:
         """An output like the input."""
         ctx.save_for_backward(x, weight, bias, torch.empty_like(weight), torch.empty_like(bias))
-        return torch.empty_like(x)
+        return torch.empty_like(x, memory_format=_layout(x))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of the right sizes."""
         (gradient,) = gradients
-        x, weight, bias, *_ = ctx.saved_tensors
+        _, weight, bias, *_ = ctx.saved_tensors
         needs = ctx.needs_input_grad
+        dense = gradient.contiguous(memory_format=_layout(gradient))  # a copy, of what the mean over all pixels gives
         return (
-            torch.empty_like(x) if needs[0] else None,
+            torch.empty_like(dense) if needs[0] else None,
             gradient if needs[1] else None,
             torch.empty_like(bias) if needs[2] else None,
             torch.empty_like(weight),
             torch.empty_like(bias),
         )
+
+
+def _layout(x: Tensor) -> torch.memory_format:
+    """Rows of channels, which is what the kernels work on."""
+    return torch.channels_last if x.ndim == 4 else torch.contiguous_format
 
 
 class _FusedPool(torch.autograd.Function):
@@ -140,7 +146,8 @@ class _FusedPool(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         """A quarter of the input."""
-        y = x.new_empty(*x.shape[:2], x.shape[2] // 2, x.shape[3] // 2)
+        shape = (*x.shape[:2], x.shape[2] // 2, x.shape[3] // 2)
+        y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
         ctx.save_for_backward(torch.empty_like(y, dtype=torch.uint8))
         ctx.like = x.shape, x.dtype
         return y
@@ -149,4 +156,4 @@ class _FusedPool(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         """A gradient of the input's size."""
         shape, dtype = ctx.like
-        return gradients[0].new_empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device=gradients[0].device, memory_format=torch.channels_last)

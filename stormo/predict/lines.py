@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stormo.errors import counted
+from stormo.hardware import GPU_SHARE
 from stormo.predict.advice import Advice
-from stormo.predict.forecast import GIB, RULES, SHARE, Forecast, Model
+from stormo.predict.terms import GIB, RULES, Forecast, Model
 from stormo.predict.ways import Way
 
 _WIDTH = 110
@@ -29,10 +30,10 @@ def report(
 ) -> list[str]:
     """Everything, for a reader."""
     lines = [title, *_facts(model, kept_per_sample), ""]
-    room = SHARE * memory_bytes / GIB
+    room = GPU_SHARE * memory_bytes / GIB
     batches = {one.batch for _, one in found if one is not None}
     samples = f" with {counted(max(batches), 'sample')} in a pass" if len(batches) == 1 else ""
-    limit = f"fits: at most {room:.1f}, {SHARE:.0%} of it"
+    limit = f"fits: at most {room:.1f}, {GPU_SHARE:.0%} of it"
     lines += [f"GiB of one GPU, which has {memory_bytes / GIB:.1f},{samples}; {limit}".replace(",;", ";"), ""]
     lines += _table(found, shows_batch=len(batches) > 1)
     lines += [""] + [line for notice in notices for line in textwrap.wrap(f"{notice}.", _WIDTH)]

@@ -20,7 +20,7 @@ from stormo.pipeline.orders import stages_of
 from stormo.pipeline.pieces import find_pieces
 from stormo.pipeline.split import into_stages
 from stormo.predict.blank import Blank
-from stormo.predict.forecast import Model, Parameter
+from stormo.predict.terms import Model, Parameter
 from stormo.predict.watching import OTHER, Watch, storage_of
 from stormo.strategies.blocks import blocks_of
 from stormo.strategies.shard import _has_statistics

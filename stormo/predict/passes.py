@@ -21,11 +21,12 @@ from stormo.predict.blank import Blank
 from stormo.predict.curve import Curve, Rows
 from stormo.predict.gpu_kernels import AsOnGpu, fuse
 from stormo.predict.model import keep_one_part
+from stormo.predict.rounds import keep_one_round
 from stormo.predict.watching import OTHER, Watch
 from stormo.strategies.blocks import blocks_of
+from stormo.strategies.passes import HALVES
 from stormo.strategies.recompute import Recomputed, recompute
 from stormo.strategies.sample import sample_batch
-from stormo.strategies.strategy import HALVES
 from stormo.tasks.fashion_mnist import FashionMnist
 from stormo.tasks.returned import check_loss
 from stormo.tasks.task import Task
@@ -88,15 +89,28 @@ class Passes:
         self._shard_modules, self._ghosts = shard_modules, ghost_batch_size
         self._seen: dict[tuple[Any, ...], Curve] = {}
 
-    def curve(self, size: int, *, recomputes: bool, is_sharded: bool, channels_last: bool, num_parts: int = 1) -> Curve:
+    def curve(
+        self,
+        size: int,
+        *,
+        recomputes: bool,
+        is_sharded: bool,
+        channels_last: bool,
+        num_parts: int = 1,
+        is_hybrid: bool = False,
+    ) -> Curve:
         """What a training pass holds, as a function of its samples; counted at a size and at twice that size.
 
-        `num_parts` are the workers along the axis tensor.
+        `num_parts` are the workers along the axis tensor, over which the hybrid cuts its classifier alone.
         """
-        key = (size, recomputes, is_sharded, channels_last, num_parts)
+        key = (size, recomputes, is_sharded, channels_last, num_parts, is_hybrid)
         if key not in self._seen:
             model = self._made(
-                recomputes=recomputes, is_sharded=is_sharded, is_fused=channels_last, num_parts=num_parts
+                recomputes=recomputes,
+                is_sharded=is_sharded,
+                is_fused=channels_last,
+                num_parts=num_parts,
+                is_hybrid=is_hybrid,
             )
             watched = [self._watched(model, one) for one in (size, 2 * size)]
             self._seen[key] = Curve((size, 2 * size), (watched[0][0], watched[1][0]), (watched[0][1], watched[1][1]))
@@ -115,11 +129,13 @@ class Passes:
             self._task.metrics(model, data)
         return watch.rows
 
-    def _made(self, *, recomputes: bool, is_sharded: bool, is_fused: bool, num_parts: int = 1) -> nn.Module:
+    def _made(
+        self, *, recomputes: bool, is_sharded: bool, is_fused: bool, num_parts: int = 1, is_hybrid: bool = False
+    ) -> nn.Module:
         model = self._blank.model()
         if num_parts > 1:
             with self._blank.fake:
-                keep_one_part(self._task, model, num_parts)
+                (keep_one_round if is_hybrid else keep_one_part)(self._task, model, num_parts)
         if self._ghosts is not None:
             model = convert_ghost_batch_norm(model, self._ghosts)
         if self._on_gpu and self._has_fused and is_fused:

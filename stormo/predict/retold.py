@@ -11,10 +11,11 @@ from stormo.hardware import Gpu
 from stormo.layout import resolve_layout
 from stormo.plan import Facts, resolve
 from stormo.plan.batch import per_worker
-from stormo.predict.ways import Way
+from stormo.predict.ways import OF_ONE, Way
 
 # Flags that an advice replaces, each with so many values.
 _OF_WAY = {"--strategy": 1, "--mesh": 1, "--zero": 1, "--checkpoint-activations": 0, "--offload": 0}
+_OF_WAY |= {f"--{name.replace('_', '-')}": 1 for name in OF_ONE}
 _NEGATIONS = {"--no-checkpoint-activations": "checkpoint_activations", "--no-offload": "offload"}
 _OF_BATCH = {"--batch-size": 1, "--accumulate": 1}
 
@@ -56,7 +57,7 @@ def remarks(words: Sequence[str], config: TrainConfig, way: Way) -> list[str]:
     """What is to be said beside the command line."""
     told = []
     if "--no-graph" in way.flags:
-        told.append("A captured pass would count twice, and does not fit.")
+        told.append("A captured pass would keep its memory beside that of others, and does not fit.")
     is_meant = way.is_as_set or config.workers.mesh is None or way.config.workers.mesh is not None
     if not is_meant and config.resumed is None and without_flags(words, {"--mesh": 1}) == list(words):
         told.append("Leave mesh and zero out of the file of settings, which no flag can take back.")

@@ -15,11 +15,13 @@ from stormo.plan.choices import choose_precision
 from stormo.plan.sharding import STAGES_PER_WORKER
 from stormo.predict.blank import Blank
 from stormo.predict.curve import Curve, Rows
-from stormo.predict.forecast import Forecast, Model, Spread, forecast
+from stormo.predict.forecast import forecast
 from stormo.predict.model import count_model, cut_by_tensor, stages_by_pipeline
 from stormo.predict.passes import NotKnownError, Passes, few_samples, without_fetching
+from stormo.predict.rounds import cut_by_hybrid
+from stormo.predict.terms import Forecast, Model, Spread
 from stormo.predict.ways import Way
-from stormo.strategies.strategy import HALVES
+from stormo.strategies.passes import HALVES
 from stormo.tasks.task import Task
 
 _FUSED_FROM = (8, 0)  # compute capability of stormo's fused layers
@@ -35,14 +37,14 @@ class Study:
         has_data = self._has_data()
         self.facts = self._facts()
         plain = replace(config, workers=replace(config.workers, strategy="auto", mesh=None, zero=None))
-        self.precision, _ = choose_precision(config, resolve_layout(plain, gpus))
+        self.precision, _ = choose_precision(config, resolve_layout(plain, gpus))  # as servers have it, where asked for
         self._blank = Blank(task, self.precision)
         self.model: Model = count_model(task, self._blank, config)
         self.notices += self.model.notices
         if not has_data:
             self._unknown("there are no data here; set --task.data-folder, or train once where they can be fetched")
         self._passes = self._read() if has_data else None
-        self._curves: dict[tuple[bool, bool, bool, int], Curve | None] = {}  # None for those that are not known
+        self._curves: dict[tuple[bool, bool, bool, int, bool], Curve | None] = {}  # None for those that are not known
         self._validation: Rows = ()
         self._base: int | None = None
         self.kept_per_sample: float | None = None
@@ -128,12 +130,17 @@ class Study:
         if self._passes is None:
             return None
         self._base = self._base or max(1, plan.batch_per_pass)
-        mesh = plan.layout.mesh
-        kind = (way.config.sharding.checkpoint_activations, plan.layout.zero == 3, plan.channels_last, mesh.tensor)
+        layout, recomputes = plan.layout, way.config.sharding.checkpoint_activations
+        kind = (recomputes, layout.zero == 3, plan.channels_last, layout.mesh.tensor, layout.strategy == "hybrid")
         if kind not in self._curves:
             try:
                 self._curves[kind] = self._passes.curve(
-                    self._base, recomputes=kind[0], is_sharded=kind[1], channels_last=kind[2], num_parts=kind[3]
+                    self._base,
+                    recomputes=kind[0],
+                    is_sharded=kind[1],
+                    channels_last=kind[2],
+                    num_parts=kind[3],
+                    is_hybrid=kind[4],
                 )
             except NotKnownError as error:
                 self._curves[kind] = None
@@ -153,12 +160,13 @@ class Study:
 
     def _spread(self, way: Way, plan: Plan) -> Spread:
         layout, sharding = plan.layout, way.config.sharding
-        mesh = layout.mesh
-        per_worker = 1 if layout.strategy == "naive" else STAGES_PER_WORKER[sharding.schedule]
+        mesh, strategy = layout.mesh, layout.strategy
+        per_worker = 1 if strategy == "naive" else STAGES_PER_WORKER[sharding.schedule]
         cut: frozenset[str] = frozenset()
         stages: tuple[frozenset[str], ...] = ()
         if mesh.tensor > 1:
-            cut = cut_by_tensor(self._task, self._blank.model(), mesh.tensor)
+            cut_by = cut_by_hybrid if strategy == "hybrid" else cut_by_tensor
+            cut = cut_by(self._task, self._blank.model(), mesh.tensor)
         if mesh.pipeline > 1:
             stages = stages_by_pipeline(self._task, self._blank.model(), mesh.pipeline, per_worker)
         half = HALVES.get(self.precision)
@@ -177,9 +185,15 @@ class Study:
             micro_batches=plan.micro_batches,
             in_flight=_in_flight(sharding.schedule, mesh.pipeline, plan.micro_batches),
             graph=plan.graph,
+            tail=None if self.facts.is_stream else self.facts.num_train % plan.global_batch_size,
             data_bytes=self._data_bytes(plan),
             merges=not sharding.checkpoint_activations and sharding.shard_modules is None and not sharding.offload,
-            copies=mesh.replicate,
+            # Local steps and servers need no buckets of DDP; in the hybrid all workers have the trunk.
+            copies={"local": 1, "server": 1, "hybrid": mesh.tensor}.get(strategy, mesh.replicate),
+            averages=strategy == "local" and layout.world_size > 1,
+            outer_copies=_outer_copies(way.config) if strategy == "local" else 0,
+            servers=way.config.workers.servers if strategy == "server" else 0,
+            rooms=1 if way.config.workers.staleness else 3,
             cut=cut,
             stages=stages,
         )
@@ -189,6 +203,12 @@ class Study:
         if plan.loader == "resident" and facts.train_bytes is not None:
             return round(facts.train_bytes * (1 + (facts.num_validation or 0) / max(facts.num_train, 1)))
         return 0 if self._passes is None else self._passes.batch_bytes(plan.batch_per_pass)
+
+
+def _outer_copies(config: TrainConfig) -> int:
+    """Of the weights: those of the last averaging and, with momentum, a velocity; none where the mean is taken."""
+    rate, momentum = config.optimizer.outer_lr, config.optimizer.outer_momentum
+    return 0 if (rate, momentum) == (1, 0) else 1 + (momentum != 0)
 
 
 def _in_flight(schedule: str, num_workers: int, micro_batches: int) -> float:

@@ -12,8 +12,13 @@ from stormo.hardware import Gpu
 from stormo.layout import resolve_layout
 from stormo.plan import Facts, Plan, resolve
 
-KNOWN = ("single", "ddp", "zero1", "zero2", "fsdp", "hsdp", "tensor", "pipeline", "naive", "mesh")
+# All but dp, which cannot be checked without GPUs.
+KNOWN = (
+    *("single", "ddp", "zero1", "zero2", "fsdp", "hsdp", "tensor", "pipeline", "naive", "mesh"),
+    *("local", "server", "hybrid"),
+)
 _OF_PIPELINE = {"schedule", "micro_batches"}
+OF_ONE = {"servers", "staleness", "average_every", "outer_lr", "outer_momentum"}  # settings of a strategy alone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,8 +54,8 @@ def every_way(config: TrainConfig, gpus: Sequence[Gpu], facts: Facts) -> list[Wa
     elif asked.plan.layout.strategy not in KNOWN:
         raise SettingError(
             f"--strategy {config.workers.strategy} was set",
-            "its memory is not forecast",
-            f"set one of {', '.join(KNOWN[:7])}, or leave it out to compare them",
+            "the memory of several GPUs in one process is not forecast, and the first holds more than the others",
+            "set --strategy ddp, which is faster and holds less, or leave it out to compare strategies",
         )
     num_nodes, per_node = int(config.workers.num_nodes), len(gpus)
     rows = _one() if num_nodes * per_node == 1 else _several(num_nodes, per_node)
@@ -108,6 +113,8 @@ def _way(key: str, fields: Mapping[str, Any], config: TrainConfig, gpus: Sequenc
     given = config.given
     if "pipeline" not in key and key != "as set":
         given -= _OF_PIPELINE
+    if key != "as set":
+        given -= OF_ONE
     parts = {name: {k: v for k, v in fields.items() if hasattr(getattr(config, name), k)} for name in _SECTIONS}
     sections = {name: replace(getattr(config, name), **own) for name, own in parts.items()}
     changed = replace(config, given=given, **sections)
@@ -152,5 +159,5 @@ def _is_same(one: Way, other: Way) -> bool:
 def _essence(config: TrainConfig, plan: Plan) -> tuple[Any, ...]:
     """What tells two ways apart, by whichever flags they were asked for."""
     layout, sharding = plan.layout, config.sharding
-    is_naive = layout.strategy == "naive"
-    return layout.mesh, layout.zero, is_naive, sharding.checkpoint_activations, sharding.offload
+    special = layout.strategy if layout.strategy in ("naive", "local", "server", "hybrid") else ""
+    return layout.mesh, layout.zero, special, sharding.checkpoint_activations, sharding.offload

@@ -10,7 +10,7 @@ from typing import Any
 from stormo.config import OPTIMIZER_DEFAULTS, Change
 from stormo.errors import SettingError
 from stormo.options import Option
-from stormo.resuming.table import FREE, FREE_TASK_OPTIONS, OWN_ALGORITHMS, REFUSED, SAID
+from stormo.resuming.table import COPIES, FREE, FREE_TASK_OPTIONS, OWN_ALGORITHMS, REFUSED, SAID
 from stormo.telemetry.folder import RunFolder
 
 
@@ -37,13 +37,16 @@ def changes(
         why = _refusal(change)
         if why is not None:
             raise _refused(change, why, run)
+    return tuple(change for change in found if change.key in SAID or _is_other_algorithm(change, was))
+
+
+def _is_other_algorithm(change: Change, was: Mapping[str, Any]) -> bool:
+    """Whether it ends or begins an algorithm that is not that of one process."""
+    if change.key not in ("strategy", "mesh"):
+        return False
     is_own = was["strategy"] in OWN_ALGORITHMS or was["staleness"] > 0
-    return tuple(change for change in found if change.key in SAID or _is_other_algorithm(change, is_own))
-
-
-def _is_other_algorithm(change: Change, is_own: bool) -> bool:
-    """Whether it ends or begins an algorithm that is not that of one process; `is_own` where the run had one."""
-    return change.key in ("strategy", "mesh") and (is_own or change.now in OWN_ALGORITHMS)
+    is_own |= was["compress"] != "none" and change.now not in COPIES
+    return is_own or change.now in OWN_ALGORITHMS
 
 
 _ELSEWHERE = ("run_name", "runs_folder", "resume")  # they have led to the run

@@ -8,10 +8,11 @@ from stormo.config import EFFECTIVE, Effective
 from stormo.errors import SettingError
 from stormo.hardware import visible_gpus
 from stormo.mesh import PRESETS
-from stormo.resuming.table import OWN_ALGORITHMS
+from stormo.resuming.table import COPIES, OWN_ALGORITHMS
 from stormo.telemetry.folder import RunFolder
 
 SPREAD = ("strategy", "servers", "staleness", "mesh", "zero")
+OF_COPIES = ("compress", "compress_rank")
 
 
 def inherited_workers(before: dict[str, Any], in_file: Any, flags: dict[str, Any]) -> dict[str, Any]:
@@ -25,6 +26,8 @@ def inherited_workers(before: dict[str, Any], in_file: Any, flags: dict[str, Any
     is_same = "strategy" not in set_now or set_now["strategy"] == strategy != "auto"
     if is_same and "mesh" not in set_now and is_kept:
         kept |= {key: before[key] for key in SPREAD if key in before and key not in set_now}
+    if set_now.get("strategy", strategy or "auto") in COPIES and "mesh" not in set_now:
+        kept |= {key: before[key] for key in OF_COPIES if key in before and key not in set_now}
     return kept
 
 

@@ -30,7 +30,7 @@ SAID = frozenset(
         *("momentum", "beta2", "eps", "trust_coefficient", "nesterov", "weight_decay", "clip_norm"),
         *("gradient_noise_batch", "gradient_noise", "gradient_noise_decay"),
         *("average_every", "outer_lr", "outer_momentum"),
-        "staleness",
+        *("staleness", "compress", "compress_rank"),
         # arithmetic
         *("precision", "deterministic"),
         # what is done once the loss is lost
@@ -57,5 +57,7 @@ FREE = frozenset(
 )
 # Strategies under which training is not that of one process: to change to one of them, or from it, is said.
 OWN_ALGORITHMS = frozenset(("local",))
+# Strategies of copies that bring their gradients together, for which --compress is.
+COPIES = frozenset(("auto", "single", "ddp"))
 # Of a task's own options: where its data lies, which its facts tell from other data.
 FREE_TASK_OPTIONS = frozenset(("data_folder",))

@@ -38,6 +38,8 @@ def main(arguments: list[str], run: Runner = run_child) -> int:
             f"CPU workers share the {counted(num_cpus, 'core')} of this machine, and one worker alone uses them all: "
             "with OMP_NUM_THREADS=1 every worker has one"
         )
+    if study.lone_note:
+        _say(f"1 worker: {study.lone_note}")
     try:
         with stop_signals():
             measurements, failed = run_study(study, run, _say)

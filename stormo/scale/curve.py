@@ -43,6 +43,7 @@ class Point:
     energy_to_target_j: Estimate | None
     num_reached: int
     split: Split | None  # None for the fewest workers, which all others are held against
+    note: str = ""  # how they were trained, where that is not as the others
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +102,7 @@ def _point(runs: Mapping[int, Measurement], base: Mapping[int, Measurement]) -> 
         energy_to_target_j=_some(ones, lambda one: one.energy_to_target_j),
         num_reached=sum(one.time_to_target_s is not None for one in ones),
         split=_split(runs, base, 1 - speed_up.value * base_workers / workers) if workers != base_workers else None,
+        note=ones[0].note,
     )
 
 

@@ -91,7 +91,7 @@ def _remarks(curve: Curve) -> list[str]:
         told = "Each number of workers was measured once: there are no intervals; three runs of each would give them."
     elif repeats[0] == 1:
         told += " A number of workers that was measured once has none."
-    remarks = [told]
+    remarks = [told, *(f"{counted(point.workers, 'worker')}: {point.note}." for point in curve.points if point.note)]
     if any(point.j_per_sample is None for point in curve.points):
         remarks.append(f"Energy: not measured for every number of workers ({curve.energy_reason}).")
     return [line for remark in remarks for line in textwrap.wrap(remark, WIDTH)]

@@ -25,6 +25,7 @@ class Measurement:
     basis: str = ""  # what was measured: "epochs 2 to 3", "40 steps"
     time_to_target_s: float | None = None
     energy_to_target_j: float | None = None
+    note: str = ""  # how it was trained, where that is not as the others
 
     @property
     def sample_s(self) -> float:

@@ -55,13 +55,10 @@ def _of_epochs(epochs: Sequence[_Event], cell: Cell) -> Measurement:
     last = later[-1]["epoch"]
     input_s = _waited_s(later, "input_wait_s", _mean)
     least_s, mean_s = _waited_s(later, "exposed_s", min), _waited_s(later, "exposed_s", _mean)
-    return Measurement(
-        mode=cell.mode,
-        workers=cell.workers,
-        repeat=cell.repeat,
-        samples_per_s=samples / time_s,
-        units_per_s=samples / time_s * _units_per_sample(later),
-        unit=later[-1].get("unit", "samples"),
+    return _measurement(
+        cell,
+        later,
+        samples / time_s,
         j_per_sample=energy_j / paid_samples if energy_j and paid_samples > 0 else None,
         input_s=None if input_s is None else input_s / samples,
         exposed_min_s=None if least_s is None else least_s / samples,
@@ -94,17 +91,27 @@ def _of_steps(events: Sequence[_Event], cell: Cell) -> Measurement:
     powers = [step["power_w"] for step in steps if step.get("power_w") is not None]
     is_powered = any(powers) and len(powers) == len(steps) and cell.num_nodes == 1
     waits = [step.get("input_wait_fraction") for step in steps]
-    return Measurement(
-        mode=cell.mode,
-        workers=cell.workers,
-        repeat=cell.repeat,
-        samples_per_s=samples / time_s,
-        units_per_s=samples / time_s * _units_per_sample(steps),
-        unit=steps[-1].get("unit", "samples"),
+    return _measurement(
+        cell,
+        steps,
+        samples / time_s,
         j_per_sample=_mean(powers) * time_s / samples if is_powered else None,
         energy_reason="of several nodes it is known for whole epochs alone" if powers and cell.num_nodes > 1 else "",
         input_s=None if None in waits else _mean([wait for wait in waits if wait is not None]) * time_s / samples,
         basis=counted(newest["step"] - start["step"], "step"),
+    )
+
+
+def _measurement(cell: Cell, events: Sequence[_Event], samples_per_s: float, **rest: Any) -> Measurement:
+    """Of a run whose speed this was, counted in what these events of it count."""
+    return Measurement(
+        mode=cell.mode,
+        workers=cell.workers,
+        repeat=cell.repeat,
+        samples_per_s=samples_per_s,
+        units_per_s=samples_per_s * _units_per_sample(events),
+        unit=events[-1].get("unit", "samples"),
+        **rest,
     )
 
 

@@ -63,12 +63,13 @@ def _write_csv(path: Path, curves: Sequence[Curve]) -> None:
     losses = [f"lost_{name}" for name in ("whole", *_LOSSES)]
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(["mode", "workers", "runs", "unit", *names, "num_reached", *losses])
+        writer.writerow(["mode", "workers", "runs", "unit", *names, "num_reached", *losses, "note"])
         for curve in curves:
             for point in curve.points:
                 figures = [figure for name in _ESTIMATES for figure in _three(getattr(point, name))]
                 split = [getattr(point.split, name, None) for name in ("whole", *_LOSSES)]
                 row = [curve.mode, point.workers, point.num_repeats, curve.unit, *figures, point.num_reached, *split]
+                row.append(point.note)
                 writer.writerow(["" if cell is None else cell for cell in row])
 
 

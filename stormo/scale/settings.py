@@ -16,6 +16,7 @@ from stormo.hardware import visible_gpus
 from stormo.nodes import find_place
 from stormo.options import Parser
 from stormo.scale.cells import Cell
+from stormo.scale.lone import lone_arguments, lone_note
 
 MODES = {"strong": ("strong",), "weak": ("weak",), "both": ("strong", "weak")}
 _EPOCHS = 3  # where nothing says how long to train: a warm-up and two that are measured
@@ -42,6 +43,8 @@ class Study:
     output: Path
     keeps_checkpoints: bool
     on_cpus: bool
+    lone_arguments: tuple[str, ...]  # of the one worker, instead of `train_arguments`
+    lone_note: str = ""  # why they are others
 
     def arguments(self, cell: Cell) -> list[str]:
         """What `stormo train` is told for one run."""
@@ -50,7 +53,7 @@ class Study:
             batch = ["--global-batch-size", str(self.global_batch_size)]
         nodes = ["--num-nodes", str(cell.num_nodes), "--node-id", str(self.node_id)]
         return [
-            *self.train_arguments,
+            *(self.lone_arguments if cell.workers == 1 else self.train_arguments),
             *batch,
             *("--num-gpus", str(cell.workers // cell.num_nodes)),
             *(nodes if max(self.num_nodes) > 1 else ()),
@@ -125,6 +128,7 @@ def read_study(own: argparse.Namespace, rest: Sequence[str]) -> Study:
         if key not in config.given:
             told += flags
     seconds = _positive(own.seconds, "--seconds", 60.0) if own.seconds else None if wants_target else _SECONDS
+    note = lone_note(config) if smallest == 1 else ""
     name = f"scale-{task_class.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     return Study(
         train_arguments=tuple(told),
@@ -140,6 +144,8 @@ def read_study(own: argparse.Namespace, rest: Sequence[str]) -> Study:
         output=Path(own.output) if own.output else Path("runs") / name,
         keeps_checkpoints="checkpoint_every" in config.given,
         on_cpus=config.workers.device == "cpu" or (config.workers.device == "auto" and not visible_gpus()),
+        lone_arguments=lone_arguments(told, config) if note else tuple(told),
+        lone_note=note,
     )
 
 

@@ -91,7 +91,7 @@ def _run_cell(study: Study, cell: Cell, run: Runner) -> Measurement | None:
     measured = measure_run(folder, cell)
     if not study.keeps_checkpoints:
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # a run that was ended early has saved itself
-    return measured
+    return replace(measured, note=study.lone_note) if cell.workers == 1 else measured
 
 
 def _cell_file(study: Study) -> CellFile:

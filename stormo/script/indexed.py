@@ -60,14 +60,15 @@ class SamplerOrder:
 
     def __call__(self, epoch: int, position: int) -> tuple[Tensor, Tensor]:
         """The samples of an epoch one after the other, and the length of each batch, wherever the position is."""
-        drawn = self._draw() if self._loop.world.is_main else None
+        drawn = self._draw(epoch) if self._loop.world.is_main else None
         shared = self._loop.world.share_tensors(drawn)
         return shared["order"], shared["sizes"]
 
-    def _draw(self) -> dict[str, Tensor]:
+    def _draw(self, epoch: int) -> dict[str, Tensor]:
         assert self.own.batch_sampler is not None
         # A torch loader draws this seed before its sampler draws anything: the numbers after it must be the same.
-        torch.empty((), dtype=torch.int64).random_(generator=self.own.generator)
+        if epoch == 0 or not self.own.persistent_workers:
+            torch.empty((), dtype=torch.int64).random_(generator=self.own.generator)
         # A length may be an estimate; what goes far beyond it would fill the memory before the first batch is given.
         limit = 2 * len(self) + 1
         batches = [list(batch) for batch in itertools.islice(self.own.batch_sampler, limit + 1)]

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+import torch.distributed as dist
+
 from stormo import config
 from stormo.errors import EXIT_FAILURE, SettingError, StormoError
 from stormo.hardware import visible_gpus
@@ -41,6 +43,7 @@ class Joined:
 def join(device: str | None, backend: str | None, timeout_s: float | None) -> Joined:
     """Meet the other workers; None stands for what `stormo run` was told, or else the default."""
     _require_own_process()
+    _require_no_group()
     _write_whole_lines()
     place = detect(os.environ) or alone()
     lifeline = open_lifeline(place) if place.launcher in ("local", "alone") else None
@@ -104,6 +107,16 @@ def _require_own_process() -> None:
             "stormo.World() was called in a process that the script has started",
             "such a process runs the whole file again to find what it needs",
             'put all but definitions under if __name__ == "__main__":',
+        )
+
+
+def _require_no_group() -> None:
+    """Refuse a script that has joined the workers itself, as those for torchrun do."""
+    if dist.is_available() and dist.is_initialized():
+        raise SettingError(
+            "stormo.World() was called behind torch.distributed.init_process_group()",
+            "it joins the workers itself, with a store and time limits of its own",
+            "leave that line out; what torch.distributed offers works behind stormo.World()",
         )
 
 

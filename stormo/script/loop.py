@@ -16,6 +16,7 @@ from stormo.data.order import part
 from stormo.errors import SettingError, counted
 from stormo.layers.sync_batch_norm import set_absent
 from stormo.script.agreement import Agreement
+from stormo.script.copies import Copies
 from stormo.world.world import World
 
 if TYPE_CHECKING:
@@ -56,6 +57,9 @@ class Loop:
     folders: set[Path] = field(default_factory=set)  # of checkpoints that this script has loaded from or saved to
     _loaders: dict[int, weakref.ref[Giver]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self._copies = Copies(self.world, self.groups)
+
     def add_loader(self, loader: Giver) -> int:
         """Its number. A script may make loaders again and again, so they are not kept."""
         self.num_loaders += 1
@@ -73,6 +77,14 @@ class Loop:
     def num_steps(self) -> int:
         """Steps that the optimizers have taken."""
         return max((group.num_steps for group in self.groups), default=0)
+
+    def announce(self, what: str, where: str = "") -> None:
+        """Announce something that all workers begin with the same rates and weights; refuse it where they have not."""
+        numbers = self.agreement.exchange(what, where, self._copies.look()).numbers
+        # Copies of another make are found by the next backward, which says more of them.
+        if numbers[0] and all(number == numbers[0] for number in numbers):
+            first = self.agreement.exchange("rates and weights", number=self._copies.first_difference())
+            self._copies.answer(list(first.numbers))
 
     @contextmanager
     def absent(self, is_ghost: bool) -> Iterator[None]:
@@ -183,7 +195,7 @@ class Giver:
         if self._is_left:
             self._next_epoch()
         self._where = where
-        self.loop.agreement.exchange(f"the start of {self._name()}", where)
+        self.loop.announce(f"the start of {self._name()}", where)
         self.loop.begin()
         turn = self._turn = object()
         self.loop.iterating.append(self)
@@ -242,7 +254,7 @@ class Giver:
                 SettingError(
                     f"a training loop began with a batch of {given.step_samples}",
                     f"{product} need at least {parts} in the first",
-                    "give larger batches, or start fewer workers",
+                    "give larger batches, start fewer workers, or, where nothing is trained, call model.eval()",
                 )
             )
 

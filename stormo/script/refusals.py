@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+import math
+import struct
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stormo.errors import SettingError, counted
+from stormo.script.agreement import Agreement, call_site
 
 if TYPE_CHECKING:
     from stormo.script.stepping import Group
 
 
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
+
+
 def late_group(parts: tuple[Any, ...], groups: list[Group]) -> Group | None:
-    """Where schedulers and loss scalers belong that come without a model; None where that cannot be told."""
-    if not parts or any(isinstance(part, Optimizer) for part in parts):
-        return None
+    """Where optimizers, schedulers and loss scalers belong that come without a model; None where it cannot be told."""
+    made = [part for part in parts if isinstance(part, Optimizer)]
     moved = [part.optimizer for part in parts if hasattr(part, "optimizer")]
-    owners = [group for group in groups if all(any(each is own for own in group.optimizers) for each in moved)]
-    return owners[0] if len(owners) == 1 else None
+    owners = [
+        group
+        for group in groups
+        if all(any(each is own for own in (*group.optimizers, *made)) for each in moved)
+        and all(_is_of(optimizer, group.model) for optimizer in made)
+    ]
+    return owners[0] if parts and len(owners) == 1 else None
+
+
+def _is_of(optimizer: Optimizer, model: nn.Module) -> bool:
+    return not _strangers(optimizer, {id(parameter) for parameter in model.parameters()})
+
+
+def _strangers(optimizer: Optimizer, known: set[int]) -> list[Tensor]:
+    return [p for settings in optimizer.param_groups for p in settings["params"] if id(p) not in known]
 
 
 def check_parts(parts: tuple[Any, ...], models: list[nn.Module], group: Group | None) -> None:
@@ -31,6 +49,13 @@ def check_parts(parts: tuple[Any, ...], models: list[nn.Module], group: Group | 
             "pass the model first: world.wrap(model, optimizer)",
         )
     for part in parts:
+        wrapper = next((kind.__name__ for kind in type(part).__mro__ if kind.__name__ in _WRAPPERS), None)
+        if wrapper is not None:
+            raise SettingError(
+                f"world.wrap() was given a {wrapper}",
+                "that spreads the model and its gradients over devices itself, and they would be summed twice",
+                "pass the model without it",
+            )
         if not isinstance(part, nn.Module | Optimizer) and not (hasattr(part, "step") and hasattr(part, "state_dict")):
             raise SettingError(
                 f"world.wrap() was given a {type(part).__name__}",
@@ -58,7 +83,7 @@ def check_optimizers(parts: tuple[Any, ...], model: nn.Module) -> None:
     """Refuse an optimizer that moves what was not wrapped with it."""
     known = {id(parameter) for parameter in model.parameters()}
     for optimizer in (part for part in parts if isinstance(part, Optimizer)):
-        strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+        strangers = _strangers(optimizer, known)
         if strangers:
             raise SettingError(
                 f"world.wrap() was given an optimizer with {counted(len(strangers), 'tensor')} not of the model",
@@ -84,4 +109,19 @@ def check_loss(loss: Any) -> None:
             "world.backward() was given a loss without a gradient",
             "it was detached, made under no_grad, or depends on no parameter",
             "compute it from the wrapped model",
+        )
+
+
+def check_metric(agreement: Agreement, metric: Any) -> None:
+    """Refuse, on all workers, a metric for a scheduler that is not the same on all of them."""
+    here = math.nan if math.isnan(metric) else float(metric)  # there are many of them, and all say the same
+    what = f"scheduler.step in {call_site()}"
+    bits = agreement.exchange(what, number=struct.unpack("<q", struct.pack("<d", here))[0]).numbers
+    rank = next((rank for rank, number in enumerate(bits) if number != bits[0]), None)
+    if rank is not None:
+        first, other = (struct.unpack("<d", struct.pack("<q", bits[each]))[0] for each in (0, rank))
+        raise SettingError(
+            f"the metric passed to {what} is {first:g} on rank 0",
+            f"it is {other:g} on rank {rank}, and their rates would part",
+            "pass one of all workers' samples, made of what world.sum() gives",
         )

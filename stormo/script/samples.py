@@ -7,7 +7,7 @@ itself, apart from the seeded generators, changes from one reading to the next a
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy
@@ -40,6 +40,36 @@ def require_same_samples(world: World, data: Any, *, may_read: bool) -> None:
         "let it not depend on the worker (sort the files it lists), or say sharded=True if every worker has a part of "
         "its own",
     )
+
+
+def require_same_start(world: World, batch: Any, read_again: Callable[[], Any] | None) -> None:
+    """Raise the same sentence on every worker where the stream of one starts with another batch than the main one's.
+
+    Args:
+        world: of the workers.
+        batch: the first one.
+        read_again: gives it a second time; None where a stream can be read but once.
+    """
+    if world.size == 1:
+        return
+    here = _summed_up_or_none(batch)
+    found = world.share_json(_first_difference(world.gather_json(here)))
+    if found is None:
+        return
+    is_still = here is not None and (read_again is None or _same(here, _summed_up_or_none(read_again())))
+    if all(world.share_json(world.gather_json(is_still))):
+        raise SettingError(
+            f"a stream was passed to world.loader() that starts with another batch on rank {found[1]} than on rank 0",
+            "each worker reads the whole stream and takes its share of every batch",
+            "let it not depend on the worker, or say sharded=True if every worker has a part of its own",
+        )
+
+
+def _summed_up_or_none(batch: Any) -> _Look | None:
+    try:
+        return {"batch": list(_summed_up(batch))}
+    except Exception:
+        return None  # what cannot be summed up is not compared
 
 
 def _first_difference(looks: list[_Look | None] | None) -> tuple[str, int] | None:

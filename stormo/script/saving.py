@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import MethodType
 from typing import Any, TypeVar
 
 import safetensors.torch
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from stormo import checkpoint
 from stormo.checkpoint import CorruptCheckpointError, Snapshot
@@ -34,8 +32,7 @@ def save(loop: Loop, folder: Path, extra: dict[str, Any], *, keep: int) -> None:
     _require_whole(loop)
     _require_same_places(loop)
     world = loop.world
-    rates = [[float(group.get("lr", 0.0)) for group in each.param_groups] for each in _all_optimizers(loop)]
-    world.require_same({"learning rate": rates})
+    loop.announce("what is saved")
     random_tensors, random_json = checkpoint.collect_random_state()
     gathered = world.gather_bytes(safetensors.torch.save({n: t.contiguous() for n, t in random_tensors.items()}))
     random_states = world.gather_json(random_json)
@@ -137,10 +134,6 @@ def _read(folder: Path) -> tuple[str, Snapshot] | None:
     return str(found[0].path), snapshot
 
 
-def _all_optimizers(loop: Loop) -> list[Optimizer]:
-    return [optimizer for group in loop.groups for optimizer in group.optimizers]
-
-
 def _require_whole(loop: Loop) -> None:
     """Refuse a moment that a resume could not go on from."""
     if loop.is_partial:
@@ -235,20 +228,12 @@ def _group_state(group: Group) -> dict[str, Any]:
             [{key: value for key, value in settings.items() if key != "params"} for settings in optimizer.param_groups]
             for optimizer in group.optimizers
         ],
-        "others": [_own_state(other) for other in group.others],
+        "others": [other.state_dict() for other in group.others],
     }
 
 
 def _kinds(group: Group) -> list[str]:
     return [type(part).__name__ for part in (*group.optimizers, *group.others)]
-
-
-def _own_state(other: Any) -> Any:
-    """What a scheduler or loss scaler says of itself; torch's schedulers count our gates in, as they hold them."""
-    state = other.state_dict()
-    if not isinstance(state, dict):
-        return state
-    return {name: value for name, value in state.items() if not isinstance(value, MethodType)}
 
 
 def _load_group(

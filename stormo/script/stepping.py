@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from stormo.errors import SettingError
-from stormo.script.agreement import call_site
 from stormo.script.loop import Loop
+from stormo.script.refusals import check_metric
 from stormo.strategies.buckets import is_summed
 from stormo.strategies.exchange import GradientExchange
 
@@ -144,23 +144,28 @@ class Group:
         self.model = model
         self.num_steps = 0
         self.is_trained = False
+        self.averages_buffers = average_buffers
         self._partial: list[tuple[Tensor, int]] = []  # gradients as the last pass left them, and their versions
+        self._weights: list[tuple[Tensor, int]] = []  # and the weights
         # What was announced comes first: gradients of different sizes must not meet.
         settle = loop.agreement.settle
         self.exchange = GradientExchange(model, loop.world, average_buffers=average_buffers, before_sending=settle)
-        self.steppers = [Stepper(self, part) for part in parts if isinstance(part, Optimizer)]
+        self.steppers: list[Stepper] = []
         self.others: list[Any] = []  # schedulers and loss scalers: anything else that steps and has a state
         for module in (part for part in parts if isinstance(part, nn.Module)):
             _replace(module, "zero_grad", functools.partial(self._zero_grad, module))
-        self.add(tuple(part for part in parts if not isinstance(part, Optimizer | nn.Module)))
+        self.add(tuple(part for part in parts if not isinstance(part, nn.Module)))
 
-    def add(self, others: tuple[Any, ...]) -> None:
-        """Take in schedulers and loss scalers."""
+    def add(self, parts: tuple[Any, ...]) -> None:
+        """Take in optimizers, schedulers and loss scalers."""
+        self.steppers += [Stepper(self, part) for part in parts if isinstance(part, Optimizer)]
+        others = [part for part in parts if not isinstance(part, Optimizer)]
         self.others += others
         for other in others:
             for name in ("step", "update", "unscale_"):
                 if hasattr(other, name):
                     _replace(other, name, functools.partial(self._gated, other, name))
+            _replace(other, "state_dict", _without_gates)
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -184,12 +189,19 @@ class Group:
             )
 
     def end_pass(self) -> None:
-        """Note the gradients of a pass that is not the last of its step."""
-        gradients = [parameter.grad for parameter in self.model.parameters()]
-        self._partial = [(gradient, gradient._version) for gradient in gradients if gradient is not None]
+        """Note the gradients and weights of a pass that is not the last of its step."""
+        parameters = list(self.model.parameters())
+        self._partial = [(p.grad, p.grad._version) for p in parameters if p.grad is not None]
+        self._weights = [(parameter, parameter._version) for parameter in parameters]
 
     def require_untouched(self) -> None:
-        """Refuse changes to gradients that are not complete."""
+        """Refuse changes to gradients that are not complete, and steps that were taken with them."""
+        if any(parameter._version != version for parameter, version in self._weights):
+            raise SettingError(
+                "the weights were changed between the passes of a step",
+                "its gradients are not complete there, and an optimizer that was not wrapped does not wait for them",
+                "pass every optimizer to world.wrap(), also one that is made later: world.wrap(optimizer)",
+            )
         is_changed = any(gradient._version != version for gradient, version in self._partial)
         if is_changed or self._is_unscaled():
             raise SettingError(
@@ -206,8 +218,9 @@ class Group:
 
     def end_backward(self) -> None:
         """The gradients are complete."""
-        self._partial = []
-        self.is_trained = True
+        self._partial, self._weights = [], []
+        # One worker does not ask which of several models the loss has reached.
+        self.is_trained = self.is_trained or any(p.grad is not None for p in self.model.parameters())
         for stepper in self.steppers:
             stepper.end_backward()
 
@@ -245,17 +258,12 @@ class Group:
         if self.loop.is_partial:
             return None  # it belongs to the step, which is not complete
         if isinstance(owner, ReduceLROnPlateau):
-            self._require_same_metric(args, kwargs)
+            check_metric(self.loop.agreement, args[0] if args else kwargs["metrics"])
         result = inner(*args, **kwargs)
         for stepper in self.steppers:
             if args and args[0] is stepper.optimizer and name == "step" and stepper.stage is Stage.READY:
                 stepper.step_done()  # a loss scaler has left it out
         return result
-
-    def _require_same_metric(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.loop.agreement.exchange(what := f"scheduler.step in {call_site()}")
-        metric = float(args[0] if args else kwargs["metrics"])
-        self.loop.world.require_same({f"metric passed to {what}": metric})
 
     def _zero_grad(self, module: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.loop.is_partial:
@@ -265,6 +273,14 @@ class Group:
             if cleared.issuperset(stepper.parameters):
                 stepper.stage = Stage.CLEAN
         return inner(*args, **kwargs)
+
+
+def _without_gates(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A state without our gates: torch's schedulers save, and load, all that is set on them."""
+    state = inner(*args, **kwargs)
+    if not isinstance(state, dict):
+        return state
+    return {name: value for name, value in state.items() if not isinstance(value, MethodType)}
 
 
 def _replace(owner: Any, name: str, gate: Callable[..., Any]) -> None:

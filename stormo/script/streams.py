@@ -7,7 +7,7 @@ the workers' streams may be of any lengths: who has no batch left keeps the othe
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -18,6 +18,7 @@ from stormo.data.order import derive_seed, part
 from stormo.errors import SettingError, counted
 from stormo.script.agreement import call_site
 from stormo.script.loop import Given, Giver, Loop
+from stormo.script.samples import require_same_start
 
 _END = object()
 
@@ -149,6 +150,8 @@ class StreamLoader(_Reading):
                 if batch is _END:
                     return
                 self._require_some(length)
+                if not any(self._position):
+                    require_same_start(world, batch, self._reads_again)
                 self._under_way_position = behind = [self._position[0] + length]
                 share = part(0, length, world.rank, world.size)
                 for index in range(self.accumulate):
@@ -159,6 +162,12 @@ class StreamLoader(_Reading):
                     given = Given(b - a, length, is_last=index == self.accumulate - 1)
                     yield from self._give(move(rows, world.device), given, turn)
                 self._position = behind
+
+    @property
+    def _reads_again(self) -> Callable[[], Any] | None:
+        """Reads the first batch beside the reading under way; None where that would take it from there."""
+        is_bound = hasattr(self.dataset, "__next__") or self._batches.persistent_workers
+        return None if is_bound else lambda: next(self._read(0))
 
     def _require_same(self, lengths: Sequence[int]) -> None:
         other = next((rank for rank, length in enumerate(lengths) if length != lengths[0]), None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 from torch import nn
@@ -29,6 +31,7 @@ def take_in(
         check_new(nn.Identity(), parts, loop.groups)
         group.add(parts)
         return
+    _let_go(loop)
     together = models[0] if len(models) == 1 else nn.ModuleList(models)
     check_new(together, parts, loop.groups)
     for model in models:
@@ -42,3 +45,26 @@ def take_in(
     # Ghost batch norm stays what it is, and its running statistics are a worker's own.
     has_local = any(isinstance(layer, LocalNorm) for layer in together.modules())
     loop.groups.append(Group(loop, together, parts, average_buffers=has_local or not sync_batch_norm))
+
+
+def _let_go(loop: Loop) -> None:
+    """Forget models that the script has, as between the folds of a cross-validation: they cost memory and time.
+
+    Only what is wrapped, or hangs on its parameters, keeps a group. Memory is freed at other times on other workers,
+    so they agree here on what is left.
+    """
+    if not loop.groups:
+        return
+    references = [weakref.ref(group) for group in loop.groups]
+    loop.groups.clear()
+    gc.collect()
+    world = loop.world
+    found = world.share_json(world.gather_json([reference() is not None for reference in references]))
+    for reference, is_there in zip(references, zip(*found, strict=True), strict=True):
+        group = reference()
+        if group is not None and all(is_there):
+            loop.groups.append(group)
+        elif group is not None:  # another worker can no longer take part
+            group.exchange.close()
+    if not loop.groups:
+        loop.folders.clear()  # their checkpoints are of other models

@@ -128,7 +128,7 @@ class Bucket:
                 continue
             if parameter.grad is not part or part._version != version:
                 raise _taken(self._names[index])
-            setattr(part, _SUMMED, version)
+            put_mark(part, version)
         self.rest()
 
     def drop(self) -> None:
@@ -140,6 +140,11 @@ class Bucket:
 def is_summed(gradient: Tensor) -> bool:
     """Whether this is a sum over all workers, or was when it was last complete."""
     return hasattr(gradient, _SUMMED)
+
+
+def put_mark(gradient: Tensor, version: int) -> None:
+    """Note on a gradient that it is a sum over all workers, and the version it has as such."""
+    setattr(gradient, _SUMMED, version)
 
 
 def take_mark(gradient: Tensor | None) -> int | None:

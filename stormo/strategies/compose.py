@@ -10,10 +10,10 @@ from stormo.config import TrainConfig
 from stormo.plan import Plan
 from stormo.strategies.blocks import blocks_of
 from stormo.strategies.hybrid import split_classifier
+from stormo.strategies.passes import HALVES
 from stormo.strategies.recompute import recompute
 from stormo.strategies.shard import shard
 from stormo.strategies.split_layers import Cut
-from stormo.strategies.strategy import HALVES
 from stormo.strategies.tensor import derive_plan, split_tensor
 from stormo.tasks.task import Task
 from stormo.world.grid import Grid

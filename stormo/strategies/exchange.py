@@ -8,9 +8,9 @@ Gradients of gradients (`create_graph=True`) do not travel.
 from __future__ import annotations
 
 import threading
+import weakref
 import zlib
 from collections.abc import Callable, Iterator
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from stormo.errors import StormoError, counted
-from stormo.strategies.buckets import Bucket, make_buckets, take_mark
+from stormo.strategies.buckets import Bucket, make_buckets, put_mark, take_mark
 from stormo.world.world import World
 
 _PARTS_OF_A_STEP = "world.backward(loss, more=True) for all but the last backward of a step"
-_groups: WeakKeyDictionary[World, dist.ProcessGroup] = WeakKeyDictionary()
+_groups: weakref.WeakKeyDictionary[World, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
 class GradientExchange:
@@ -64,6 +64,7 @@ class GradientExchange:
         self._num_sent = 0
         self._streams: dict[torch.device, torch.cuda.Stream] = {}  # on which gradients came last
         self._lock = threading.Lock()  # autograd has a thread for each device
+        self._held: list[tuple[Tensor, Tensor, int]] = []  # sums of a step before: parameter, gradient, its mark
         if world.size > 1:
             self._group = _own_group(world)
             self._follow_model()
@@ -96,8 +97,12 @@ class GradientExchange:
             bucket.arm()
             for parameter in bucket.parameters:
                 gradient = parameter.grad
-                if gradient is not None and take_mark(gradient) is not None and not self._world.is_main:
-                    gradient.detach().zero_()  # all have the same: the main worker alone takes it into the new sum
+                version = take_mark(gradient)
+                if gradient is None or version is None:
+                    continue
+                self._held.append((parameter, gradient, version))
+                if not self._world.is_main:
+                    parameter.grad = None  # all have the same: the main worker alone takes it into the new sum
         self._is_armed = True
 
     def finish(self) -> None:
@@ -118,7 +123,13 @@ class GradientExchange:
         self._rest()
 
     def cancel(self) -> None:
-        """A backward raised: back to rest, without a word to the other workers; gradients already sent are dropped."""
+        """A backward raised, or went elsewhere: back to rest, without a word to the other workers.
+
+        Gradients already sent are dropped; those of a step before, to which nothing was added, are what they were.
+        """
+        for parameter, gradient, version in self._held:
+            parameter.grad = gradient
+            put_mark(gradient, version)
         for bucket in self._buckets[: self._num_sent]:
             bucket.drop()
             self._is_out_of_step = True
@@ -136,6 +147,7 @@ class GradientExchange:
     def _rest(self) -> None:
         self._is_armed, self._num_sent = False, 0
         self._streams.clear()
+        self._held = []
 
     def _follow_model(self) -> None:
         """Make the buckets anew where parameters were frozen, unfrozen, replaced or converted, on all workers alike."""
@@ -148,10 +160,11 @@ class GradientExchange:
         self._addresses = addresses
         described = "\n".join(f"{name} {tuple(parameter.shape)} {parameter.dtype}" for name, parameter in named)
         self._signature = f"{counted(len(named), 'parameter')} ({zlib.crc32(described.encode()):08x})"
+        arrived = _weakly(self)
         for name, parameter in named:
             self._names[id(parameter)] = name
             if id(parameter) not in self._hooks:
-                self._hooks[id(parameter)] = parameter, parameter.register_post_accumulate_grad_hook(self._arrived)
+                self._hooks[id(parameter)] = parameter, parameter.register_post_accumulate_grad_hook(arrived)
 
     def _arrived(self, parameter: Tensor) -> None:
         """Autograd has added to the gradient of a parameter."""
@@ -171,6 +184,7 @@ class GradientExchange:
                 )
             if parameter.is_cuda:
                 self._chain_streams(parameter.device)
+            self._held = []  # whatever comes of this backward, it has added to them: their memory is free
             bucket.arrived(index)
             while self._num_sent < len(self._buckets) and not self._buckets[self._num_sent].num_awaited:
                 self._send_next()
@@ -226,6 +240,18 @@ def _addresses(model: nn.Module) -> dict[int, int]:
             if parameter is not None and parameter.requires_grad:
                 found[id(parameter)] = 0 if is_lazy(parameter) else parameter.data_ptr()
     return found
+
+
+def _weakly(exchange: GradientExchange) -> Callable[[Tensor], None]:
+    """A hook that does not keep its exchange: no garbage collector sees what a parameter's hooks hold on to."""
+    reference = weakref.ref(exchange)
+
+    def arrived(parameter: Tensor) -> None:
+        found = reference()
+        if found is not None:
+            found._arrived(parameter)
+
+    return arrived
 
 
 def _own_group(world: World) -> dist.ProcessGroup:

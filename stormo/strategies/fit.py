@@ -17,8 +17,9 @@ from stormo.config import TrainConfig
 from stormo.data.batches import repeat_rows
 from stormo.data.loaders import Loader
 from stormo.errors import SettingError, StormoError, counted
+from stormo.hardware import GPU_SHARE
 from stormo.plan import Plan, with_passes
-from stormo.strategies.memory import GPU_SHARE, Memory, memory_of
+from stormo.strategies.memory import Memory, memory_of
 from stormo.strategies.strategy import Strategy
 from stormo.strategies.undo import Before
 

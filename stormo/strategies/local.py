@@ -28,6 +28,7 @@ class Local(Strategy):
 
     name = "local"
     saves_apart = True
+    steps_alone = True
     exposed_reason = "workers that step by themselves exchange no gradients"
 
     def __init__(self, world: World, plan: Plan, task: Task, settings: config.TrainConfig) -> None:
@@ -36,7 +37,6 @@ class Local(Strategy):
         assert plan.averaging is not None
         # An averaging waits for all anyway; one worker alone has nobody to be ahead of.
         self.staleness = min(plan.averaging.steps, _MOST_AHEAD) if world.size > 1 else 0
-        self.is_apart = False  # whether steps were done since the weights of all workers were the same
         # Without these two the mean itself is taken, to the last bit.
         self.outer = OuterStep(self.weights(), rate, momentum) if (rate, momentum) != (1, 0) else None
 
@@ -58,9 +58,17 @@ class Local(Strategy):
                 self.outer.step(weights)
 
     def mean_weights(self) -> Iterator[Tensor]:
-        """The mean of each of `weights` over all workers, in turn, which leaves theirs alone. All workers take all."""
+        """The mean of each, where they differ."""
         weights = self.weights()
         return means(self.world, weights) if self.is_apart else iter(weights)
+
+    def outer_state(self) -> dict[str, Tensor]:
+        """What the step after an averaging keeps."""
+        if self.outer is None:
+            return {}
+        names = [part.name for part in self.parts() if part.local.requires_grad]
+        kept = {"anchor": self.outer.anchors, "velocity": self.outer.velocities}
+        return {f"{key}/{name}": t for key, each in kept.items() for name, t in zip(names, each, strict=bool(each))}
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
+from stormo.hardware import GPU_SHARE
 from stormo.world.world import World
 
-GPU_SHARE = 0.9  # of what a GPU has for a worker; the rest is for fragments, buckets and longer samples
 HOST_SHARE = 0.5  # of what is free on the host for each of its workers
 
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")

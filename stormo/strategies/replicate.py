@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from stormo.data.loaders import Batch, Loader
 from stormo.optim.table import spare_compiler
+from stormo.strategies.compression import Compression
+from stormo.strategies.halves import Halves
+from stormo.strategies.low_rank import LowRank
+from stormo.strategies.passes import HALVES
 from stormo.strategies.strategy import Strategy
 
 # Buffers are averaged before validation instead of overwritten in every pass. torch 2.13 renamed the switch.
@@ -47,6 +52,7 @@ class Replicate(Strategy):
 
     name = "ddp"
     _is_exchanging = False  # whether the pass under way is the last of its step
+    _compression: Compression | None = None
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         if self.world.size == 1:
@@ -57,10 +63,32 @@ class Replicate(Strategy):
             gradient_as_bucket_view=True,
             find_unused_parameters=self.task.find_unused,
         )
-        if self.noise_scale is not None:
-            # No method itself: torch reads annotations, and does not know them as text.
+        # No method itself: torch reads annotations, and does not know them as text.
+        if self._settings.workers.compress != "none":
+            self._compression = Compression(self.world, self._method(model), self.noise_scale)
+            self._replica.register_comm_hook(self._compression, lambda exchange, bucket: exchange.average(bucket))
+        elif self.noise_scale is not None:
             self._replica.register_comm_hook(self.noise_scale, lambda meter, bucket: meter.average(bucket))
         return self._replica
+
+    def _method(self, model: nn.Module) -> Halves | LowRank:
+        """How gradients are sent in fewer bytes."""
+        name = self._settings.workers.compress
+        if name != "powersgd":
+            return Halves(HALVES[name])
+        self.low_rank = LowRank(model, self._settings.workers.compress_rank, self._settings.run.seed)
+        self.saves_apart = True
+        return self.low_rank
+
+    def warm_up(
+        self, loader: Loader, batches: Iterable[Batch] | None = None, look: Callable[[Tensor], None] | None = None
+    ) -> None:
+        """Run first passes; nothing of their gradients is kept back for the first step."""
+        if self.low_rank is not None:
+            self.low_rank.is_rehearsal = True
+        super().warm_up(loader, batches, look)
+        if self.low_rank is not None:
+            self.low_rank.is_rehearsal = False
 
     def _gradient_sync(self, is_last: bool) -> AbstractContextManager[Any]:
         if self.world.size == 1:
@@ -78,7 +106,12 @@ class Replicate(Strategy):
     def _backward(self, loss: Tensor) -> None:
         if self._is_exchanging and loss.requires_grad:
             self._exposed.watch(loss)
-        super()._backward(loss)
+        try:
+            super()._backward(loss)
+        except RuntimeError as error:
+            if self._compression is not None and self._compression.failure is not None:
+                raise self._compression.failure from error
+            raise
 
     def _alone(self) -> nn.Module:
         return self.module  # DDP's hooks act only after a pass through its own forward

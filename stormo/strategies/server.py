@@ -93,8 +93,7 @@ class Server(Strategy):
 
     @torch.no_grad()
     def _step_kept(self, rate: float) -> None:
-        for group, ratio in zip(self.optimizer.param_groups, self._rate_ratios, strict=True):
-            group["lr"] = rate * ratio
+        self._set_rate(rate)
         self._finish_gradients()
         self.optimizer.step()
 

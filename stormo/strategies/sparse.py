@@ -31,6 +31,12 @@ def check_sparse(settings: TrainConfig, *, has_own_optimizer: bool) -> None:
             f"{REASON}, which it does not take",
             "make the embeddings with sparse=False, or give the task an optimizer() that does (torch.optim.SparseAdam)",
         )
+    if settings.workers.compress != "none":
+        raise SettingError(
+            f"--compress {settings.workers.compress} was set",
+            f"{REASON}, which travel as they are",
+            "make the embeddings with sparse=False, or leave out --compress",
+        )
     for name, why in _NEED_DENSE:
         value, flag = getattr(settings.optimizer, name), f"--{name.replace('_', '-')}"
         if value:

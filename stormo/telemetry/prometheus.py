@@ -139,6 +139,7 @@ class PrometheusSink:
         self._set("stormo_epoch_seconds", record.epoch_time_s)
         self._set("stormo_validation_seconds", record.validation_time_s)
         self._set("stormo_peak_memory_bytes", record.peak_memory_bytes)
+        self._set("stormo_peak_reserved_memory_bytes", record.peak_reserved_memory_bytes)
         self._set("stormo_job_power_watts", record.power_w)
         for metric, value in record.validation.items():
             self._set("stormo_validation", value, metric)

@@ -41,6 +41,7 @@ METRICS: dict[str, Metric] = {
     "stormo_validation_seconds": Metric("gauge", "Time of the last validation."),
     "stormo_validation": Metric("gauge", "Result of the last validation.", ("metric",)),
     "stormo_peak_memory_bytes": Metric("gauge", "Highest device memory of a worker."),
+    "stormo_peak_reserved_memory_bytes": Metric("gauge", "The most that the allocator of a worker took of its GPU."),
     "stormo_energy_joules_total": Metric(
         "counter", "Energy of all nodes over the epochs done since the last start, with validation."
     ),

@@ -73,6 +73,7 @@ class EpochDone:
     learning_rate: float
     input_wait_fraction: float
     peak_memory_bytes: int | None
+    peak_reserved_memory_bytes: int | None = None  # that an allocator has taken of a GPU
     validation: Mapping[str, float] = field(default_factory=dict)  # "loss", "accuracy", ...
     unit: str = "samples"  # what the task counts its speed in: images, tokens, ...
     mfu: float | None = None  # share of the devices' published peak, where that is known

@@ -163,6 +163,8 @@ def _epoch_scalars(record: EpochDone) -> dict[str, float]:
         scalars["epoch/mfu"] = record.mfu
     if record.peak_memory_bytes is not None:
         scalars["epoch/peak_memory_bytes"] = record.peak_memory_bytes
+    if record.peak_reserved_memory_bytes is not None:
+        scalars["epoch/peak_reserved_memory_bytes"] = record.peak_reserved_memory_bytes
     if record.energy_j is not None and record.power_w is not None:
         scalars |= {"epoch/energy_j": record.energy_j, "epoch/power_w": record.power_w}
     return scalars

@@ -48,7 +48,8 @@ class FakeSpread:
     """What the checkpoint room and `RunState` ask of a strategy."""
 
     is_spread = saves_apart = True
-    noise_scale = None
+    steps_alone = False
+    noise_scale = low_rank = None
     stale_gradients = None
 
     def take_stale_gradients(self, counts: object) -> None:

@@ -1,4 +1,4 @@
-"""Every block of docs/your-own-model.md is run: files are written, commands typed, and their output compared.
+"""Every block of docs/your-own-model.md and docs/scripts.md is run: files are written, commands typed, output compared.
 
 One command is started as a user does, with an agent of its own; the others are run by `tests.programs`.
 """
@@ -16,7 +16,7 @@ import pytest
 from tests import programs
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "your-own-model.md").read_text(encoding="utf-8")
+PAGE = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("your-own-model.md", "scripts.md"))
 FILES = dict(re.findall(r"<!-- (\S+\.py) -->\n```python\n(.*?)```", PAGE, re.DOTALL))
 COMMANDS = [
     (command, [line for line in rest.split("\n") if line])
@@ -28,7 +28,7 @@ AS_TYPED = ["run", "resumable.py"]
 
 def test_no_block_is_left_out() -> None:
     assert PAGE.count("```") == 2 * (len(FILES) + len(re.findall(r"```console", PAGE)))
-    assert len(COMMANDS) == 8
+    assert len(COMMANDS) == 10
     assert sum(command.split()[1:3] == AS_TYPED for command, _ in COMMANDS) == 1
 
 

@@ -10,15 +10,19 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from stormo import options
 from stormo.cli import main
 from stormo.config import NodeRange, TrainConfig
+from stormo.early_signals import RESTARTING
 from stormo.elastic import _Agent, _agree, _store, unnamed
 from stormo.errors import SettingError, StormoError
 from stormo.launch import torchrun
@@ -293,6 +297,35 @@ def test_a_worker_that_dies_before_it_has_met_the_others_is_named_by_its_agent(t
     assert named(10, 13) == [("rank 10", "was killed by SIGTERM (signal 15)")]
 
 
+@pytest.mark.parametrize("is_signalled", [False, True], ids=["a node comes", "the agent is told to stop"])
+def test_a_worker_that_is_stopped_before_it_trains_says_so_unless_its_agent_goes_on(
+    is_signalled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RESTARTING, str(tmp_path / "restarting"))
+    monkeypatch.setattr(LocalElasticAgent, "_shutdown", lambda *_, **__: None)
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    program = "from stormo.early_signals import leave_when_told; leave_when_told(); print(flush=True); input()"
+    words, pipe = [sys.executable, "-c", program], subprocess.PIPE
+    agent = _agent(2, tmp_path)
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as worker:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == "\n"  # it listens
+        agent._pcontext = SimpleNamespace(subprocess_handlers={0: SimpleNamespace(proc=worker)})  # type: ignore[assignment]
+        try:
+            if is_signalled:
+                raise SignalException("signal", sigval=signal.SIGTERM)
+            agent._shutdown()
+        except SignalException as stopped:
+            agent._shutdown(stopped.sigval)
+        finally:
+            for number, handler in before.items():
+                if number not in (signal.SIGKILL, signal.SIGSTOP) and handler is not None:
+                    signal.signal(number, handler)
+        said = worker.communicate()[1]
+    assert worker.returncode == 75
+    assert said.count("stopped by SIGTERM before training began") == is_signalled == bool(said)
+
+
 def test_what_a_killed_agent_has_left_is_removed_by_the_next_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,4 +355,5 @@ def _agent(most: int, folder: Path) -> _Agent:
     agent._node = elastic_node(config, 1, folder, None)
     agent._remaining_restarts = 2
     agent._last_failure = (set(), [])
+    agent._num_signals = 0
     return agent

@@ -184,6 +184,23 @@ def test_it_compiles_as_one_graph(backend: str, kind: str, num_samples: int) -> 
     _assert_same_layers(layer, eager)
 
 
+def test_every_size_of_pass_is_compiled_for_itself() -> None:
+    torch._dynamo.reset()
+    kinds: list[set[type[Any]]] = []  # of what each graph is given
+
+    def keep_kinds(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        kinds.append({type(given) for given in inputs})
+        return graph
+
+    compiled = torch.compile(convert_ghost_batch_norm(_plain(4), 4), backend=keep_kinds, fullgraph=True)
+    looped = _plain(4)
+    for num_samples, sizes in ((16, [4] * 4), (11, [4, 4, 3]), (16, [4] * 4), (10, [4, 3, 3])):
+        x = _values(num_samples, 3, 2, 2)
+        torch.testing.assert_close(compiled(x), _looped(looped, x, sizes), rtol=1e-12, atol=1e-12)
+    assert len(kinds) == 3
+    assert not any(issubclass(kind, int | torch.SymInt) for given in kinds for kind in given)  # which cost minutes
+
+
 # --- NormAct ----------------------------------------------------------------------------------------------------------
 
 

@@ -38,6 +38,8 @@ def _script(name: str, change: tuple[str, str], says: str, num_workers: int = 1)
     return Mistake(name=name, change=change, says=says, num_workers=num_workers, **words)  # type: ignore[arg-type]
 
 
+_LOADER = "loader = world.loader(DataLoader(data, batch_size=16, shuffle=True))\n"
+
 IN_A_SCRIPT = [
     _script(
         "`loss.backward()` instead of `world.backward(loss)`",
@@ -98,7 +100,7 @@ IN_A_SCRIPT = [
     ),
     _script(
         "`world.load()` before `world.wrap()`",
-        (_WRAP, "world.wrap(nn.Linear(8, 3))\nworld.save('saved')\n" + _WRAP + "world.load('saved')\n"),
+        (_WRAP, "first = world.wrap(nn.Linear(8, 3))\nworld.save('saved')\n" + _WRAP + "world.load('saved')\n"),
         "world.load() was called when the script had 2 calls of world.wrap(), but saved/step-00000000 holds 1; call it "
         "after every world.wrap() and world.loader(), in a script that makes the same ones.",
     ),
@@ -115,6 +117,23 @@ IN_A_SCRIPT = [
         "world.save() was called, but a scheduler of the optimizer was not passed to world.wrap(), so that it can be "
         "neither saved nor kept in step; pass it along: world.wrap(model, optimizer, scheduler), or "
         "world.wrap(scheduler) afterwards.",
+    ),
+    _script(
+        "a second optimizer that is not wrapped, with `accumulate=2`",
+        (
+            _LOADER,
+            "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+            + _LOADER.replace("True))", "True), accumulate=2)"),
+        ),
+        "the weights were changed between the passes of a step, but its gradients are not complete there, and an "
+        "optimizer that was not wrapped does not wait for them; pass every optimizer to world.wrap(), also one that is "
+        "made later: world.wrap(optimizer).",
+    ),
+    _script(
+        "a model in a `DataParallel` or `DistributedDataParallel`",
+        (_WRAP, "model = nn.DataParallel(model)\n" + _WRAP),
+        "world.wrap() was given a DataParallel, but that spreads the model and its gradients over devices itself, and "
+        "they would be summed twice; pass the model without it.",
     ),
 ]
 
@@ -153,6 +172,30 @@ IN_A_SCRIPT_ON_TWO_WORKERS = [
         "world.backward() was called on top of gradients that did not come from it, but loss.backward() leaves every "
         "worker a gradient of its own, and the sum would count it once a worker; call world.backward() for every loss, "
         "or optimizer.zero_grad() before it.",
+        2,
+    ),
+    _script(
+        "weights loaded or drawn on one worker",
+        (_LOADER, _LOADER + "if world.is_main:\n    nn.init.ones_(model.weight)\n"),
+        "the parameter weight is another one on rank 1 than on rank 0, but every worker trains a copy of one model; "
+        "call world.backward(loss) instead of loss.backward(), and let all workers load or draw the same weights and "
+        "optimizer state, or do it before world.wrap().",
+        2,
+    ),
+    _script(
+        "a rate that follows the worker's own loss",
+        (_LOADER, _LOADER + "optimizer.param_groups[0]['lr'] /= 1 + world.rank\n"),
+        "the learning rate of optimizer 1, group 1 is 0.1 on rank 0, but it is 0.05 on rank 1, and their weights would "
+        "part; decide it by what all workers know, such as the world.sum() of a metric, and pass the scheduler to "
+        "world.wrap().",
+        2,
+    ),
+    _script(
+        "a stream that each worker reads a part of",
+        (_LOADER, "loader = world.loader((data[n] for n in range(world.rank, 64, 2)), batch_size=8)\n"),
+        "a stream was passed to world.loader() that starts with another batch on rank 1 than on rank 0, but each "
+        "worker reads the whole stream and takes its share of every batch; let it not depend on the worker, or say "
+        "sharded=True if every worker has a part of its own.",
         2,
     ),
 ]

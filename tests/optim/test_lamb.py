@@ -29,6 +29,16 @@ def test_bounds_hold_the_norm_of_the_weights() -> None:
         assert float((layer.detach() - before).norm()) == pytest.approx(0.25 * norm, rel=1e-12)
 
 
+def test_a_low_bound_gives_a_layer_of_zeros_its_ratio_and_groups_have_bounds_of_their_own() -> None:
+    zeros, free = (torch.nn.Parameter(torch.zeros(4, 3, dtype=torch.float64)) for _ in range(2))
+    optimizer = LAMB([zeros], lr=0.25, norm_bounds=(2.0, 10.0))
+    optimizer.add_param_group({"params": [free], "norm_bounds": None})
+    set_gradients([zeros, free], 0)
+    optimizer.step()
+    assert float(zeros.detach().norm()) == pytest.approx(0.25 * 2.0, rel=1e-12)
+    assert free.detach().abs().max() == pytest.approx(0.25, rel=1e-5)  # the plain rate: each element by 1 in Adam
+
+
 def test_layers_count_their_own_steps_in_host_memory() -> None:
     layers = make_layers()
     optimizer = LAMB(layers, lr=0.1)

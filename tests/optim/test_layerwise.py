@@ -323,6 +323,10 @@ def test_no_compiler_is_loaded_for_a_run_that_does_not_compile() -> None:
         (lambda p: LARS(p, lr=1.0, momentum=0.0, nesterov=True), "nesterov=True, but its momentum is 0; give it a"),
         (lambda p: LAMB(p, lr=1.0, betas=(0.9, 1.5)), "LAMB was given betas 1.5, but it must be in [0, 1)"),
         (lambda p: LAMB(p, lr=1.0, norm_bounds=(2.0, 1.0)), "norm_bounds (2.0, 1.0), but they hold a norm between two"),
+        (
+            lambda p: LAMB([{"params": p, "norm_bounds": (2.0, 1.0)}], lr=1.0),
+            "norm_bounds (2.0, 1.0), but they hold a norm between two",
+        ),
         (lambda p: NovoGrad(p, lr=torch.ones(2)), "lr of shape (2,), but it is one number; give a 0-dim tensor"),
         (lambda p: NovoGrad(p, lr=1.0, eps=float("nan")), "eps nan, but it must be at least 0"),
         (
@@ -334,6 +338,17 @@ def test_no_compiler_is_loaded_for_a_run_that_does_not_compile() -> None:
 def test_what_cannot_be_stepped_is_refused_in_one_sentence(make: Callable[[Any], Any], sentence: str) -> None:
     with pytest.raises(SettingError, match=re.escape(sentence)):
         make(make_layers())
+
+
+@every_kind
+@pytest.mark.parametrize("wrong", [{"lr": -1.0}, {"params": nn.Parameter(torch.zeros(2, dtype=torch.complex64))}])
+def test_a_group_that_is_refused_is_not_kept(kind: Any, wrong: dict[str, Any]) -> None:
+    layers = make_layers()
+    optimizer = kind(layers[1:], lr=0.1)
+    with pytest.raises(SettingError):
+        optimizer.add_param_group({"params": layers[0]} | wrong)
+    optimizer.add_param_group({"params": layers[0]})
+    assert [group["params"] for group in optimizer.param_groups] == [layers[1:], layers[:1]]
 
 
 @every_kind

@@ -415,6 +415,11 @@ def test_steps_and_the_short_last_one() -> None:
         ({"num_gpus": 4, "lr_rule": "none"}, 0.01, "0.01 as set for any batch (the batch is 4 × one worker's)"),
         ({"num_gpus": 2, "accumulate": 2}, 0.04, "0.04 = 0.01 × 4 (linear)"),
         ({"num_gpus": 4, "global_batch_size": 64}, 0.01, "0.01 as set, for the global batch as set"),
+        (
+            {"global_batch_size": 64, "lr_rule": "sqrt"},
+            0.01,
+            "0.01 as set, for the global batch as set; --lr-rule sqrt has no effect without --base-batch-size",
+        ),
     ],
 )
 def test_the_learning_rate_follows_its_rule(flags: dict[str, Any], rate: float, words: str) -> None:

@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -142,6 +143,30 @@ def test_what_was_set_is_one_row_by_whichever_name_and_is_told_where_it_cannot_b
     assert found["advice"]["text"] == "as set it is not possible; every GPU can hold a copy."
 
 
+@pytest.mark.usefixtures("folder")
+def test_servers_and_local_steps_are_rows_of_their_own_and_what_is_theirs_alone_is_left_out_of_other_commands(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["towers.py", "--num-gpus", "2", "--batch-size", "256", "--json"]
+
+    def found(*flags: str) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+        seen = json.loads(said(capsys, *words, *flags))
+        (asked,) = [way for way in seen["ways"] if way["is_as_set"]]
+        assert seen["ways"][1]["flags"] == ["--strategy", "ddp"]
+        assert seen["ways"][1]["is_possible"]
+        return asked, seen["ways"][1], seen["advice"]["command"].split()
+
+    served, copied, command = found("--gpu", "a30", "--strategy", "server", "--servers", "2")
+    assert (served["state_bytes"], served["host_bytes_per_node"] > 6 * served["weights_bytes"]) == (0, True)
+    assert command[-4:] == ["--strategy", "server", "--servers", "2"]
+    *_, command = found("--gpu-memory", "2.6", "--strategy", "server", "--servers=2", "--staleness", "3")
+    assert " ".join(command) == "stormo train towers.py --num-gpus 2 --batch-size 256 --strategy fsdp --offload"
+    apart, _, command = found("--gpu", "a30", "--strategy", "local", "--outer-lr", "0.7", "--outer-momentum", "0.9")
+    assert apart["state_bytes"] == copied["state_bytes"] + 2 * apart["weights_bytes"]
+    assert apart["activations_bytes"] < copied["activations_bytes"]  # no gradients that stay
+    assert command[-6:] == ["--strategy", "local", "--outer-lr", "0.7", "--outer-momentum", "0.9"]
+
+
 TERMS = (
     *("weights", "gradients", "state", "activations", "gathered", "buckets", "buffers", "data", "workspace"),
     *("context", "captured"),
@@ -168,8 +193,8 @@ def test_what_cannot_be_forecast_is_refused_in_one_sentence(
     assert refused(capsys, "towers.py", "--gpu-memory", "0").startswith("--gpu-memory 0 was set, but it is the GiB of")
     assert refused(capsys, "towers.py", "--device", "cpu").startswith("--device cpu was set, but the memory of GPUs")
     given = ("towers.py", "--gpu", "t4", "--num-gpus", "2")
-    assert refused(capsys, *given, "--strategy", "hybrid").startswith(
-        "--strategy hybrid was set, but its memory is not"
+    assert refused(capsys, *given, "--strategy", "dp").startswith(
+        "--strategy dp was set, but the memory of several GPUs in one process is not forecast"
     )
     assert refused(capsys, *given, "--strategy", "hsdp").startswith("--strategy hsdp was set, but it shards within a")
     assert refused(capsys, *given, "--zero", "2").startswith("--zero 2 was set without --mesh, but")  # as training does

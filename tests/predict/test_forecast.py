@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from stormo.predict.curve import Curve
-from stormo.predict.forecast import GIB, MIB, SHARE, Forecast, Model, Parameter, Spread, forecast, gpus_needed
-from stormo.strategies.memory import GPU_SHARE
+from stormo.predict.forecast import forecast, gpus_needed
+from stormo.predict.terms import GIB, MIB, Forecast, Model, Parameter, Spread
 
 VALUES = 10 * MIB
 
@@ -23,11 +26,10 @@ def parameter(name: str, block: str = "", num_values: int = VALUES) -> Parameter
     )
 
 
+_OTHERS: dict[str, Any] = {"buffer_bytes": 0, "step_bytes": 0, "optimizer": "AdamW"}
 MODEL = Model(
     parameters=(parameter("root"), *(parameter(f"{n}.weight", str(n)) for n in range(4))),
-    buffer_bytes=0,
-    step_bytes=0,
-    optimizer="AdamW",
+    **_OTHERS,
 )
 TOTAL = 5 * VALUES
 # Forward makes 100 bytes a sample and copies of weights, backward frees them as gradients come.
@@ -36,10 +38,6 @@ ROWS = tuple(
     for size in (10, 20)
 )
 CURVE = Curve((10, 20), (ROWS[0], ROWS[1]), (1000, 2000))
-
-
-def test_as_much_of_a_gpu_may_be_filled_as_with_a_batch_size_that_is_found() -> None:
-    assert SHARE == GPU_SHARE
 
 
 def held(spread: Spread, curve: Curve | None = CURVE, memory_gib: float = 80.0) -> Forecast:
@@ -78,6 +76,42 @@ def test_fsdp_gathers_two_blocks_and_the_rest_and_a_lone_worker_all() -> None:
     assert away.host_bytes == 16 * TOTAL
 
 
+def test_a_captured_pass_keeps_its_memory_and_others_take_theirs_beside_it() -> None:
+    def at(tail: int | None, **others: Any) -> Forecast:
+        return held(Spread(graph=True, batch=10**8, tail=tail), **others)
+
+    full, workspace = 100 * 10**8 + 2 * TOTAL, 64 * MIB  # a pass at its worst moment; what its stream needs
+    assert at(0).terms["activations"] == full - 4 * TOTAL
+    assert at(0).terms["captured"] == workspace  # all batches are full, and the passes before it found no state
+    assert at(10).terms["captured"] == workspace + 4 * TOTAL  # gradients of its own
+    assert at(None).terms["captured"] == at(10**8).terms["captured"] == workspace + full
+    judged = forecast(MODEL, Spread(graph=True, batch=10**8, tail=0), CURVE, GIB, [(9 * TOTAL, TOTAL, 0)])
+    assert judged.terms["captured"] == workspace + 10 * TOTAL
+    lean = Model(parameters=tuple(replace(one, state_bytes=0) for one in MODEL.parameters), **_OTHERS)
+    without = forecast(lean, Spread(graph=True, batch=10**8, tail=0), CURVE, GIB)
+    assert without.terms["captured"] == workspace + 4 * TOTAL  # run twice before, it had the first one's gradients
+    tight = at(0, memory_gib=14.0)
+    assert (tight.fits, tight.largest_batch) == (True, 10**8)  # of which other sizes may have a short last batch
+    assert (at(None, memory_gib=14.0).fits, (at(None, memory_gib=14.0).largest_batch or 0) < 10**8) == (False, True)
+
+
+def test_workers_that_step_by_themselves_and_servers() -> None:
+    many: dict[str, Any] = {"num_workers": 4, "workers_per_node": 2, "batch": 10}
+    alone = held(Spread(**many, averages=True))
+    assert alone.terms["state"] == 8 * TOTAL
+    assert alone.terms["activations"] == 0
+    outer = held(Spread(**many, averages=True, outer_copies=2))
+    assert outer.terms["state"] == 8 * TOTAL + 2 * 4 * TOTAL
+    judged = forecast(MODEL, Spread(**many, averages=True), CURVE, GIB, [(9 * TOTAL, TOTAL, 0)])
+    assert judged.terms["activations"] == (10 + 4 - 4) * TOTAL  # its own weights are kept while the mean is judged
+    served = held(Spread(**many, servers=1, rooms=3))
+    assert [served.terms[name] for name in ("weights", "gradients", "state")] == [4 * TOTAL, 4 * TOTAL, 0]
+    # Two workers have room for all that travels; the server has the weights, three times gradients, and the state.
+    assert served.host_bytes == 2 * 4 * TOTAL + 4 * TOTAL + 3 * 4 * TOTAL + 8 * TOTAL
+    over = held(Spread(**many, servers=4, rooms=1))
+    assert over.host_bytes == 2 * 4 * TOTAL + (4 * TOTAL + 4 * TOTAL + 8 * TOTAL) / 2  # of four servers, two here
+
+
 def test_layers_that_are_cut_and_the_fullest_stage() -> None:
     cut = held(Spread(num_workers=2, tensor=2, cut=frozenset({"0.weight", "1.weight", "2.weight", "3.weight"})))
     assert cut.terms["weights"] == 4 * VALUES + 8 * VALUES
@@ -97,7 +131,10 @@ def test_the_largest_batch_fits_and_the_next_one_does_not(num_workers: int, grap
 
     largest, in_turn = at(10**9).largest_batch, at(10**9).largest_pass
     assert largest
-    assert (in_turn < largest) == (num_workers == 1)  # where gradients are not there all the time anyway
+    if graph:
+        assert in_turn > largest  # several are not captured
+    else:
+        assert (in_turn < largest) == (num_workers == 1)  # where gradients are not there all the time anyway
     assert (at(largest).fits, at(largest + 1).fits) == (True, False)
     assert (at(in_turn, 2).fits, at(in_turn + 1, 2).fits) == (True, False)
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from stormo.data.batches import repeat_rows, tensors_in
+from stormo.layers.norm_act import NormAct
 from stormo.predict.blank import Blank
 from stormo.predict.curve import Load
 from stormo.predict.passes import NotKnownError, Passes, few_samples, without_fetching
@@ -156,6 +157,32 @@ def test_a_gpu_keeps_no_scores_of_attention_and_computes_norms_in_full_precision
     )
     num_scores = 2 * SIZE * 4 * 16 * 16  # layers × samples × heads × length × length
     assert scores.kept[0] - none.kept[0] > 4 * num_scores
+
+
+class Pooled(Convolutions):
+    """A norm of stormo's own, whose output is averaged over all pixels."""
+
+    def model(self) -> nn.Module:
+        """As the class says."""
+        return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), NormAct(4), Mean(), nn.Linear(4, 3))
+
+
+class Mean(nn.Module):
+    """Over all pixels."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, channels, h, w] -> [n, channels]."""
+        return x.mean((2, 3))
+
+
+def test_a_fused_norm_copies_a_gradient_that_is_not_in_rows_of_channels() -> None:
+    task = Pooled(NoOptions())
+    passes = Passes(task, Blank(task, "fp32"), few_samples(task), "fp32")
+    fused = passes.curve(SIZE, recomputes=False, is_sharded=False, channels_last=True)
+    activation = 4 * SIZE * 4 * 8 * 8
+    # Its input is kept; at the worst moment there are the gradient of its output, the copy, and that of its input.
+    most = max(other for other, _, _ in fused.rows[0])
+    assert 4 * activation <= most < 5 * activation
 
 
 def test_a_loss_that_reads_values_is_not_known() -> None:

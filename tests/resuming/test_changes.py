@@ -190,3 +190,23 @@ def test_servers_stay_as_they_were_and_the_end_of_stale_ones_is_said(
     plan = _resume(words)
     assert spread in (_said(plan, "strategy") or "")
     assert _said(plan, "changed") == changed
+
+
+@pytest.mark.parametrize(
+    ("words", "compression", "changed"),
+    [
+        ("", "two matrices of rank 2", None),
+        ("--strategy ddp --compress powersgd", "two matrices of rank 2", None),
+        ("--compress bf16", "gradients travel as bf16", "--compress bf16 (powersgd before)"),
+        ("--compress none", None, "--compress none (powersgd before)"),
+        ("--strategy fsdp", None, "--strategy fsdp (auto before)"),
+    ],
+)
+def test_gradients_travel_as_they_did_and_another_way_is_said(
+    words: str, compression: str | None, changed: str | None
+) -> None:
+    _begin("--compress powersgd --compress-rank 2")
+    plan = _resume(words)
+    said = _said(plan, "compression")
+    assert said is None if compression is None else (said or "").startswith(compression)
+    assert _said(plan, "changed") == changed

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from stormo import train
 from stormo.errors import SettingError, StormoError
+from stormo.layout import resolve_layout
+from stormo.plan import check_settings
 from stormo.scale.cells import Cell
 from stormo.scale.settings import Study, read_arguments, read_study
 
@@ -90,6 +93,41 @@ def test_a_batch_in_a_file_is_refused(tmp_path: Path) -> None:
     file.write_text("[batch]\nbatch_size = 8\n", encoding="utf-8")
     with pytest.raises(SettingError, match="set --batch-size instead"):
         study("--workers", "1,2", "--config", str(file))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--strategy server --servers=2 --staleness 1",
+        "--strategy=pipeline --schedule gpipe --micro_batches 4",
+        "--mesh tensor=2",
+        "--mesh shard=2 --zero 1",
+        *(f"--strategy {name}" for name in ("naive", "tensor", "hybrid", "hsdp")),
+    ],
+)
+def test_one_worker_trains_by_itself_where_it_cannot_have_the_strategy(flags: str) -> None:
+    found = study("--workers", "1,2", *flags.split())
+    alone, both = (found.arguments(Cell(mode="strong", workers=count)) for count in (1, 2))
+    assert set(flags.replace("_batches", "-batches").split()) <= set(both)
+    config = train.read_settings(alone)[0]
+    layout = resolve_layout(config, ())
+    check_settings(config, layout)
+    assert layout.strategy == "single"
+    flag, asked = flags.replace("=", " ", 1).split()[:2]
+    asked = asked if flag == "--strategy" else flags.split()[1]
+    assert found.lone_note == f"strategy single, as one worker cannot have {flag} {asked}"
+
+
+def test_one_worker_keeps_a_strategy_that_it_can_have(tmp_path: Path) -> None:
+    for flags in ("--strategy fsdp", "--strategy local --average-every 4", "--strategy zero1", "--mesh replicate=1"):
+        found = study("--workers", "1,2", *flags.split())
+        assert found.lone_note == ""
+        assert set(flags.split()) <= set(found.arguments(Cell(mode="strong", workers=1)))
+    file = tmp_path / "run.toml"
+    file.write_text('[workers]\nstrategy = "server"\nservers = 2\n', encoding="utf-8")
+    with pytest.raises(SettingError, match=r"servers was set in the file of --config, but .* set --servers instead"):
+        study("--workers", "1,2", "--config", str(file))
+    study("--workers", "2,4", "--config", str(file))
 
 
 def test_a_launcher_has_started_its_workers_already(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,20 @@ def test_a_study_prints_and_writes_everything(folder: Path, capsys: pytest.Captu
     assert not (folder / "runs" / "both-1-workers-1" / "checkpoints").exists()
 
 
+def test_a_lone_worker_with_another_strategy_is_said_in_its_row(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["fashion-mnist", "--device", "cpu", "--workers", "1,2", "--strategy", "server", "--servers", "2"]
+    assert main([*options, "--output", str(folder)], FakeTraining()) == 0
+    note = "strategy single, as one worker cannot have --strategy server"
+    out = capsys.readouterr().out
+    assert out.count(f"1 worker: {note}") == 2  # at the start, and below the table
+    rows = list(csv.DictReader((folder / "scale.csv").read_text(encoding="utf-8").splitlines()))
+    assert [row["note"] for row in rows] == [note, ""]
+    points = json.loads((folder / "scale.json").read_text(encoding="utf-8"))["studies"][0]["points"]
+    assert [point["note"] for point in points] == [note, ""]
+
+
 def test_it_goes_on_where_it_was_stopped(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stopped = FakeTraining(stops_at=3)
     assert main([*OPTIONS, "--output", str(folder)], stopped) == EXIT_INTERRUPTED

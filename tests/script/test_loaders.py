@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRando
 
 from stormo.errors import SettingError
 from stormo.launch import alone
-from stormo.script.samples import require_same_samples
+from stormo.script.samples import require_same_samples, require_same_start
 from stormo.script.world import World
 from stormo.world.world import World as Workers
 from tests.script.loops import Ranks, data, make, world_of
@@ -93,7 +93,7 @@ def _no_stream(world: World, model: Any) -> None:
 
 _SMALL = (
     "a training loop began with a batch of 2, but 3 workers × 1 pass need at least 3 in the first; give larger "
-    "batches, or start fewer workers."
+    "batches, start fewer workers, or, where nothing is trained, call model.eval()."
 )
 REFUSED: dict[Callable[[World, Any], None], str] = {
     _too_small: _SMALL,
@@ -176,6 +176,30 @@ def _compared(workers: Workers) -> list[tuple[str, int]]:
     unread = Items(makers[-1])
     require_same_samples(workers, unread, may_read=rank == 0)  # the others' is read by processes
     return [*found, ("", unread.num_reads if rank else 0)]
+
+
+def _started(workers: Workers) -> list[bool]:
+    """Whether streams are refused that differ on rank 1, or draw."""
+    own = torch.Generator().manual_seed(workers.rank)
+    streams: list[tuple[Callable[[], Any], bool]] = [
+        (lambda: {"x": torch.arange(6.0)}, True),
+        (lambda: torch.rand(6, generator=own), True),  # other numbers each time: of its own, and meant
+        (lambda: torch.arange(6.0) + workers.rank, True),
+        (lambda: torch.arange(6.0) + workers.rank, False),  # cannot be read again
+        (lambda: [f"line {workers.rank}"], True),
+    ]
+    found = []
+    for read, is_twice in streams:
+        try:
+            require_same_start(workers, read(), read if is_twice else None)
+            found.append(False)
+        except SettingError:
+            found.append(True)
+    return found
+
+
+def test_a_stream_that_starts_otherwise_on_one_worker_is_found(run_ranks: Ranks) -> None:
+    assert run_ranks(_started, 2) == [[False, False, True, True, False]] * 2
 
 
 def test_other_samples_on_one_worker_are_found_and_what_a_data_set_draws_is_not_taken_for_them(

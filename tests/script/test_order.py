@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -152,7 +153,7 @@ def no_optimizer_for_passes(world: World, model: nn.Module, optimizer: Any) -> N
 
 
 def no_model(world: World, model: nn.Module, optimizer: Any) -> None:
-    world.wrap(optimizer)
+    world.wrap(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
 
 
 def data_in_wrap(world: World, model: nn.Module, optimizer: Any) -> None:
@@ -486,7 +487,7 @@ def _plateau(workers: Workers, is_same: bool) -> str:
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
     world.wrap(model, optimizer, scheduler)
     try:
-        scheduler.step(1.0 if is_same else float(world.rank))
+        scheduler.step(math.nan if is_same else float(world.rank))
     except SettingError as error:
         return str(error)
     return ""
@@ -496,6 +497,7 @@ def test_a_scheduler_that_follows_a_metric_follows_the_same_everywhere(run_ranks
     assert run_ranks(_plateau, 2, True) == ["", ""]
     for sentence in run_ranks(_plateau, 2, False):
         assert sentence.startswith("the metric passed to scheduler.step in test_order.py line ")
+        assert " is 0 on rank 0, but it is 1 on rank 1, and their rates would part; pass one of all " in sentence
 
 
 def _stop(workers: Workers, asks: int) -> list[int]:

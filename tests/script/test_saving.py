@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, IterableDataset
 
 from stormo.errors import SettingError, StormoError
@@ -308,6 +309,31 @@ def test_a_script_that_only_predicts_goes_on_in_the_middle(tmp_path: Path) -> No
     world.load(tmp_path)
     assert sum(len(x) for x, _ in loader) == 38 - 16
     assert sum(len(x) for x, _ in loader) == 38
+
+
+def _averaged(workers: Workers, folder: str, num_epochs: int) -> tuple[Weights, Weights]:
+    world = world_of(workers)
+    model, optimizer = world.wrap(*make())
+    average = world.wrap(AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)))
+    loader = world.loader(DataLoader(data(), batch_size=8))
+    for epoch in range(world.load(folder).get("epoch", 0), num_epochs):
+        for x, y in loader:
+            optimizer.zero_grad()
+            world.backward(F.mse_loss(model(x), y))
+            optimizer.step()
+            average.update_parameters(model)
+        world.save(folder, epoch=epoch + 1)
+    return weights(model), weights(average)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_average_of_the_weights_is_saved_when_it_is_wrapped(run_ranks: Ranks, tmp_path: Path, size: int) -> None:
+    whole = run_ranks(_averaged, size, str(tmp_path / "whole"), 2)
+    run_ranks(_averaged, size, str(tmp_path / "cut"), 1)
+    for found, uncut in zip(run_ranks(_averaged, size, str(tmp_path / "cut"), 2), whole, strict=True):
+        for here, there in zip(found, uncut, strict=True):
+            assert all(torch.equal(here[name], value) for name, value in there.items())
+        assert not torch.equal(found[1]["module.last.weight"], found[0]["last.weight"])
 
 
 def test_another_optimizer_is_refused_at_load(tmp_path: Path) -> None:

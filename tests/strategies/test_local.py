@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from stormo import checkpoint
+from stormo.checkpoint.reader import Reader
 from stormo.cli import main
 from stormo.data.loaders import ResidentLoader, Share
 from stormo.data.order import derive_seed
@@ -256,6 +257,12 @@ def test_other_workers_and_other_strategies_go_on_from_the_mean_and_say_so(
     flags = {**FLAGS, "average_every": "2", "optimizer": "adamw", "outer_momentum": 0.9}
     saved = run_ranks(_saved, 3, str(tmp_path), flags, 3)
     model = checkpoint.load(saved[0][0]).model
+    with Reader(Path(saved[0][0])) as reader:
+        names = {name for name in reader.entries("local") if name.endswith(("0.weight", "0.weight|step"))}
+    assert names == {
+        *("outer/anchor/0.weight", "outer/velocity/0.weight"),
+        *(f"{rank}/{kind}" for rank in range(3) for kind in ("model/0.weight", "optimizer/0.weight|step")),
+    }
     outer = {"outer_momentum": 0.9} if strategy == "local" else {}
     now = {"global_batch_size": 16, "strategy": strategy, "optimizer": "adamw", **outer}
     for weights, state, notices, anchor in run_ranks(_taken_up, size, saved[0][0], now):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stormo.cli import main
 from stormo.errors import SettingError
 from stormo.loop import Outcome, train
 from stormo.plan.servers import most_stale
@@ -248,6 +251,26 @@ def test_a_worker_that_fails_is_named_and_its_server_does_not_wait_for_it(tmp_pa
     assert done.returncode == 1
     assert "rank 1 on host" in done.stderr.splitlines()[0]
     assert "ValueError: the tiny task fails on purpose" in done.stderr
+
+
+def test_one_worker_goes_on_with_a_run_of_servers_as_with_one_of_any_strategy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = in_ranks(tmp_path, "--strategy", "server", "--servers", "2", "--epochs", "1", "--run-name", "kept")
+    assert done.returncode == 0, done.stderr
+    shutil.copytree("runs/kept", "runs/changed")
+    capsys.readouterr()
+    again = ["train", "--device", "cpu", "--num-gpus", "1", "--epochs", "2", "--resume"]
+    assert main([*again, "kept"]) == 0
+    assert "single: one worker for now, which keeps and steps by itself what servers would" in capsys.readouterr().out
+    assert main([*again, "changed", "--strategy", "single"]) == 0
+    found = [json.loads(Path("runs", name, "summary.json").read_text()) for name in ("kept", "changed")]
+    assert found[0]["weights_sha256"] == found[1]["weights_sha256"]
+    assert (found[0]["steps"], found[0]["num_resumes"], found[0]["world_size"]) == (found[1]["steps"], 1, 1)
+    assert 'strategy = "server"' in Path("runs/kept/config.toml").read_text()  # for when there are several again
+    assert main([*again, "kept", "--epochs", "3", "--staleness", "1"]) == 2
+    assert "whose gradients cannot be as old as --staleness 1 allows; set --num-gpus 2" in capsys.readouterr().err
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Workers that step by themselves and parameter servers on a GPU, which two workers share by Gloo."""
+"""On a GPU that two workers share by Gloo: local steps, parameter servers, gradients that travel in fewer bytes."""
 
 from __future__ import annotations
 
@@ -34,5 +34,6 @@ def test_they_train_as_ddp_where_they_promise_it_and_to_the_end_elsewhere(tmp_pa
     for number, flags in enumerate(same):
         assert _validation_loss(tmp_path, f"same-{number}", flags) == pytest.approx(expected, rel=1e-10)
     others = "--strategy local --average-every 3 --outer-lr 0.7 --outer-momentum 0.5", "--strategy server --staleness 3"
+    others += "--compress bf16", "--compress fp16", "--compress powersgd --compress-rank 1"
     for number, flags in enumerate(others):
         assert _validation_loss(tmp_path, f"other-{number}", flags) == pytest.approx(expected, rel=0.2)

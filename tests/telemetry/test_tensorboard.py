@@ -42,7 +42,7 @@ def step_done(step: int, loss: float) -> StepDone:
     )
 
 
-def epoch_done(peak_memory_bytes: int | None) -> EpochDone:
+def epoch_done(peak_memory_bytes: int | None, peak_reserved_memory_bytes: int | None = None) -> EpochDone:
     return EpochDone(
         epoch=1,
         step=300,
@@ -57,6 +57,7 @@ def epoch_done(peak_memory_bytes: int | None) -> EpochDone:
         learning_rate=0.25,
         input_wait_fraction=0.125,
         peak_memory_bytes=peak_memory_bytes,
+        peak_reserved_memory_bytes=peak_reserved_memory_bytes,
         validation={"loss": 0.75, "accuracy": 0.5, "top5": 1.0},
     )
 
@@ -106,7 +107,7 @@ def test_tensorboard_reads_back_every_scalar_at_its_step(tmp_path: Path) -> None
         step_done(1, 2.5),
         step_done(130, 2.0),
         Notice(kind="info", text="x"),
-        epoch_done(1 << 33),
+        epoch_done(1 << 33, 1 << 34),
     ]
     write_file(tmp_path, [*records, RunEnded(summary={})])
     accumulator = read_back(tmp_path)
@@ -126,13 +127,14 @@ def test_tensorboard_reads_back_every_scalar_at_its_step(tmp_path: Path) -> None
         "epoch/training_time_s": [(300, 8.0)],
         "epoch/validation_time_s": [(300, 1.5)],
         "epoch/peak_memory_bytes": [(300, float(1 << 33))],
+        "epoch/peak_reserved_memory_bytes": [(300, float(1 << 34))],
     }
     assert accumulator.Scalars("train/loss")[0].wall_time == 1_700_000_000.0
 
 
 def test_memory_that_was_not_measured_has_no_point(tmp_path: Path) -> None:
     write_file(tmp_path, [started(), epoch_done(None)])
-    assert "epoch/peak_memory_bytes" not in read_back(tmp_path).Tags()["scalars"]
+    assert not any("memory" in tag for tag in read_back(tmp_path).Tags()["scalars"])
 
 
 def test_values_beyond_single_precision_become_infinite(tmp_path: Path) -> None:

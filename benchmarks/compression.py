@@ -1,0 +1,94 @@
+"""Time of a step whose gradients travel in fewer bytes against one of ddp, over a slow link, on two CPU processes.
+
+    python -m benchmarks.compression [--rate-mbit 100] [--pairs 10] [--steps 16] [--width 256]
+
+Needs root: the two workers run in a network of their own, whose link is held to that rate by `tc`. All sides run in the
+same processes, in turns, in random order: --compress none, bf16, fp16 and powersgd of stormo's own steps, and a plain
+DDP loop with torch's PowerSGD hook of the same rank (torch's 16-bit hooks do not run on Gloo). A ratio is a side's time
+over that of --compress none, turn by turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from benchmarks.command import result_line
+from benchmarks.slow_link import add_options, run, step_lines, steps_of
+from benchmarks.turns import Times, Turn, ratios
+
+if TYPE_CHECKING:
+    from stormo.world.world import World
+
+METHODS = ("none", "bf16", "fp16", "powersgd")
+SIDES = (*METHODS, "torch_powersgd")
+
+
+def side(world: World, method: str, options: argparse.Namespace) -> Turn:
+    """Steps of stormo by one method, or of a plain loop."""
+    from stormo.config import Batch, Optimizer, Speed, TrainConfig, Workers
+
+    if method not in METHODS:
+        return _plain(world, options)
+    workers = Workers(num_gpus=world.size, strategy="ddp", device="cpu", compress_rank=options.rank)
+    workers = replace(workers, compress=method)  # type: ignore[arg-type]
+    config = TrainConfig(
+        workers=workers,
+        batch=Batch(batch_size=options.batch_size),
+        optimizer=Optimizer(noise_scale=False),
+        speed=Speed(precision="fp32"),
+    )
+    return steps_of(world, config, options.width)
+
+
+def _plain(world: World, options: argparse.Namespace) -> Turn:
+    import torch
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+    from torch.nn.parallel import DistributedDataParallel
+
+    from benchmarks.slow_task import Wide
+
+    task = Wide(options.width)
+    model = DistributedDataParallel(task.model(), gradient_as_bucket_view=True)
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=options.rank, start_powerSGD_iter=2)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    x, y = task.train_data().tensors
+    rows = torch.arange(options.batch_size) + world.rank * options.batch_size
+
+    def turn(num_steps: int) -> None:
+        for _ in range(num_steps):
+            task.loss(model, (x[rows], y[rows])).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return turn
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, and print the ratios."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rank", type=int, default=4, help="of PowerSGD (default: 4)")
+    add_options(parser)
+    options = parser.parse_args(words)
+    return run(
+        "benchmarks.compression",
+        words,
+        options,
+        lambda world: [side(world, name, options) for name in SIDES],
+        lambda times: _show(times, options),
+    )
+
+
+def _show(times: Times, options: argparse.Namespace) -> None:
+    print(*step_lines(SIDES, times, options), sep="\n")
+    medians = {name: ratios(times.wall_s, index)[0] for index, name in enumerate(SIDES) if index}
+    print(result_line({**medians, "pairs": len(times.wall_s)}) + f" rate_mbit={options.rate_mbit}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""Steps of stormo's own loop, taken in turns by two workers whose link is held to a rate."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.turns import Times, Turn, take_turns, times_of_workers, work
+
+if TYPE_CHECKING:
+    from stormo.config import TrainConfig
+    from stormo.data.loaders import Batch, Loader
+    from stormo.progress import Progress
+    from stormo.world.world import World
+
+_INSIDE = "STORMO_SLOW_LINK"
+
+
+def steps_of(world: World, config: TrainConfig, width: int) -> Turn:
+    """Steps by these settings, as the loop takes them."""
+    from benchmarks.slow_task import Wide
+    from stormo.layout import resolve_layout
+    from stormo.plan import resolve
+    from stormo.progress import Progress
+    from stormo.strategies.table import strategy_class
+    from stormo.worker import make_loader
+    from stormo.world.world import Vote
+
+    task = Wide(width)
+    plan = resolve(config, resolve_layout(config, ()), task.facts())
+    made = strategy_class(plan.layout)(world, plan, task, config)
+    loader, progress, vote = make_loader(config, plan, task, world), Progress(), Vote(world)
+    made.clock = progress
+    made.warm_up(loader)
+    batches = _without_end(loader, progress)
+
+    def turn(num_steps: int) -> None:
+        for _ in range(num_steps):
+            batch = next(batches)
+            vote.cast(0)
+            made.forward_backward(batch)
+            made.step(0.01)
+            progress.advance(loader.samples(batch.span))
+            made.exchange_weights()
+            vote.outcome()
+
+    return turn
+
+
+def _without_end(loader: Loader, progress: Progress) -> Iterator[Batch]:
+    while True:
+        yield from loader.epoch(progress.epoch, 0)
+        progress.epoch, progress.position = progress.epoch + 1, 0
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What all benchmarks over a slow link have."""
+    parser.add_argument("--rate-mbit", type=int, default=100, help="of the link, in Mbit/s (default: 100)")
+    parser.add_argument("--pairs", type=int, default=10, help="turns of each side (default: 10)")
+    parser.add_argument("--steps", type=int, default=16, help="optimizer steps of a turn (default: 16)")
+    parser.add_argument("--width", type=int, default=256, help="of the network's four layers (default: 256)")
+    parser.add_argument("--batch-size", type=int, default=32, help="samples of one worker in a step (default: 32)")
+    parser.add_argument("--worker-folder", type=Path, help=argparse.SUPPRESS)
+
+
+def run(
+    module: str,
+    words: Sequence[str],
+    options: argparse.Namespace,
+    sides: Callable[[World], Sequence[Turn]],
+    show: Callable[[Times], None],
+) -> int:
+    """Start this very command again in a network of its own, then as two workers, and show what they measured."""
+    if options.worker_folder:
+        return work(options.worker_folder, lambda world: take_turns(world, sides(world), options.pairs, options.steps))
+    if _INSIDE not in os.environ:
+        return _slowed(module, words, options.rate_mbit)
+    show(times_of_workers(module, words))
+    return 0
+
+
+def _slowed(module: str, words: Sequence[str], rate_mbit: int) -> int:
+    link = f"ip link set lo up && tc qdisc add dev lo root tbf rate {rate_mbit}mbit burst 256kb latency 200ms"
+    command = ["unshare", "--net", "sh", "-c", f'{link} && exec "$@"', "sh", sys.executable, "-m", module, *words]
+    done = subprocess.run(command, env={**os.environ, _INSIDE: "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}, check=False)
+    return done.returncode
+
+
+def step_lines(names: Sequence[str], times: Times, options: argparse.Namespace) -> list[str]:
+    """The mean time of a step of each side."""
+    lines = []
+    for index, name in enumerate(names):
+        step_ms = 1e3 * sum(pair[index] for pair in times.wall_s) / len(times.wall_s) / options.steps
+        lines.append(f"{name}: {step_ms:.2f} ms a step (mean) at {options.rate_mbit} Mbit/s")
+    return lines

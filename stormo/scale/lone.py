@@ -1,0 +1,46 @@
+"""The one worker of a study whose strategy one worker cannot have: it trains as `stormo train` does with one worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stormo.config import TrainConfig
+from stormo.errors import SettingError
+from stormo.layout import OF_SEVERAL
+from stormo.mesh import Mesh, parse_mesh
+
+# Settings that only such strategies have; each flag is followed by its value.
+_THEIRS = ("strategy", "mesh", "zero", "servers", "staleness", "micro_batches", "schedule")
+
+
+def lone_note(config: TrainConfig) -> str:
+    """What one worker has instead of what was set, and why; nothing where it can have it."""
+    workers = config.workers
+    if workers.mesh is not None:
+        return "" if Mesh(**parse_mesh(workers.mesh)).size == 1 else _note(f"--mesh {workers.mesh}")
+    return _note(f"--strategy {workers.strategy}") if workers.strategy in OF_SEVERAL else ""
+
+
+def _note(asked: str) -> str:
+    return f"strategy single, as one worker cannot have {asked}"
+
+
+def lone_arguments(arguments: Sequence[str], config: TrainConfig) -> tuple[str, ...]:
+    """What `stormo train` is told for one worker instead."""
+    flags, kept, found = {f"--{key.replace('_', '-')}": key for key in _THEIRS}, list[str](), set[str]()
+    items = iter(arguments)
+    for item in items:
+        name, equals, _ = item.partition("=")
+        if name not in flags:
+            kept.append(item)
+            continue
+        found.add(flags[name])
+        if not equals:
+            next(items, None)
+    for key in sorted(config.given.intersection(_THEIRS) - found - {"strategy"}):
+        raise SettingError(
+            f"{key} was set in the file of --config",
+            "a study leaves it out for its one worker, which cannot have it",
+            f"set --{key.replace('_', '-')} instead, or more --workers than 1",
+        )
+    return (*kept, "--strategy", "single")

@@ -1,0 +1,113 @@
+"""Gradients that travel as two thin matrices each (PowerSGD: Vogels et al., arXiv 1905.13727).
+
+What a worker's gradient M has beyond the rank that travels stays with it, and is added to its next one, so that nothing
+is lost for good. One step of power iteration, begun where the last one ended: P = M Q, summed over the workers and made
+orthonormal; Q = Mᵀ P, summed; the mean gradient is P Qᵀ. Here a worker keeps what its own M has beside P: the sum over
+the workers is that of the paper, whose errors also hold how workers differ from their mean, which adds up without end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from stormo.data.order import derive_seed
+from stormo.strategies.compression import Parcel, Wire, matrix_of, trained
+
+_LEAST_SAVING = 2  # a matrix travels as it is unless that takes this many times fewer numbers
+
+
+class LowRank:
+    """The state of it: what each worker has kept back, and where the power iteration is."""
+
+    def __init__(self, module: nn.Module, rank: int, seed: int) -> None:
+        self.rank = rank
+        self._names = {id(parameter): name for name, parameter in trained(module).items()}
+        self._shapes = {name: matrix_of(p).shape for name, p in trained(module).items() if _is_cut(p, rank)}
+        self._seed = seed
+        self.errors: dict[str, Tensor] = {}
+        self.bases: dict[str, Tensor] = {}
+        self._first: dict[str, Tensor] = {}  # where the power iteration begins
+        for name, parameter in trained(module).items():
+            if name in self._shapes:
+                rows, columns = self._shapes[name]
+                wide = torch.promote_types(parameter.dtype, torch.float32)
+                self.errors[name] = torch.zeros(rows, columns, dtype=wide, device=parameter.device)
+                self._first[name] = self.bases[name] = self._begin(name, columns).to(self.errors[name])
+        self.is_rehearsal = False  # whether the passes under way belong to no step
+
+    def _begin(self, name: str, columns: int) -> Tensor:
+        """Where the power iteration begins: the same on all workers."""
+        generator = torch.Generator().manual_seed(derive_seed(self._seed, "low rank", name))
+        return torch.randn(columns, self.rank, generator=generator, dtype=torch.float64)
+
+    def exchange(self, parcel: Parcel, wire: Wire) -> None:
+        """Send what changes most, and the small tensors as they are."""
+        pairs = [(self._names[id(p)], g) for p, g in zip(parcel.parameters, parcel.gradients, strict=True)]
+        cut = [(name, gradient) for name, gradient in pairs if name in self._shapes]
+        if not cut:  # also complex numbers, which have buckets of their own and are all there in the flat tensor alone
+            wire.sum(parcel.flat)
+            return
+        plain = [gradient for name, gradient in pairs if name not in self._shapes]
+        matrices = [matrix_of(gradient) + self.errors[name] for name, gradient in cut]
+        # The first message is small tensors and P together, the second one Q.
+        lefts = [matrix @ self.bases[name] for matrix, (name, _) in zip(matrices, cut, strict=True)]
+        _sum_together(wire, [*plain, *lefts])
+        for left in lefts:
+            orthonormalise(left)
+        owns = [matrix.t() @ left for matrix, left in zip(matrices, lefts, strict=True)]
+        rights = [own.clone() for own in owns]
+        _sum_together(wire, rights)
+        for (name, gradient), matrix, left, own, right in zip(cut, matrices, lefts, owns, rights, strict=True):
+            gradient.copy_((left @ right.t()).view(gradient.shape))
+            if not self.is_rehearsal:
+                self.errors[name] = matrix.addmm_(left, own.t(), alpha=-1)
+                # A direction in which nothing came, as of a layer that had no part in this step, begins anew.
+                self.bases[name] = torch.where(right.any(dim=0), right, self._first[name])
+
+    def take(self, errors: Mapping[str, Tensor], bases: Mapping[str, Tensor]) -> None:
+        """Go on from these; what is missing begins anew."""
+        for name, (rows, columns) in self._shapes.items():
+            error, basis = self.errors[name], bases.get(name)
+            error.copy_(errors[name]) if name in errors else error.zero_()
+            if basis is None or basis.shape != (columns, self.rank):
+                basis = self._first[name]
+            self.bases[name] = basis.to(error)
+            assert error.shape == (rows, columns)
+
+
+def _is_cut(parameter: Tensor, rank: int) -> bool:
+    """Whether two thin matrices are enough smaller."""
+    if parameter.ndim < 2 or parameter.is_complex():
+        return False
+    rows, columns = matrix_of(parameter).shape
+    return rows * columns >= _LEAST_SAVING * (rows + columns) * rank
+
+
+def _sum_together(wire: Wire, tensors: Sequence[Tensor]) -> None:
+    """Sum each over the workers, in place, as one message for each type."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for group in by_dtype.values():
+        flat = wire.sum(torch.cat([tensor.reshape(-1) for tensor in group]))
+        for tensor, values in zip(group, flat.split([tensor.numel() for tensor in group]), strict=True):
+            tensor.copy_(values.view(tensor.shape))
+
+
+def orthonormalise(matrix: Tensor) -> None:
+    """Make the columns orthonormal, in place; one that lies in the span of those before it becomes nothing."""
+    tiny = torch.finfo(matrix.dtype).tiny
+    for index in range(matrix.shape[1]):
+        column = matrix[:, index]
+        length = torch.linalg.vector_norm(column)
+        for _ in range(2):  # twice is enough: once leaves rounding errors of the length it had
+            if index:
+                before = matrix[:, :index]
+                column -= before @ (before.t() @ column)
+        left_over = torch.linalg.vector_norm(column)
+        # What is left of it is rounding alone: a direction of noise would be sent as if it meant something.
+        is_new = left_over > length * (torch.finfo(matrix.dtype).eps * matrix.shape[0] ** 0.5)
+        column *= torch.where(is_new, 1.0 / left_over.clamp_min(tiny), torch.zeros_like(left_over))

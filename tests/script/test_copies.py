@@ -1,0 +1,162 @@
+"""What makes the workers' copies of a model differ is found, and models that a script has let go of are forgotten."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from stormo.errors import SettingError
+from stormo.script import joining
+from stormo.world.world import World as Workers
+from tests.script.loops import Ranks, Weights, data, make, plain_loop, world_loop, world_of
+
+
+def _left_in(workers: Workers, folder: str, saves: bool) -> str:
+    """Gradients of a worker's own are stepped by an optimizer that was not wrapped."""
+    world = world_of(workers)
+    model, optimizer = make(has_norm=False)
+    world.wrap(model)
+    loader = world.loader(DataLoader(data(), batch_size=8))
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+    with pytest.raises(SettingError) as caught:
+        world.save(folder) if saves else next(iter(loader))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_weights_that_have_parted_are_refused_by_the_next_loop_and_by_a_save(
+    run_ranks: Ranks, tmp_path: Path, saves: bool
+) -> None:
+    first, second = run_ranks(_left_in, 2, str(tmp_path), saves)
+    assert first == second
+    assert first.startswith("the parameter first.weight is another one on rank 1 than on rank 0, but every worker trai")
+    assert not list(tmp_path.iterdir())
+
+
+class _Running(nn.Module):
+    """Keeps means of what it sees: one that is part of the model, and one that is not."""
+
+    mean: Tensor
+    cache: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("cache", torch.zeros(8), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = self.mean.lerp(x.detach().mean(dim=0), 0.1)
+        self.cache = x.detach().mean(dim=0)
+        return x - self.mean
+
+
+def _told(workers: Workers, has_norm: bool) -> str:
+    world = world_of(workers)
+    model, optimizer = make(has_norm=has_norm)
+    if not has_norm:
+        model.norm = _Running()  # type: ignore[assignment]
+    world.wrap(model, optimizer)
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        world_loop(world, model, optimizer, world.loader(DataLoader(data(), batch_size=8)), 3)
+    return said.getvalue()
+
+
+def test_a_buffer_of_each_workers_own_samples_is_told_once(run_ranks: Ranks) -> None:
+    assert run_ranks(_told, 2, True) == ["", ""]
+    main, other = run_ranks(_told, 2, False)
+    assert other == ""
+    assert main.startswith("stormo: the buffer norm.mean is another one on rank 1 than on rank 0, because each worker")
+    assert main.count("stormo: ") == 1
+
+
+def _lost(workers: Workers) -> list[float]:
+    """A training that has come to nothing is the same nothing everywhere."""
+    world = world_of(workers)
+    model, optimizer = world.wrap(*make(has_norm=False))
+    loader = world.loader(DataLoader(data(), batch_size=19))
+    for _ in range(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            world.backward(F.mse_loss(model(x), y) * math.nan)
+            optimizer.step()
+    return [float(parameter.detach().sum()) for parameter in model.parameters()]
+
+
+def test_weights_that_are_no_numbers_anywhere_are_the_same(run_ranks: Ranks) -> None:
+    assert all(math.isnan(value) for values in run_ranks(_lost, 2) for value in values)
+
+
+def _folds(workers: Workers, folder: str) -> tuple[list[Weights], list[bool], int]:
+    world = world_of(workers)
+    found, models = [], []
+
+    def fold(number: int) -> Weights:
+        model, optimizer = make(has_norm=False, lr=0.1 / (1 + number))
+        world.wrap(model, optimizer)
+        models.append(weakref.ref(model))
+        loader = world.loader(DataLoader(data(30 + number), batch_size=8))
+        trained = world_loop(world, model, optimizer, loader, 1)
+        world.save(f"{folder}/{number}")
+        assert world.load(f"{folder}/{number}") == {}
+        return trained
+
+    for number in range(3):
+        found.append(fold(number))
+    return found, [model() is not None for model in models], len(world._loop.groups)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_folds_one_after_the_other_are_as_each_by_itself(run_ranks: Ranks, tmp_path: Path, size: int) -> None:
+    for number, (found, are_there, num_groups) in enumerate(run_ranks(_folds, size, str(tmp_path))):
+        assert are_there[:2] == [False, False], number
+        assert num_groups == 1
+        for fold, trained in enumerate(found):
+            model, optimizer = make(has_norm=False, lr=0.1 / (1 + fold))
+            expected = plain_loop(model, optimizer, DataLoader(data(30 + fold), batch_size=8), 1)
+            for name, value in expected.items():
+                torch.testing.assert_close(trained[name], value, rtol=1e-12, atol=1e-14)
+
+
+def _join_again(workers: Workers) -> str:
+    with pytest.raises(SettingError) as caught:
+        joining.join(None, None, None)
+    return str(caught.value)
+
+
+def test_a_script_that_has_joined_the_workers_itself_is_told_so(run_ranks: Ranks) -> None:
+    for sentence in run_ranks(_join_again, 2):
+        assert sentence.startswith("stormo.World() was called behind torch.distributed.init_process_group(), but it ")
+
+
+def _wrapped_state(_: Any = None) -> Any:
+    model, optimizer = make()
+    return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+
+
+def _own_checkpoint(workers: Workers, path: str) -> bool:
+    world = world_of(workers)
+    model, optimizer, scheduler = world.wrap(*_wrapped_state())
+    loader = world.loader(DataLoader(data(), batch_size=8))
+    world_loop(world, model, optimizer, loader, 1, scheduler=scheduler)
+    plain = _wrapped_state()
+    plain_loop(plain[0], plain[1], DataLoader(data(), batch_size=8), 1, scheduler=plain[2])
+    torch.save(scheduler.state_dict(), path)
+    return bool(torch.load(path, weights_only=True) == plain[2].state_dict())
+
+
+def test_a_scripts_own_checkpoint_holds_of_a_scheduler_what_torch_would_save(run_ranks: Ranks, tmp_path: Path) -> None:
+    assert run_ranks(_own_checkpoint, 1, str(tmp_path / "own.pt")) == [True]
