@@ -107,8 +107,8 @@ class World(Together):
         The models move to the device and start with the main worker's weights.
 
         Args:
-            parts: at least one model, in any order with the rest; or schedulers and loss scalers that were made after
-                their optimizer was wrapped.
+            parts: at least one model, in any order with the rest; or optimizers, schedulers and loss scalers that were
+                made after their model was wrapped.
             sync_batch_norm: batch-norm statistics over all workers' samples, so that the result does not depend on
                 their number; without it each has its own, and their running averages are averaged after every step.
                 Layers with ghost batch norm (`convert_ghost_batch_norm`) keep it in either case.
