@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from stormo import options
+from stormo import checkpoint, options
 from stormo.config import TrainConfig
 from stormo.data.loaders import Batch, Loader, ResidentLoader, Share, StreamedLoader
 from stormo.data.order import derive_seed
@@ -102,6 +103,17 @@ def _batches(parts: Parts) -> Iterator[Batch]:
     while True:
         yield from parts.loader.epoch(progress.epoch, progress.position)
         progress.epoch, progress.position = progress.epoch + 1, 0
+
+
+def save(parts: Parts, folder: str) -> str:
+    """Save a checkpoint of it into a folder; its path, on all workers."""
+    world, saver = parts.world, checkpoint.Saver(parts.world, in_background=False)
+    saving = checkpoint.Saving(step=parts.state.progress.step, identity="x", keep_last=9, keep_best=0, metric=None)
+    saver.begin(parts.state.content(world, 0), Path(folder) if world.is_main else None, saving)
+    saver.settle()
+    done = saver.finished()
+    path: str = world.share_json(str(done.saved.path) if done is not None else None)
+    return path
 
 
 def arrays(tensors: Any) -> dict[str, Any]:

@@ -36,8 +36,12 @@ def choose_precision(config: TrainConfig, layout: Layout) -> tuple[str, str]:
     speed = f" ({peaks[0]:g} against {peaks[2]:g} TFLOP/s in fp32)" if peaks else ""
     if gpu.has_bf16:
         return "bf16", f"fast on {gpu.name}{speed}, range of fp32; weights stay fp32"
-    if gpu.has_fp16_matrix_units and config.workers.strategy == "server":  # on one worker too, for now
-        return "fp32", f"{gpu.name} has no bf16, and servers take no gradients of scaled losses"
+    # On one worker too, for now.
+    takers = "servers take" * (config.workers.strategy == "server") or (
+        "PowerSGD takes" * (config.workers.compress == "powersgd")
+    )
+    if gpu.has_fp16_matrix_units and takers:
+        return "fp32", f"{gpu.name} has no bf16, and {takers} no gradients of scaled losses"
     if gpu.has_fp16_matrix_units:
         return "fp16", f"fast on {gpu.name}{speed}, which has no bf16; losses are scaled, weights stay fp32"
     return "fp32", f"{gpu.name} has no 16-bit matrix units"

@@ -59,7 +59,7 @@ def _of_stage(
         step, buckets = step + buckets, 0.0
     host = 0.0
     trained_bytes = float(sum(one.num_bytes for one in trained))
-    state += spread.outer_copies * trained_bytes
+    state += spread.kept_copies * trained_bytes
     if spread.servers:
         host = trained_bytes + _kept_by_servers(spread, trained_bytes, state + step) / spread.workers_per_node
         state = step = 0.0

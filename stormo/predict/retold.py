@@ -11,11 +11,12 @@ from stormo.hardware import Gpu
 from stormo.layout import resolve_layout
 from stormo.plan import Facts, resolve
 from stormo.plan.batch import per_worker
-from stormo.predict.ways import OF_ONE, Way
+from stormo.predict.ways import OF_COPIES, OF_ONE, Way
 
 # Flags that an advice replaces, each with so many values.
 _OF_WAY = {"--strategy": 1, "--mesh": 1, "--zero": 1, "--checkpoint-activations": 0, "--offload": 0}
 _OF_WAY |= {f"--{name.replace('_', '-')}": 1 for name in OF_ONE}
+_OF_COPIES = {f"--{name.replace('_', '-')}": 1 for name in OF_COPIES}
 _NEGATIONS = {"--no-checkpoint-activations": "checkpoint_activations", "--no-offload": "offload"}
 _OF_BATCH = {"--batch-size": 1, "--accumulate": 1}
 
@@ -37,6 +38,10 @@ def command_line(
         kept, added = list(words), []
     else:
         kept, added = without_flags(words, _OF_WAY), list(way.flags)
+        if way.config.workers.compress != config.workers.compress:
+            plain = without_flags(kept, _OF_COPIES)
+            added += ["--compress", "none"] * (plain == kept)  # a file of settings has it
+            kept = plain
         added += [flag for flag in _NEGATIONS if _is_to_be_negated(flag, words, config, way)]
     if "num_gpus" not in config.given:
         added += ["--num-gpus", str(len(gpus))]

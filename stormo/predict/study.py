@@ -9,7 +9,7 @@ from stormo.config import TrainConfig
 from stormo.data.fashion_mnist import DataNotFoundError
 from stormo.errors import SettingError, StormoError
 from stormo.hardware import Gpu
-from stormo.layout import resolve_layout
+from stormo.layout import Layout, resolve_layout
 from stormo.plan import Facts, Plan
 from stormo.plan.choices import choose_precision
 from stormo.plan.sharding import STAGES_PER_WORKER
@@ -191,7 +191,7 @@ class Study:
             # Local steps and servers need no buckets of DDP; in the hybrid all workers have the trunk.
             copies={"local": 1, "server": 1, "hybrid": mesh.tensor}.get(strategy, mesh.replicate),
             averages=strategy == "local" and layout.world_size > 1,
-            outer_copies=_outer_copies(way.config) if strategy == "local" else 0,
+            kept_copies=_kept_copies(way.config, layout),
             servers=way.config.workers.servers if strategy == "server" else 0,
             rooms=1 if way.config.workers.staleness else 3,
             cut=cut,
@@ -205,10 +205,15 @@ class Study:
         return 0 if self._passes is None else self._passes.batch_bytes(plan.batch_per_pass)
 
 
-def _outer_copies(config: TrainConfig) -> int:
-    """Of the weights: those of the last averaging and, with momentum, a velocity; none where the mean is taken."""
+def _kept_copies(config: TrainConfig, layout: Layout) -> int:
+    """Of the weights: those of the last averaging and, with momentum, a velocity; none where the mean is taken.
+
+    Of the gradients: what PowerSGD keeps back, little of which small weights have.
+    """
     rate, momentum = config.optimizer.outer_lr, config.optimizer.outer_momentum
-    return 0 if (rate, momentum) == (1, 0) else 1 + (momentum != 0)
+    if layout.strategy == "local":
+        return 0 if (rate, momentum) == (1, 0) else 1 + (momentum != 0)
+    return int(config.workers.compress == "powersgd" and layout.world_size > 1)
 
 
 def _in_flight(schedule: str, num_workers: int, micro_batches: int) -> float:

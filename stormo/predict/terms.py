@@ -90,7 +90,7 @@ class Spread:
     merges: bool = False  # blocks of a lone worker
     copies: int = 1  # whose gradients are averaged in buckets that stay
     averages: bool = False  # weights of workers that step by themselves
-    outer_copies: int = 0  # of the weights, that a step between averagings keeps
+    kept_copies: int = 0  # of the weights, that an outer step keeps, or of the gradients, for PowerSGD
     servers: int = 0
     rooms: int = 0  # of a server for what it keeps, in which gradients come in
     cut: frozenset[str] = frozenset()  # parameters that the axis tensor cuts

@@ -19,6 +19,7 @@ KNOWN = (
 )
 _OF_PIPELINE = {"schedule", "micro_batches"}
 OF_ONE = {"servers", "staleness", "average_every", "outer_lr", "outer_momentum"}  # settings of a strategy alone
+OF_COPIES = {"compress", "compress_rank"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,6 +116,8 @@ def _way(key: str, fields: Mapping[str, Any], config: TrainConfig, gpus: Sequenc
         given -= _OF_PIPELINE
     if key != "as set":
         given -= OF_ONE
+        if not key.startswith(("single", "ddp")):
+            fields, given = {**fields, "compress": "none"}, given - OF_COPIES
     parts = {name: {k: v for k, v in fields.items() if hasattr(getattr(config, name), k)} for name in _SECTIONS}
     sections = {name: replace(getattr(config, name), **own) for name, own in parts.items()}
     changed = replace(config, given=given, **sections)

@@ -78,7 +78,8 @@ def make_curve(measurements: Sequence[Measurement], mode: str, energy_per: str =
         unit=own[0].unit,
         energy_per=energy_per,
         points=tuple(_point(runs, base) for runs in by_workers.values()),
-        energy_reason="; ".join(dict.fromkeys(reason for reason in reasons if reason))
+        # A run may have several, and its neighbour some of them.
+        energy_reason="; ".join(dict.fromkeys(part for reason in reasons for part in reason.split("; ") if part))
         or "not recorded" * bool(reasons),
         measurements=tuple(own),
     )

@@ -9,8 +9,8 @@ from stormo.errors import SettingError
 from stormo.layout import OF_SEVERAL
 from stormo.mesh import Mesh, parse_mesh
 
-# Settings that only such strategies have; each flag is followed by its value.
-_THEIRS = ("strategy", "mesh", "zero", "servers", "staleness", "micro_batches", "schedule")
+# Settings that only such strategies have; each flag but the last one is followed by its value.
+_THEIRS = ("strategy", "mesh", "zero", "servers", "staleness", "micro_batches", "schedule", "shard_modules", "offload")
 
 
 def lone_note(config: TrainConfig) -> str:
@@ -27,7 +27,10 @@ def _note(asked: str) -> str:
 
 def lone_arguments(arguments: Sequence[str], config: TrainConfig) -> tuple[str, ...]:
     """What `stormo train` is told for one worker instead."""
-    flags, kept, found = {f"--{key.replace('_', '-')}": key for key in _THEIRS}, list[str](), set[str]()
+    has_units = config.sharding.checkpoint_activations or config.speed.compile  # of which one worker may name some
+    theirs = set(_THEIRS) - ({"shard_modules"} if has_units else set())
+    flags, kept, found = {f"--{key.replace('_', '-')}": key for key in theirs}, list[str](), set[str]()
+    flags["--no-offload"] = "offload"
     items = iter(arguments)
     for item in items:
         name, equals, _ = item.partition("=")
@@ -35,9 +38,9 @@ def lone_arguments(arguments: Sequence[str], config: TrainConfig) -> tuple[str, 
             kept.append(item)
             continue
         found.add(flags[name])
-        if not equals:
+        if not equals and flags[name] != "offload":
             next(items, None)
-    for key in sorted(config.given.intersection(_THEIRS) - found - {"strategy"}):
+    for key in sorted(config.given & theirs - found - {"strategy"}):
         raise SettingError(
             f"{key} was set in the file of --config",
             "a study leaves it out for its one worker, which cannot have it",

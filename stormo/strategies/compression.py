@@ -103,7 +103,9 @@ class Compression:
         flat.mul_(1.0 / self._size)
         if self._meter is not None:
             self._meter.see(flat)
-        parcel = Parcel(flat=flat, gradients=bucket.gradients(), parameters=bucket.parameters())
+        parameters = bucket.parameters()
+        gradients = [_by_strides(*pair) for pair in zip(bucket.gradients(), parameters, strict=True)]
+        parcel = Parcel(flat=flat, gradients=gradients, parameters=parameters)
         ready = torch.cuda.current_stream(self._device).record_event() if self._stream else None
 
         def exchange() -> None:
@@ -133,6 +135,12 @@ def _serve(waiting: SimpleQueue[Callable[[], None] | None]) -> None:
     while (exchange := waiting.get()) is not None:
         exchange()
         del exchange  # it holds whoever has made this thread
+
+
+def _by_strides(values: Tensor, parameter: Tensor) -> Tensor:
+    """The values of a bucket, each where the parameter has it: they lie there in the order of its memory."""
+    is_dense = torch.ops.aten.is_non_overlapping_and_dense.default(parameter)
+    return values.as_strided(parameter.shape, parameter.stride()) if is_dense else values
 
 
 def matrix_of(tensor: Tensor) -> Tensor:

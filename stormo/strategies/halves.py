@@ -26,6 +26,8 @@ class Halves:
     def exchange(self, parcel: Parcel, wire: Wire) -> None:
         """Sum the pieces where they meet."""
         flat, wide = parcel.flat, torch.promote_types(parcel.flat.dtype, torch.float32)
+        if not flat.numel():
+            return
         length = -(-flat.numel() // wire.size)
         length += length % 2  # the head of every row begins at a multiple of its size
         came = wire.swap(self._packed(flat, wire.size, length))

@@ -25,62 +25,61 @@ class LowRank:
     def __init__(self, module: nn.Module, rank: int, seed: int) -> None:
         self.rank = rank
         self._names = {id(parameter): name for name, parameter in trained(module).items()}
-        self._shapes = {name: matrix_of(p).shape for name, p in trained(module).items() if _is_cut(p, rank)}
-        self._seed = seed
+        # Both are written in place: on a GPU another stream than that of their making may still have to read them.
         self.errors: dict[str, Tensor] = {}
         self.bases: dict[str, Tensor] = {}
-        self._first: dict[str, Tensor] = {}  # where the power iteration begins
+        self._first: dict[str, Tensor] = {}  # where the power iteration begins, the same on all workers
         for name, parameter in trained(module).items():
-            if name in self._shapes:
-                rows, columns = self._shapes[name]
+            if _is_cut(parameter, rank):
+                rows, columns = matrix_of(parameter).shape
                 wide = torch.promote_types(parameter.dtype, torch.float32)
                 self.errors[name] = torch.zeros(rows, columns, dtype=wide, device=parameter.device)
-                self._first[name] = self.bases[name] = self._begin(name, columns).to(self.errors[name])
+                generator = torch.Generator().manual_seed(derive_seed(seed, "low rank", name))
+                first = torch.randn(columns, rank, generator=generator, dtype=torch.float64)
+                self._first[name] = first.to(self.errors[name])
+                self.bases[name] = self._first[name].clone()
         self.is_rehearsal = False  # whether the passes under way belong to no step
-
-    def _begin(self, name: str, columns: int) -> Tensor:
-        """Where the power iteration begins: the same on all workers."""
-        generator = torch.Generator().manual_seed(derive_seed(self._seed, "low rank", name))
-        return torch.randn(columns, self.rank, generator=generator, dtype=torch.float64)
 
     def exchange(self, parcel: Parcel, wire: Wire) -> None:
         """Send what changes most, and the small tensors as they are."""
         pairs = [(self._names[id(p)], g) for p, g in zip(parcel.parameters, parcel.gradients, strict=True)]
-        cut = [(name, gradient) for name, gradient in pairs if name in self._shapes]
+        cut = [(name, gradient) for name, gradient in pairs if name in self.errors]
         if not cut:  # also complex numbers, which have buckets of their own and are all there in the flat tensor alone
             wire.sum(parcel.flat)
             return
-        plain = [gradient for name, gradient in pairs if name not in self._shapes]
+        plain = [gradient for name, gradient in pairs if name not in self.errors]
         matrices = [matrix_of(gradient) + self.errors[name] for name, gradient in cut]
-        # The first message is small tensors and P together, the second one Q.
+        # The first message is small tensors, P, and who has a gradient at all; the second one is Q.
         lefts = [matrix @ self.bases[name] for matrix, (name, _) in zip(matrices, cut, strict=True)]
-        _sum_together(wire, [*plain, *lefts])
-        for left in lefts:
+        used = torch.stack([gradient.any() for _, gradient in cut]).to(lefts[0].dtype)
+        _sum_together(wire, [*plain, *lefts, used])
+        for index, left in enumerate(lefts):
+            # DDP leaves out what no worker has used: what was kept back of it would travel to nowhere.
+            left.mul_(used[index] > 0)
             orthonormalise(left)
         owns = [matrix.t() @ left for matrix, left in zip(matrices, lefts, strict=True)]
         rights = [own.clone() for own in owns]
         _sum_together(wire, rights)
-        for (name, gradient), matrix, left, own, right in zip(cut, matrices, lefts, owns, rights, strict=True):
+        for index, (name, gradient) in enumerate(cut):
+            left, right, basis = lefts[index], rights[index], self.bases[name]
             gradient.copy_((left @ right.t()).view(gradient.shape))
             if not self.is_rehearsal:
-                self.errors[name] = matrix.addmm_(left, own.t(), alpha=-1)
-                # A direction in which nothing came, as of a layer that had no part in this step, begins anew.
-                self.bases[name] = torch.where(right.any(dim=0), right, self._first[name])
+                torch.addmm(matrices[index], left, owns[index].t(), alpha=-1, out=self.errors[name])
+                # A direction in which nothing came begins anew.
+                came = torch.where(right.any(dim=0), right, self._first[name])
+                basis.copy_(torch.where(used[index] > 0, came, basis))
 
     def take(self, errors: Mapping[str, Tensor], bases: Mapping[str, Tensor]) -> None:
         """Go on from these; what is missing begins anew."""
-        for name, (rows, columns) in self._shapes.items():
-            error, basis = self.errors[name], bases.get(name)
+        for name, error in self.errors.items():
             error.copy_(errors[name]) if name in errors else error.zero_()
-            if basis is None or basis.shape != (columns, self.rank):
-                basis = self._first[name]
-            self.bases[name] = basis.to(error)
-            assert error.shape == (rows, columns)
+            basis, first = bases.get(name), self._first[name]
+            self.bases[name].copy_(first if basis is None or basis.shape != first.shape else basis)
 
 
 def _is_cut(parameter: Tensor, rank: int) -> bool:
     """Whether two thin matrices are enough smaller."""
-    if parameter.ndim < 2 or parameter.is_complex():
+    if parameter.ndim < 2 or parameter.is_complex() or not parameter.numel():
         return False
     rows, columns = matrix_of(parameter).shape
     return rows * columns >= _LEAST_SAVING * (rows + columns) * rank

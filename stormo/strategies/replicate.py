@@ -47,6 +47,16 @@ def replica(model: nn.Module, **options: Any) -> DistributedDataParallel:
     return DistributedDataParallel(model, **options, **KEEP_BUFFERS)
 
 
+def _arithmetic(device: torch.device) -> dict[str, Any]:
+    """On what the last bits depend of what every worker computes by itself from the matrices that all have alike."""
+    if device.type == "cuda":
+        return {"GPU of --compress powersgd": torch.cuda.get_device_name(device)}
+    return {
+        "number of threads of --compress powersgd": torch.get_num_threads(),
+        "instruction set of --compress powersgd": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
 class Replicate(Strategy):
     """torch's DistributedDataParallel."""
 
@@ -76,6 +86,7 @@ class Replicate(Strategy):
         name = self._settings.workers.compress
         if name != "powersgd":
             return Halves(HALVES[name])
+        self.world.require_same(_arithmetic(self.world.device))
         self.low_rank = LowRank(model, self._settings.workers.compress_rank, self._settings.run.seed)
         self.saves_apart = True
         return self.low_rank
@@ -86,9 +97,11 @@ class Replicate(Strategy):
         """Run first passes; nothing of their gradients is kept back for the first step."""
         if self.low_rank is not None:
             self.low_rank.is_rehearsal = True
-        super().warm_up(loader, batches, look)
-        if self.low_rank is not None:
-            self.low_rank.is_rehearsal = False
+        try:
+            super().warm_up(loader, batches, look)
+        finally:
+            if self.low_rank is not None:
+                self.low_rank.is_rehearsal = False
 
     def _gradient_sync(self, is_last: bool) -> AbstractContextManager[Any]:
         if self.world.size == 1:

@@ -8,13 +8,14 @@ import pytest
 
 from stormo import options
 from stormo.errors import SettingError
+from stormo.hardware import Gpu
 from stormo.layout import resolve_layout
 from stormo.plan import Facts, Plan, resolve
 
 
-def _plan(**flags: Any) -> Plan:
-    config = options.make_config({"device": "cpu", "num_gpus": 4, **flags}, None)
-    return resolve(config, resolve_layout(config, ()), Facts(num_train=1000, num_validation=100))
+def _plan(*gpus: Gpu, **flags: Any) -> Plan:
+    config = options.make_config({"device": "cuda" if gpus else "cpu", "num_gpus": 4, **flags}, None)
+    return resolve(config, resolve_layout(config, gpus), Facts(num_train=1000, num_validation=100))
 
 
 @pytest.mark.parametrize(
@@ -50,3 +51,9 @@ def test_what_it_does_not_go_with_is_told_in_one_sentence(flags: dict[str, Any],
         _plan(**flags)
     assert sentence in str(refused.value)
     assert str(refused.value).count(". ") == 0
+
+
+def test_where_losses_would_be_scaled_low_rank_trains_in_fp32() -> None:
+    old = (Gpu(name="Tesla V100-SXM2-16GB", memory_bytes=16 * 2**30, capability=(7, 0)),) * 4
+    assert _plan(*old, compress="powersgd").precision == "fp32"
+    assert _plan(*old, compress="fp16").precision == "fp16"

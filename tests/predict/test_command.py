@@ -167,6 +167,24 @@ def test_servers_and_local_steps_are_rows_of_their_own_and_what_is_theirs_alone_
     assert command[-6:] == ["--strategy", "local", "--outer-lr", "0.7", "--outer-momentum", "0.9"]
 
 
+def test_what_is_kept_back_of_gradients_counts_and_other_strategies_go_without(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    words = ["towers.py", "--num-gpus", "2", "--batch-size", "256", "--json"]
+    low_rank = ["--compress", "powersgd", "--compress-rank", "2"]
+    seen, plain = (json.loads(said(capsys, *words, "--gpu", "a30", *flags)) for flags in (low_rank, []))
+    (asked,), (before,) = ([way for way in each["ways"] if way["is_as_set"]] for each in (seen, plain))
+    assert asked["state_bytes"] == before["state_bytes"] + before["weights_bytes"]
+    assert [way["is_possible"] for way in seen["ways"]] == [way["is_possible"] for way in plain["ways"]]
+    assert seen["advice"]["command"].endswith("--compress powersgd --compress-rank 2")
+    settings = folder / "settings.toml"
+    settings.write_text('[workers]\ncompress = "powersgd"\n')
+    for flags, told in ((low_rank, []), (["--config", str(settings)], ["--compress", "none"])):
+        command = json.loads(said(capsys, *words, "--gpu-memory", "2.6", *flags))["advice"]["command"].split()
+        assert [word for word in command if word in ("--compress", "--compress-rank", "none", "powersgd")] == told
+        assert "--offload" in command
+
+
 TERMS = (
     *("weights", "gradients", "state", "activations", "gathered", "buckets", "buffers", "data", "workspace"),
     *("context", "captured"),

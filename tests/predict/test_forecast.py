@@ -100,7 +100,7 @@ def test_workers_that_step_by_themselves_and_servers() -> None:
     alone = held(Spread(**many, averages=True))
     assert alone.terms["state"] == 8 * TOTAL
     assert alone.terms["activations"] == 0
-    outer = held(Spread(**many, averages=True, outer_copies=2))
+    outer = held(Spread(**many, averages=True, kept_copies=2))
     assert outer.terms["state"] == 8 * TOTAL + 2 * 4 * TOTAL
     judged = forecast(MODEL, Spread(**many, averages=True), CURVE, GIB, [(9 * TOTAL, TOTAL, 0)])
     assert judged.terms["activations"] == (10 + 4 - 4) * TOTAL  # its own weights are kept while the mean is judged

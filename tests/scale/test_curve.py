@@ -78,7 +78,8 @@ def test_energy_missing_in_one_run_is_no_energy_and_keeps_its_reason() -> None:
         measurement(1, 100.0, j_per_sample=1.0),
         measurement(2, 190.0, j_per_sample=1.1),
         measurement(2, 190.0, repeat=2, energy_reason="no counter"),
+        measurement(2, 190.0, repeat=3, energy_reason="no counter; waiting was not measured"),
     )
     assert found.points[0].j_per_sample is not None
     assert found.points[1].j_per_sample is None
-    assert found.energy_reason == "no counter"
+    assert found.energy_reason == "no counter; waiting was not measured"  # each once

@@ -101,7 +101,9 @@ def test_a_batch_in_a_file_is_refused(tmp_path: Path) -> None:
         "--strategy server --servers=2 --staleness 1",
         "--strategy=pipeline --schedule gpipe --micro_batches 4",
         "--mesh tensor=2",
-        "--mesh shard=2 --zero 1",
+        "--mesh shard=2 --zero 1 --offload",
+        "--mesh shard=2 --shard-modules Linear",
+        "--mesh shard=2 --checkpoint-activations --shard-modules Linear",
         *(f"--strategy {name}" for name in ("naive", "tensor", "hybrid", "hsdp")),
     ],
 )

@@ -24,7 +24,7 @@ from stormo.strategies.local import Local
 from stormo.world.world import World
 from tests.strategies.test_server import Odd
 from tests.test_divergence import put_together
-from tests.tiny_run import Parts, arrays, assert_same_bits, build, optimizer_arrays, steps, whole_state
+from tests.tiny_run import Parts, arrays, assert_same_bits, build, optimizer_arrays, save, steps, whole_state
 from tests.tiny_task import Tiny, TinyOptions, points
 
 Ranks = Callable[..., list[Any]]
@@ -180,16 +180,6 @@ def test_what_is_validated_is_the_mean_and_the_workers_keep_their_own(run_ranks:
 # --- saved and resumed ------------------------------------------------------------------------------------------------
 
 
-def _save(parts: Parts, folder: str) -> str:
-    world, saver = parts.world, checkpoint.Saver(parts.world, in_background=False)
-    saving = checkpoint.Saving(step=parts.state.progress.step, identity="x", keep_last=9, keep_best=0, metric=None)
-    saver.begin(parts.state.content(world, 0), Path(folder) if world.is_main else None, saving)
-    saver.settle()
-    done = saver.finished()
-    path: str = world.share_json(str(done.saved.path) if done is not None else None)
-    return path
-
-
 def _everything(parts: Parts) -> dict[str, Any]:
     assert isinstance(parts.strategy, Local)
     outer = parts.strategy.outer
@@ -203,7 +193,7 @@ def _whole_and_resumed(world: World, folder: str, flags: dict[str, Any], saved_a
     whole = build(world, options, **flags)
     whole.strategy.warm_up(whole.loader)
     steps(whole, saved_at)
-    path = _save(whole, folder)
+    path = save(whole, folder)
     losses = steps(whole, 8 - saved_at)
     torch.manual_seed(99)
     resumed = build(world, options, **flags)
@@ -236,7 +226,7 @@ def test_a_run_that_is_resumed_on_as_many_workers_is_the_whole_run_to_the_last_b
 def _saved(world: World, folder: str, flags: dict[str, Any], num: int) -> tuple[str, Any, Any]:
     parts = build(world, {"num_train": 40}, **flags)
     steps(parts, num)
-    return _save(parts, folder), _weights(parts), optimizer_arrays(parts.strategy)
+    return save(parts, folder), _weights(parts), optimizer_arrays(parts.strategy)
 
 
 def _taken_up(world: World, path: str, flags: dict[str, Any]) -> tuple[Any, ...]:
@@ -333,11 +323,11 @@ def _sometimes(world: World, folder: str) -> tuple[str, str, Any, Any]:
     assert isinstance(parts.task, Sometimes)
     parts.task.is_used = world.is_main
     steps(parts, 2)
-    first = _save(parts, folder)
+    first = save(parts, folder)
     parts.task.is_used = True
     steps(parts, 1)
     before = optimizer_arrays(parts.strategy)
-    path = _save(parts, folder)
+    path = save(parts, folder)
     parts.state.take_up(world, Path(path), 0)
     return first, path, before, optimizer_arrays(parts.strategy)
 

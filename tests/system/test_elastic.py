@@ -95,7 +95,10 @@ def test_nodes_join_die_and_leave_in_the_middle_and_no_sample_is_lost_or_repeate
     shrunk = "stormo: restart 1 of 3: going on with 2 nodes, 2 workers\n"
     leaves = "stormo: this node leaves the training; where enough others are left, they go on\n"
     left = "stormo: a node leaves: going on with 1 node, 1 worker\n"
-    assert {name: job.err for name, job in jobs.items()} == {
+    early = (
+        "stormo: a node comes: going on with 2 nodes, 2 workers\n"  # where one of the first two had to wait for nobody
+    )
+    assert {name: job.err.removeprefix(early) for name, job in jobs.items()} == {
         "n1": "",
         "n2": grown + lost + shrunk + leaves,  # rank 1 speaks for rank 0
         "n3": grown + shrunk + left,
