@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stormo.data.loaders import Batch, Loader
+from stormo.errors import SettingError
 from stormo.optim.table import spare_compiler
 from stormo.strategies.compression import Compression
 from stormo.strategies.halves import Halves
@@ -87,7 +88,14 @@ class Replicate(Strategy):
         if name != "powersgd":
             return Halves(HALVES[name])
         self.world.require_same(_arithmetic(self.world.device))
-        self.low_rank = LowRank(model, self._settings.workers.compress_rank, self._settings.run.seed)
+        rank = self._settings.workers.compress_rank
+        self.low_rank = LowRank(model, rank, self._settings.run.seed)
+        if not self.low_rank.errors:
+            raise SettingError(
+                f"--compress powersgd was set with --compress-rank {rank}",
+                "of no weight of this model would two matrices of that rank be half as large or less",
+                "set --compress bf16" + ", or a smaller --compress-rank" * (rank > 1),
+            )
         self.saves_apart = True
         return self.low_rank
 

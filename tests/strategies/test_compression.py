@@ -332,6 +332,17 @@ def test_sparse_gradients_are_refused(run_ranks: Ranks) -> None:
         assert sentence.startswith("--compress bf16 was set, but the model has sparse gradients")
 
 
+def _too_large(world: World) -> str:
+    with pytest.raises(SettingError) as refused:
+        build(world, OPTIONS, global_batch_size=16, compress="powersgd", compress_rank=4)
+    return str(refused.value)
+
+
+def test_a_rank_that_saves_nothing_is_refused(run_ranks: Ranks) -> None:
+    for sentence in run_ranks(_too_large, 2):
+        assert sentence.endswith("; set --compress bf16, or a smaller --compress-rank.")
+
+
 # --- saved and resumed ------------------------------------------------------------------------------------------------
 
 
