@@ -146,7 +146,8 @@ note start "$SLURM_JOB_NODELIST"
     exec {command}
 ) &
 step=$!
-[ "$warnings" = 0 ] || warn
+# A process that has just begun does not ignore it yet.
+[ "$warnings" = 0 ] || {{ sleep 1; warn; }}
 seen=-1
 while [ "$seen" != "$warnings" ]; do  # a warning ends `wait`, not the training
     seen=$warnings

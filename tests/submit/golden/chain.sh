@@ -49,7 +49,8 @@ note start "$SLURM_JOB_NODELIST"
         --run-name "$run" --resume
 ) &
 step=$!
-[ "$warnings" = 0 ] || warn
+# A process that has just begun does not ignore it yet.
+[ "$warnings" = 0 ] || { sleep 1; warn; }
 seen=-1
 while [ "$seen" != "$warnings" ]; do  # a warning ends `wait`, not the training
     seen=$warnings
