@@ -75,13 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rank", type=int, default=4, help="of PowerSGD (default: 4)")
     add_options(parser)
     options = parser.parse_args(words)
-    return run(
-        "benchmarks.compression",
-        words,
-        options,
-        lambda world: [side(world, name, options) for name in SIDES],
-        lambda times: _show(times, options),
-    )
+    return run("benchmarks.compression", words, options, SIDES, side, _show)
 
 
 def _show(times: Times, options: argparse.Namespace) -> None:

@@ -47,13 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(words)
     if options.steps % options.average_every:
         parser.error("--steps must be a multiple of --average-every, so that every turn has its share of averagings")
-    return run(
-        "benchmarks.local_sgd",
-        words,
-        options,
-        lambda world: [side(world, name, options) for name in SIDES],
-        lambda times: _show(times, options),
-    )
+    return run("benchmarks.local_sgd", words, options, SIDES, side, _show)
 
 
 def _show(times: Times, options: argparse.Namespace) -> None:

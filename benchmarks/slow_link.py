@@ -72,15 +72,20 @@ def run(
     module: str,
     words: Sequence[str],
     options: argparse.Namespace,
-    sides: Callable[[World], Sequence[Turn]],
-    show: Callable[[Times], None],
+    names: Sequence[str],
+    side: Callable[[World, str, argparse.Namespace], Turn],
+    show: Callable[[Times, argparse.Namespace], None],
 ) -> int:
     """Start this very command again in a network of its own, then as two workers, and show what they measured."""
+
+    def sides(world: World) -> list[Turn]:
+        return [side(world, name, options) for name in names]
+
     if options.worker_folder:
         return work(options.worker_folder, lambda world: take_turns(world, sides(world), options.pairs, options.steps))
     if _INSIDE not in os.environ:
         return _slowed(module, words, options.rate_mbit)
-    show(times_of_workers(module, words))
+    show(times_of_workers(module, words), options)
     return 0
 
 

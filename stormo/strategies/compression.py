@@ -13,17 +13,15 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from stormo.strategies.noise_scale import NoiseScaleMeter
+from stormo.strategies.noise_scale import NoiseScaleMeter, begin_sum
+from stormo.world.grid import Line
 from stormo.world.world import World
-
-# torch 2.13 renamed it.
-_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +47,7 @@ class Wire:
         self.size = group.size()
         self.blocks = group._get_backend(device).name() != "nccl"
         self._group = group
+        self._line = Line(range(self.size), group.rank(), group)
         self._through_host = self.blocks and device.type != "cpu"
 
     def swap(self, rows: Tensor) -> Tensor:
@@ -62,13 +61,12 @@ class Wire:
         """The bytes of every worker, one below the other."""
         sent = row.cpu() if self._through_host else row
         received = sent.new_empty(self.size * sent.numel())
-        _gather(received, sent, group=self._group)
+        self._line.gather(received, sent)
         return received.view(self.size, -1).to(row.device)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over all workers, in place."""
-        dist.all_reduce(tensor, group=self._group)
-        return tensor
+        return self._line.sum(tensor)
 
 
 class Compression:
@@ -97,8 +95,7 @@ class Compression:
         """Begin with a bucket; the mean over all workers comes to where it lies."""
         flat = bucket.buffer()
         if flat.layout is not torch.strided:  # seen, and refused, after the first pass
-            summed: torch.futures.Future[list[Tensor]] = dist.all_reduce(flat, async_op=True).get_future()
-            return summed.then(lambda done: done.value()[0])
+            return begin_sum(flat)
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[self._device] if self._stream else None)
         flat.mul_(1.0 / self._size)
         if self._meter is not None:
@@ -141,13 +138,3 @@ def _by_strides(values: Tensor, parameter: Tensor) -> Tensor:
     """The values of a bucket, each where the parameter has it: they lie there in the order of its memory."""
     is_dense = torch.ops.aten.is_non_overlapping_and_dense.default(parameter)
     return values.as_strided(parameter.shape, parameter.stride()) if is_dense else values
-
-
-def matrix_of(tensor: Tensor) -> Tensor:
-    """A weight as a matrix: what belongs to one output is one row."""
-    return tensor.reshape(tensor.shape[0], -1)
-
-
-def trained(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that have gradients, by name."""
-    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from stormo.data.order import derive_seed
-from stormo.strategies.compression import Parcel, Wire, matrix_of, trained
+from stormo.strategies.compression import Parcel, Wire
 
 _LEAST_SAVING = 2  # a matrix travels as it is unless that takes this many times fewer numbers
 
@@ -24,14 +24,15 @@ class LowRank:
 
     def __init__(self, module: nn.Module, rank: int, seed: int) -> None:
         self.rank = rank
-        self._names = {id(parameter): name for name, parameter in trained(module).items()}
+        trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        self._names = {id(parameter): name for name, parameter in trained.items()}
         # Both are written in place: on a GPU another stream than that of their making may still have to read them.
         self.errors: dict[str, Tensor] = {}
         self.bases: dict[str, Tensor] = {}
         self._first: dict[str, Tensor] = {}  # where the power iteration begins, the same on all workers
-        for name, parameter in trained(module).items():
+        for name, parameter in trained.items():
             if _is_cut(parameter, rank):
-                rows, columns = matrix_of(parameter).shape
+                rows, columns = _matrix_of(parameter).shape
                 wide = torch.promote_types(parameter.dtype, torch.float32)
                 self.errors[name] = torch.zeros(rows, columns, dtype=wide, device=parameter.device)
                 generator = torch.Generator().manual_seed(derive_seed(seed, "low rank", name))
@@ -48,7 +49,7 @@ class LowRank:
             wire.sum(parcel.flat)
             return
         plain = [gradient for name, gradient in pairs if name not in self.errors]
-        matrices = [matrix_of(gradient) + self.errors[name] for name, gradient in cut]
+        matrices = [_matrix_of(gradient) + self.errors[name] for name, gradient in cut]
         # The first message is small tensors, P, and who has a gradient at all; the second one is Q.
         lefts = [matrix @ self.bases[name] for matrix, (name, _) in zip(matrices, cut, strict=True)]
         used = torch.stack([gradient.any() for _, gradient in cut]).to(lefts[0].dtype)
@@ -77,11 +78,16 @@ class LowRank:
             self.bases[name].copy_(first if basis is None or basis.shape != first.shape else basis)
 
 
+def _matrix_of(tensor: Tensor) -> Tensor:
+    """A weight as a matrix: what belongs to one output is one row."""
+    return tensor.reshape(tensor.shape[0], -1)
+
+
 def _is_cut(parameter: Tensor, rank: int) -> bool:
     """Whether two thin matrices are enough smaller."""
     if parameter.ndim < 2 or parameter.is_complex() or not parameter.numel():
         return False
-    rows, columns = matrix_of(parameter).shape
+    rows, columns = _matrix_of(parameter).shape
     return rows * columns >= _LEAST_SAVING * (rows + columns) * rank
 
 

@@ -56,8 +56,7 @@ class NoiseScaleMeter:
             self.see(buffer.mul_(1.0 / self._world.size))
         else:
             buffer.div_(self._world.size)  # a sparse gradient has a bucket of its own, and is never looked at
-        future: torch.futures.Future[list[Tensor]] = dist.all_reduce(buffer, async_op=True).get_future()
-        return future.then(lambda done: done.value()[0])
+        return begin_sum(buffer)
 
     def see_pass(self, span: Pass, parameters: Iterable[Tensor]) -> None:
         """A pass is done: with one worker alone, the gradients after the first one are its part of the batch's."""
@@ -139,6 +138,12 @@ class NoiseScaleMeter:
         """Go on from what `state` gave, with any number of workers."""
         self._norms, self._block, self._sent = [], [], None
         self._moments = torch.tensor(state, dtype=torch.float64, device=self._world.device)
+
+
+def begin_sum(buffer: Tensor) -> torch.futures.Future[Tensor]:
+    """Begin to sum a bucket of DDP's over the workers, in place."""
+    future: torch.futures.Future[list[Tensor]] = dist.all_reduce(buffer, async_op=True).get_future()
+    return future.then(lambda done: done.value()[0])
 
 
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
