@@ -84,15 +84,13 @@ class Pool:
             ours, theirs = multiprocessing.Pipe()
             self._members.append((fork(_serve, (theirs,), is_daemon=True), ours))
         port = free_port()
-        for rank in range(size):
-            self._members[rank][1].send((rank, size, port, function, arguments))
-        answers = []
-        for rank in range(size):
-            connection = self._members[rank][1]
-            if not connection.poll(120):
-                self.close()
-                raise TimeoutError(f"rank {rank} did not answer within 120 s")
-            answers.append(connection.recv())
+        try:
+            for rank in range(size):
+                self._members[rank][1].send((rank, size, port, function, arguments))
+            answers = [self._answer_of(rank) for rank in range(size)]
+        except BaseException:
+            self.close()  # an answer that comes later must not be taken for one of the next call
+            raise
         failures = [text for is_good, text, _ in answers if not is_good]
         if failures:
             self.close()  # what a failed rank still holds of its process group could block it in the next call
@@ -100,6 +98,12 @@ class Pool:
         if max(num_threads for _, _, num_threads in answers) > MAX_THREADS:
             self.close()
         return [result for _, result, _ in answers]
+
+    def _answer_of(self, rank: int) -> Any:
+        connection = self._members[rank][1]
+        if not connection.poll(120):
+            raise TimeoutError(f"rank {rank} did not answer within 120 s")
+        return connection.recv()
 
     def close(self) -> None:
         """End all ranks."""

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,13 +20,11 @@ from stormo.launch.control import Timing
 from stormo.launch.detect import detect
 from stormo.launch.ranks import RanksLifeline
 
-asked_to_stop = threading.Event()
 stops: list[int] = []
 
 
 def note_stop(number: int, frame: FrameType | None) -> None:
-    stops.append(number)
-    asked_to_stop.set()
+    stops.append(number)  # and no lock: this thread may hold it
 
 
 def publish(text: str) -> None:
@@ -74,8 +71,8 @@ def fail(line: Lifeline, error: ValueError, *, secondary: bool = False, linger: 
 
 def wait_for_stop(line: Lifeline) -> None:
     print("ready", flush=True)
-    while not asked_to_stop.wait(0.05):
-        pass
+    while not stops:
+        time.sleep(0.05)
 
 
 def fork_helper(line: Lifeline) -> None:
