@@ -3,16 +3,17 @@
     python -m benchmarks.compression [--rate-mbit 100] [--pairs 10] [--steps 16] [--width 256]
 
 Needs root: the two workers run in a network of their own, whose link is held to that rate by `tc`. All sides run in the
-same processes, in turns, in random order: --compress none, bf16, fp16 and powersgd of stormo's own steps, and a plain
-DDP loop with torch's PowerSGD hook of the same rank (torch's 16-bit hooks do not run on Gloo). A ratio is a side's time
-over that of --compress none, turn by turn.
+same processes, in turns, in random order: --compress none, bf16, fp16 and powersgd of stormo's own steps, a loop of
+one's own as `world.wrap` has it, with compress="bf16" and without, and a plain DDP loop with torch's PowerSGD hook of
+the same rank (torch's 16-bit hooks do not run on Gloo). A ratio is a side's time over that of --compress none, turn by
+turn.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -21,16 +22,21 @@ from benchmarks.slow_link import add_options, run, step_lines, steps_of
 from benchmarks.turns import Times, Turn, ratios
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
     from stormo.world.world import World
 
 METHODS = ("none", "bf16", "fp16", "powersgd")
-SIDES = (*METHODS, "torch_powersgd")
+SCRIPTS = {"script": "none", "script_bf16": "bf16"}
+SIDES = (*METHODS, *SCRIPTS, "torch_powersgd")
 
 
 def side(world: World, method: str, options: argparse.Namespace) -> Turn:
     """Steps of stormo by one method, or of a plain loop."""
     from stormo.config import Batch, Optimizer, Speed, TrainConfig, Workers
 
+    if method in SCRIPTS:
+        return _script(world, options, SCRIPTS[method])
     if method not in METHODS:
         return _plain(world, options)
     workers = Workers(num_gpus=world.size, strategy="ddp", device="cpu", compress_rank=options.rank)
@@ -44,24 +50,47 @@ def side(world: World, method: str, options: argparse.Namespace) -> Turn:
     return steps_of(world, config, options.width)
 
 
+def _script(world: World, options: argparse.Namespace, compress: str) -> Turn:
+    from benchmarks.slow_task import Wide
+    from stormo.strategies.exchange import GradientExchange
+
+    model = Wide(options.width).model()
+    exchange = GradientExchange(model, world, compress=compress)
+
+    def backward(loss: Tensor) -> None:
+        exchange.arm()
+        (loss / world.size).backward()
+        exchange.finish()
+
+    return _loop(world, options, model, backward)
+
+
 def _plain(world: World, options: argparse.Namespace) -> Turn:
-    import torch
+    from torch import Tensor
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
     from torch.nn.parallel import DistributedDataParallel
 
     from benchmarks.slow_task import Wide
 
-    task = Wide(options.width)
-    model = DistributedDataParallel(task.model(), gradient_as_bucket_view=True)
+    model = DistributedDataParallel(Wide(options.width).model(), gradient_as_bucket_view=True)
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=options.rank, start_powerSGD_iter=2)
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return _loop(world, options, model, Tensor.backward)
+
+
+def _loop(world: World, options: argparse.Namespace, model: nn.Module, backward: Callable[[Tensor], None]) -> Turn:
+    import torch
+
+    from benchmarks.slow_task import Wide
+
+    task = Wide(options.width)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     x, y = task.train_data().tensors
     rows = torch.arange(options.batch_size) + world.rank * options.batch_size
 
     def turn(num_steps: int) -> None:
         for _ in range(num_steps):
-            task.loss(model, (x[rows], y[rows])).backward()
+            backward(task.loss(model, (x[rows], y[rows])))
             optimizer.step()
             optimizer.zero_grad()
 

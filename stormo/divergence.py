@@ -214,8 +214,20 @@ def _cause(config: TrainConfig, plan: Plan, diverged: Diverged, has_own_optimize
     return rate
 
 
-def remedies(config: TrainConfig, plan: Plan, diverged: Diverged, *, has_own_optimizer: bool) -> tuple[list[str], str]:
-    """What to try, each a flag or a few words, and the flag with which the run may go on."""
+def remedies(
+    config: TrainConfig,
+    plan: Plan,
+    diverged: Diverged,
+    *,
+    has_own_optimizer: bool,
+    diverged_rate: float | None = None,
+    kept_factor: float = 1.0,
+) -> tuple[list[str], str]:
+    """What to try, each a flag or a few words, and the flag with which the run may go on.
+
+    `diverged_rate` is the lowest rate after warm-up that the run has diverged with, or the plan's; `kept_factor` what
+    rollbacks have made of the rate of a run that can go on.
+    """
     optimizer = config.optimizer
     clip = f"--clip-norm {1 if optimizer.clip_norm is None else optimizer.clip_norm / 10:g}"
     if config.workers.staleness:  # servers that cannot clip, and old gradients diverge at lower rates
@@ -225,8 +237,13 @@ def remedies(config: TrainConfig, plan: Plan, diverged: Diverged, *, has_own_opt
     if diverged.kind == "validation":
         return ["validation data without such values (torch.isfinite finds them)", clip], clip
     tried = [] if plan.precision != "fp16" or diverged.kind != "loss" else ["--precision bf16 (or fp32)"]
-    rate = f"--base-lr {optimizer.base_lr / 2:g}"
-    tried += ["half the rate in the task's optimizer()"] if has_own_optimizer else [rate]
+    half = (diverged_rate or plan.learning_rate) / plan.learning_rate / 2  # a new run has no factor of rollbacks
+    rate = f"--base-lr {optimizer.base_lr * half / kept_factor:g}"
+    tried.append(rate + f" ({optimizer.base_lr * half:g} in a new run)" * (kept_factor != 1))
+    if has_own_optimizer:
+        own = "half the rate" if half / kept_factor == 0.5 else f"{half / kept_factor:g} × the rate"
+        own += f" ({half:g} × in a new run)" * (kept_factor != 1)
+        tried[-1] = f"{own} in the task's optimizer()"
     if diverged.kind in ("loss", "weights", "exploded"):
         tried.append(clip)
     if plan.learning_rate / optimizer.base_lr > 1 and optimizer.lr_rule == "linear" and not has_own_optimizer:

@@ -27,6 +27,7 @@ class Progress:
     num_resumes: int = 0
     num_rollbacks: int = 0
     rate_factor: float = 1.0  # of the learning rate, lowered by every rollback
+    diverged_rate: float | None = None  # the lowest one, of a schedule after warm-up, with which the loss was lost
     trend: Trend = field(default_factory=Trend)  # of the training loss
     calm_steps: list[int] = field(default_factory=list)  # of the last two checkpoints saved while it was calm
     peak_memory_bytes: int | None = None

@@ -19,7 +19,7 @@ from stormo.telemetry.text import run_reference
 from stormo.world.world import World
 
 # Of what went wrong, too: the time was spent on those samples, and the number of starts is no matter of the weights.
-_KEPT = ("num_resumes", "samples_trained", "train_time_s", "wait_s")
+_KEPT = ("num_resumes", "samples_trained", "train_time_s", "wait_s", "diverged_rate")
 
 
 class Recovery:
@@ -49,6 +49,7 @@ class Recovery:
         shared = world.share_json(None if good is None else str(good.resolve()))
         if shared is None:
             return False
+        progress.diverged_rate = self._diverged_rate(diverged)
         kept, diagnosed = {name: getattr(progress, name) for name in _KEPT}, self._diagnosis(diverged)
         num_rollbacks, rate_factor = progress.num_rollbacks + 1, progress.rate_factor * stop.rollback_factor
         if good is not None:
@@ -72,29 +73,44 @@ class Recovery:
         self._journal.settle()
         if not self._world.is_main:
             return
-        num_rollbacks, has_own = self._state.progress.num_rollbacks, self._state.strategy.has_own_optimizer
-        tried, flag = remedies(self._config, self._plan, diverged, has_own_optimizer=has_own)
+        progress, good = self._state.progress, self._last_good(diverged)
+        num_rollbacks, progress.diverged_rate = progress.num_rollbacks, self._diverged_rate(diverged)
+        tried, flag = remedies(
+            self._config,
+            self._plan,
+            diverged,
+            has_own_optimizer=self._state.strategy.has_own_optimizer,
+            diverged_rate=progress.diverged_rate,
+            kept_factor=1.0 if good is None else progress.rate_factor,
+        )
         sentences = [self._diagnosis(diverged)]
         if num_rollbacks:
             sentences.append(f"{counted(num_rollbacks, 'rollback')} did not help.")
-        sentences += [f"Try {', '.join(tried)}.", self._way_on(diverged, flag)]
+        sentences += [f"Try {', '.join(tried)}.", self._way_on(good, flag)]
         self._record(diverged, None, " ".join(sentences))
 
-    def _way_on(self, diverged: Diverged, flag: str) -> str:
-        good, folder = self._last_good(diverged), self._journal.folder
+    def _diverged_rate(self, diverged: Diverged) -> float | None:
+        """The lowest rate after warm-up that the run has diverged with, this time's among them where it is to blame."""
+        progress = self._state.progress
+        rates = [] if progress.diverged_rate is None else [progress.diverged_rate]
+        if not diverged.has_bad_inputs and diverged.kind != "validation":
+            rates.append(self._plan.learning_rate * progress.rate_factor)
+        return min(rates, default=None)
+
+    def _way_on(self, good: Path | None, flag: str) -> str:
+        folder = self._journal.folder
         self._journal.set_aside_later_than(good)  # so that a resume goes on from the good one
         if good is None:
             return "There is no good checkpoint from before: start a new run."
         command = f"stormo train --resume {run_reference(folder.name, str(folder.path))} {flag}".rstrip()
         step = checkpoint.read_manifest(good).step
-        if self._state.progress.num_rollbacks:
-            self._keep_rollbacks(good)
+        self._keep_tried(good)
         return f"The last good checkpoint is that of step {step}; go on from it with: {command}"
 
-    def _keep_rollbacks(self, good: Path) -> None:
-        """Write the rollbacks and their factor into a checkpoint from before them, as they stay with the run."""
-        progress = self._state.progress
-        told = {"num_rollbacks": progress.num_rollbacks, "rate_factor": progress.rate_factor}
+    def _keep_tried(self, good: Path) -> None:
+        """Write rollbacks, their factor and the rate that was lost into a checkpoint from before: they stay with it."""
+        names = ("num_rollbacks", "rate_factor", "diverged_rate")
+        told = {name: getattr(self._state.progress, name) for name in names}
         state = checkpoint.read_state(good)
         if told.items() <= state["progress"].items():
             return

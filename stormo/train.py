@@ -48,21 +48,8 @@ def main(arguments: list[str]) -> int:
     if hosts and not config.command.dry_run:
         return start_on_hosts(config, hosts, "train", arguments)
     config = on_hosts(config, hosts)
+    layout, task = checked(config, task_class, place)
     is_agent = becomes_agent(config, place)
-    if place is not None and place.launcher == "torchrun" and "max_restarts" in config.given:
-        check_restarts(os.environ, config.workers.restarts)
-    layout = resolve_layout(config, visible_gpus(), None if is_agent else launched_by(place))
-    check_settings(config, layout)  # before any process starts, though the data may not be known yet
-    task = task_class(config.task_options)
-    check_made(task)
-    dry_run.check(config)
-    staging.check(config.command, task)
-    if is_agent:
-        check_elastic(config, place)
-    if config.run.prometheus is not None:
-        from stormo.telemetry import prometheus
-
-        prometheus.check(config.run.prometheus, config.run.prometheus_host)
     if config.command.dry_run:
         if place is None or place.is_main:
             if task.needs_data_for_facts():
@@ -81,6 +68,26 @@ def main(arguments: list[str]) -> int:
     return _work(config, layout, task, place or alone())
 
 
+def checked(config: TrainConfig, task_class: type[Task], place: Place | None = None) -> tuple[Layout, Task]:
+    """Refuse, before any process starts, what cannot hold whatever the data are; give who takes part, and the task."""
+    is_agent = becomes_agent(config, place)
+    if place is not None and place.launcher == "torchrun" and "max_restarts" in config.given:
+        check_restarts(os.environ, config.workers.restarts)
+    layout = resolve_layout(config, visible_gpus(), None if is_agent else launched_by(place))
+    check_settings(config, layout)
+    task = task_class(config.task_options)
+    check_made(task)
+    dry_run.check(config)
+    staging.check(config.command, task)
+    if is_agent:
+        check_elastic(config, place)
+    if config.run.prometheus is not None:
+        from stormo.telemetry import prometheus
+
+        prometheus.check(config.run.prometheus, config.run.prometheus_host)
+    return layout, task
+
+
 def read_settings(arguments: list[str]) -> tuple[TrainConfig, type[Task]]:
     """Defaults, then the settings of a resumed run, then a TOML file's, then flags: the later wins."""
     peeked = options.peek_flags(arguments, options.train_options(), _looks_like_task)
@@ -95,8 +102,8 @@ def read_settings(arguments: list[str]) -> tuple[TrainConfig, type[Task]]:
     check_options(task_class)
     plain = options.train_options(task_class.Options)
     defaults, every = options.defaults_of_task(task_class.defaults, plain, task_class.name)
-    settings = options.settings_from_toml(document, every, peeked.get("config", ""))
-    settings |= options.parse_flags("stormo train", arguments, every, f"Task {task_class.name}")
+    flags = options.parse_flags("stormo train", arguments, every, f"Task {task_class.name}")
+    settings = options.below(options.settings_from_toml(document, every, peeked.get("config", "")), flags) | flags
     if resumed is None:
         return options.make_config(settings, task_class.Options, defaults), task_class
     # The file holds whatever was in force, the task's defaults of that day among it; what is not there was not set.
@@ -109,7 +116,7 @@ def read_settings(arguments: list[str]) -> tuple[TrainConfig, type[Task]]:
     settings.setdefault("resume", "")  # a round of torchrun that goes on without being told to
     # What --batch-size auto rests on is not in the file, which says auto.
     number = {"batch_size": defaults["batch_size"]} if "batch_size" in defaults else {}
-    config = options.make_config(before | settings, task_class.Options, number)
+    config = options.make_config(options.beside(before, settings) | settings, task_class.Options, number)
     return replace(config, given=frozenset(settings), resumed=effective, changed=changed), task_class
 
 

@@ -799,10 +799,17 @@ def _back_and_back(world: World, folder: str) -> tuple[list[int], bool, list[flo
         *("; × 0.25 by the rollbacks before", "; × 0.125 by the rollbacks before"),
     ]
     journal.end("divergence", diverged_at_step=3)
-    parts, _, (journal, *_) = put_together(world, folder, Tiny, resume="back", **flags)
+    # The rates 0.1, 0.05, 0.025 and 0.0125 have failed; what goes on does so with × 0.125, also of a higher rate.
+    assert " Try --base-lr 0.05 (0.00625 in a new run), " in said[-1]
+    parts, _, (journal, recovery, records) = put_together(world, folder, Tiny, resume="back", base_lr=0.8, **flags)
     resumed = parts.state.progress
+    found = [resumed.step, resumed.num_rollbacks, resumed.rate_factor]
+    recovery.give_up(_lost(step=3, onset_step=3))
+    assert " Try --base-lr 0.05 (0.00625 in a new run), " in records[-1].text
+    recovery.give_up(_lost(step=1, onset_step=1))  # before which there is no checkpoint
+    assert " Try --base-lr 0.00625, " in records[-1].text
     journal.end("epochs")
-    return steps, can_go_on, [resumed.step, resumed.num_rollbacks, resumed.rate_factor]
+    return steps, can_go_on, found
 
 
 def test_rollbacks_in_a_row_go_back_to_the_beginning_at_last(run_ranks: Ranks, tmp_path: Path) -> None:
@@ -1033,6 +1040,9 @@ def test_of_an_optimizer_of_its_own_no_rate_is_promised() -> None:
     tried, flag = remedies(parts.config, parts.plan, _lost(), has_own_optimizer=True)
     assert tried[0] == "half the rate in the task's optimizer()"
     assert (flag, any("--base-lr" in one for one in tried)) == ("--clip-norm 1", False)
+    rate = parts.plan.learning_rate / 4
+    tried, _ = remedies(parts.config, parts.plan, _lost(), has_own_optimizer=True, diverged_rate=rate, kept_factor=0.25)
+    assert tried[0] == "half the rate (0.125 × in a new run) in the task's optimizer()"
 
 
 def test_stale_servers_are_not_told_to_clip() -> None:

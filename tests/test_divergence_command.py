@@ -37,7 +37,8 @@ def test_two_workers_go_back_together_and_stop_with_what_happened(tmp_path: Path
     assert back.endswith("Going back to step 1 with the learning rate × 0.5 (rollback 1 of 1).")
     assert " at that step, in step 4 of 8 of warm-up; 2 × --base-lr for the batch of 128, by the linear rule). " in back
     assert end == [line for line in done.stdout.splitlines() if not line.startswith("Energy: ")][-1]
-    assert " 1 rollback did not help. Try --base-lr 1.84467e+19, --clip-norm 1, --lr-rule sqrt, " in end
+    assert " 1 rollback did not help. Try --base-lr 1.84467e+19 (9.22337e+18 in a new run), --clip-norm 1, " in end
+    assert ", --lr-rule sqrt, " in end
     command = "stormo train --resume one --base-lr 1.84467e+19"
     assert end.endswith(f"The last good checkpoint is that of step 1; go on from it with: {command}")
     ended = summary(run)

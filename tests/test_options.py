@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 from stormo import options
 from stormo.config import EFFECTIVE, OF_ONE_CALL, SECTIONS, Effective, TrainConfig, option
 from stormo.errors import SettingError, StormoError
+from stormo.layout import resolve_layout
 from stormo.options import UsageError
+from stormo.plan import check_settings, resolve
 from stormo.tasks.find import find_task
 from stormo.train import read_settings
 
@@ -482,13 +484,103 @@ _STORED = [one for one in EVERY if one.section != "command" and one.name not in 
 @settings(max_examples=100)
 @given(st.fixed_dictionaries({}, optional={one.key: _values(one) for one in _STORED}))
 def test_settings_survive_the_file_of_a_run(given_settings: dict[str, Any]) -> None:
-    if given_settings.get("on_divergence") != "rollback":  # without it they mean nothing, and are refused
-        given_settings = {key: value for key, value in given_settings.items() if "rollback" not in key}
-    config = options.make_config(given_settings, OwnOptions)
+    defaults = {one.key: one.default for one in EVERY}
+    idle = options.without_effect(defaults | given_settings)  # they mean nothing, and are refused
+    config = options.make_config({key: given_settings[key] for key in given_settings.keys() - idle}, OwnOptions)
     document = tomllib.loads(options.to_toml(config, EFFECT))
     assert Effective(**document[EFFECTIVE]) == EFFECT
     again = options.make_config(options.settings_from_toml(document, EVERY, "x"), OwnOptions)
     assert dataclasses.replace(again, given=frozenset()) == dataclasses.replace(config, given=frozenset())
+
+
+# What may stand in a file, and what of it is left under flags that name something else.
+_REPLACED = [
+    ('[workers]\ncompress = "powersgd"\ncompress_rank = 8', "--compress bf16", {"compress"}),
+    ('[workers]\ncompress = "powersgd"\ncompress_rank = 8', "--compress powersgd", {"compress", "compress_rank"}),
+    ('[workers]\nstrategy = "server"\nservers = 2\nstaleness = 1', "--strategy ddp", {"strategy"}),
+    ('[workers]\nstrategy = "server"\nservers = 2\nstaleness = 1', "--mesh shard=4", {"mesh"}),
+    ('[workers]\nmesh = "shard=4"\nzero = 1\n[sharding]\noffload = true', "--strategy ddp", {"strategy"}),
+    ('[workers]\nmesh = "shard=4"\nzero = 1\n[sharding]\noffload = true', "--strategy auto", {"strategy"}),
+    ('[workers]\nmesh = "shard=4"\nzero = 1', "--mesh replicate=2,shard=2", {"mesh", "zero"}),
+    (
+        '[workers]\nstrategy = "local"\n[optimizer]\naverage_every = "8"\nouter_lr = 0.7\nouter_momentum = 0.9',
+        "--strategy auto",
+        {"strategy"},
+    ),
+    (
+        '[workers]\nstrategy = "pipeline"\n[sharding]\nschedule = "gpipe"\nmicro_batches = 4',
+        "--strategy naive",
+        {"strategy"},
+    ),
+    ('[workers]\nstrategy = "pipeline"\n[sharding]\nmicro_batches = 4', "--mesh pipeline=4", {"mesh", "micro_batches"}),
+    ('[workers]\nstrategy = "fsdp"\n[sharding]\nshard_modules = "Block"', "--strategy ddp", {"strategy"}),
+    (
+        '[workers]\nstrategy = "fsdp"\n[sharding]\nshard_modules = "Block"',
+        "--strategy ddp --checkpoint-activations",
+        {"strategy", "checkpoint_activations", "shard_modules"},
+    ),
+    ('[optimizer]\noptimizer = "adamw"\nbeta2 = 0.9\neps = 1e-3', "--optimizer lars", {"optimizer"}),
+    ('[optimizer]\noptimizer = "adamw"\nbeta2 = 0.9', "--optimizer lamb", {"optimizer", "beta2"}),
+    ("[optimizer]\nnesterov = true", "--optimizer adamw", {"optimizer"}),
+    ('[stop]\non_divergence = "rollback"\nmax_rollbacks = 2', "--on-divergence stop", {"on_divergence"}),
+    ("[batch]\nghost_batch_size = 16", "--sync-batch-norm", {"sync_batch_norm"}),
+    ("[batch]\nbatch_size = 512", "--global-batch-size 64", {"global_batch_size"}),
+    ("[batch]\nglobal_batch_size = 512", "--batch-size 8", {"batch_size"}),
+    ("[batch]\nglobal_batch_size = 512", "--batch-size auto", {"batch_size", "global_batch_size"}),
+    ('[batch]\ngrow_batch = "1:2x"\nmax_batch_size = 64', "--batch-size auto", {"grow_batch", "batch_size"}),
+    ('[workers]\nhosts = "a,b"', "--hostfile hosts", {"hostfile"}),
+]
+
+
+@pytest.mark.parametrize(("text", "flags", "left"), _REPLACED)
+def test_a_choice_that_a_flag_names_replaces_that_of_the_file_with_what_belongs_to_it(
+    tmp_path: Path, text: str, flags: str, left: set[str]
+) -> None:
+    file, always = write(tmp_path / "my.toml", text), ["--device", "cpu", "--num-gpus", "4"]
+    config, task_class = read_settings(["--config", file, *always, *flags.split()])
+    assert config.given == left | {"config", "device", "num_gpus"}
+    resolve(config, resolve_layout(config, ()), task_class(config.task_options).facts())
+
+
+def test_what_a_file_says_against_itself_and_what_flags_say_against_each_other_is_refused(tmp_path: Path) -> None:
+    for text, flags in (("[workers]\ncompress_rank = 8", ""), ("", "--compress bf16 --compress-rank 8")):
+        config, _ = read_settings(["--config", write(tmp_path / "my.toml", text), "--device", "cpu", *flags.split()])
+        with pytest.raises(SettingError, match="--compress-rank 8 was set with --compress "):
+            check_settings(config, resolve_layout(config, ()))
+
+
+@pytest.mark.parametrize(
+    ("begun", "now"),
+    [
+        ({"compress": "powersgd", "compress_rank": 8}, "--compress none"),
+        ({"ghost_batch_size": 16}, "--sync-batch-norm"),
+        ({"strategy": "fsdp", "shard_modules": "Block", "offload": True}, "--strategy ddp"),
+        ({"strategy": "pipeline", "micro_batches": 4}, "--strategy naive"),
+        ({"grow_batch": "1:2x", "max_batch_size": 64}, "--batch-size auto"),
+    ],
+)
+def test_a_choice_that_a_resume_names_replaces_that_of_the_run_with_what_belongs_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: dict[str, Any], now: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _stored_run(tmp_path / "runs", "old", **begun)
+    config, task_class = read_settings(["--resume", "old", "--device", "cpu", "--num-gpus", "4", *now.split()])
+    resolve(config, resolve_layout(config, ()), task_class(config.task_options).facts())
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *("", "--strategy server --servers 2", "--mesh pipeline=2,shard=2 --zero 1", "--strategy local"),
+        *("--compress powersgd --compress-rank 2", "--optimizer novograd --grad-averaging", "--gradient-noise 0.1"),
+    ],
+)
+def test_the_file_of_a_run_repeats_it(tmp_path: Path, flags: str) -> None:
+    config, task_class = read_settings(["--device", "cpu", "--num-gpus", "4", *flags.split()])
+    facts = task_class(config.task_options).facts()
+    plan = resolve(config, resolve_layout(config, ()), facts)
+    again, _ = read_settings(["--config", write(tmp_path / "config.toml", options.to_toml(config, plan.beginning))])
+    assert resolve(again, resolve_layout(again, ()), facts) == plan
 
 
 def test_the_character_del_survives_the_file_of_a_run() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
+from stormo.checkpoint.layout import CorruptCheckpointError
+from stormo.checkpoint.reading import with_offer
 from stormo.errors import EXIT_FAILURE, SettingError, StormoError
 from stormo.world.store import PeerFailedError
 from stormo.world.world import World
@@ -27,6 +31,19 @@ def raise_together(world: World, failure: Exception | None) -> None:
     error = PeerFailedError(text)
     error.exit_code = exit_code
     raise error
+
+
+@contextmanager
+def read_together(world: World, path: Path) -> Iterator[None]:
+    """Every worker reads a checkpoint in the body: what fails on one is raised by all, a bad file beside a good one."""
+    failure: Exception | None = None
+    try:
+        yield
+    except CorruptCheckpointError as error:
+        failure = with_offer(error, path)
+    except Exception as error:
+        failure = error
+    raise_together(world, failure)
 
 
 def require_seen(world: World, folder: Path) -> None:

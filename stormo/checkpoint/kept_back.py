@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stormo.checkpoint.agreement import raise_together
-from stormo.checkpoint.layout import LOCAL, CorruptCheckpointError
+from stormo.checkpoint.agreement import read_together
+from stormo.checkpoint.layout import LOCAL
 from stormo.checkpoint.reader import Reader, Wanted
-from stormo.checkpoint.reading import with_offer
 from stormo.checkpoint.shard import Box, whole_box
 from stormo.strategies.strategy import Strategy
 from stormo.world.world import World
@@ -48,8 +47,7 @@ def take_kept(world: World, path: Path, strategy: Strategy, state: Mapping[str, 
         return
     errors: dict[str, Tensor] = {}
     bases: dict[str, Tensor] = {}
-    failure: Exception | None = None
-    try:
+    with read_together(world, path):
         if KEPT_BACK in state:
             with Reader(path) as reader:
                 bases = _read(reader, "basis/")
@@ -58,11 +56,6 @@ def take_kept(world: World, path: Path, strategy: Strategy, state: Mapping[str, 
                         errors[name] = errors[name].add_(tensor) if name in errors else tensor
             for error in [] if is_same else errors.values():
                 error.div_(world.size)
-    except CorruptCheckpointError as error:
-        failure = with_offer(error, path)
-    except Exception as error:
-        failure = error
-    raise_together(world, failure)
     strategy.low_rank.take(errors, bases)
 
 

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stormo.checkpoint.agreement import raise_together
+from stormo.checkpoint.agreement import read_together
 from stormo.checkpoint.index import Entry
-from stormo.checkpoint.layout import LOCAL, CorruptCheckpointError
+from stormo.checkpoint.layout import LOCAL
 from stormo.checkpoint.parts import boxes_of, take_parts
 from stormo.checkpoint.reader import Reader, Wanted
-from stormo.checkpoint.reading import with_offer
 from stormo.checkpoint.shard import Box, whole_box
 from stormo.strategies.bundles import means
 from stormo.strategies.strategy import Strategy
@@ -64,8 +63,7 @@ def take_local(world: World, path: Path, strategy: Strategy, state: Mapping[str,
     """
     if LOCAL not in state:
         return
-    failure: Exception | None = None
-    try:
+    with read_together(world, path):
         with Reader(path) as reader:
             _take_outer(reader, strategy)
         if is_same:
@@ -74,11 +72,6 @@ def take_local(world: World, path: Path, strategy: Strategy, state: Mapping[str,
             strategy.is_apart = state[LOCAL]["is_apart"]
             if strategy.scaler.is_enabled() and state[LOCAL]["scalers"][world.rank]:
                 strategy.scaler.load_state_dict(dict(state[LOCAL]["scalers"][world.rank]))
-    except CorruptCheckpointError as error:
-        failure = with_offer(error, path)
-    except Exception as error:
-        failure = error
-    raise_together(world, failure)
 
 
 class _OwnReader(Reader):

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from stormo.checkpoint.agreement import raise_together, require_seen
-from stormo.checkpoint.layout import RANKS, CorruptCheckpointError
+from stormo.checkpoint.agreement import raise_together, read_together, require_seen
+from stormo.checkpoint.layout import RANKS
 from stormo.checkpoint.parts import MisfitError, stepped_names, take_parts
 from stormo.checkpoint.reader import Reader, Wanted
-from stormo.checkpoint.reading import with_offer
 from stormo.world.world import World
 
 if TYPE_CHECKING:
@@ -47,28 +46,21 @@ def take_checkpoint(world: World, path: Path, strategy: Strategy) -> tuple[dict[
     Every worker calls it. One that cannot read its boxes, or a checkpoint of another model, is told by all.
     """
     require_seen(world, path)
-    failure: Exception | None = None
     state, ranks, stored = dict[str, Any](), dict[str, Tensor](), dict[str, set[str]]()
-    try:
-        with Reader(path) as reader:
-            buffers = kept_buffers(strategy)
-            if missing := sorted(buffers.keys() - set(reader.names("model"))):
-                raise MisfitError(f"The checkpoint {path} has no {missing[0]}, which the model has.")
-            wanted = [
-                Wanted(section="model", name=name, offset=(0,) * buffer.ndim, into=buffer)
-                for name, buffer in buffers.items()
-            ]
-            take_parts(reader, strategy.parts(), strategy.optimizer, wanted)
-            state, ranks = reader.state(), reader.tensors(RANKS)
-            stored = {
-                "model": set(reader.names("model")),
-                "optimizer": {name.rpartition("|")[0] for name in reader.names("optimizer")},
-            }
-    except CorruptCheckpointError as error:
-        failure = with_offer(error, path)
-    except Exception as error:
-        failure = error
-    raise_together(world, failure)
+    with read_together(world, path), Reader(path) as reader:
+        buffers = kept_buffers(strategy)
+        if missing := sorted(buffers.keys() - set(reader.names("model"))):
+            raise MisfitError(f"The checkpoint {path} has no {missing[0]}, which the model has.")
+        wanted = [
+            Wanted(section="model", name=name, offset=(0,) * buffer.ndim, into=buffer)
+            for name, buffer in buffers.items()
+        ]
+        take_parts(reader, strategy.parts(), strategy.optimizer, wanted)
+        state, ranks = reader.state(), reader.tensors(RANKS)
+        stored = {
+            "model": set(reader.names("model")),
+            "optimizer": {name.rpartition("|")[0] for name in reader.names("optimizer")},
+        }
     raise_together(world, _left_over(world, path, strategy, stored))
     strategy.parts_changed()
     return state, ranks

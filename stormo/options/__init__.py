@@ -1,9 +1,10 @@
 """Turns dataclasses into flags, TOML keys and help, and back: settings are declared once, in `config` and in a task.
 
 `declared` reads the fields, once for flags and TOML alike; `flags` is the command line, `toml` the files, `settings`
-the configuration that they come to.
+the configuration that they come to, `belonging` what one leaves of another.
 """
 
+from stormo.options.belonging import below, beside, without_effect
 from stormo.options.declared import Option, defaults_of_task, options_of, train_options
 from stormo.options.flags import Parser, Positional, UsageError, build_parser, parse_flags, peek_flags, take_flags
 from stormo.options.settings import flat_settings, make_config
@@ -14,6 +15,8 @@ __all__ = [
     "Parser",
     "Positional",
     "UsageError",
+    "below",
+    "beside",
     "build_parser",
     "defaults_of_task",
     "flat_settings",
@@ -26,4 +29,5 @@ __all__ = [
     "take_flags",
     "to_toml",
     "train_options",
+    "without_effect",
 ]

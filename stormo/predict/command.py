@@ -67,7 +67,7 @@ def main(arguments: list[str]) -> int:
     command = ""
     if chosen is not None:
         command = command_line(rest, config, chosen, advice.accumulate, gpus, study.facts)
-        advice = replace(advice, text=" ".join([advice.text, *remarks(rest, config, chosen)]))
+        advice = replace(advice, text=" ".join([advice.text, *remarks(config, chosen)]))
     num_nodes = int(config.workers.num_nodes)
     if asked.json:
         gpu = {"name": gpus[0].name, "memory_bytes": gpus[0].memory_bytes, "source": source}

@@ -24,7 +24,7 @@ from stormo.predict.model import keep_one_part
 from stormo.predict.rounds import keep_one_round
 from stormo.predict.watching import OTHER, Watch
 from stormo.strategies.blocks import blocks_of
-from stormo.strategies.passes import HALVES
+from stormo.strategies.halves import HALVES
 from stormo.strategies.recompute import Recomputed, recompute
 from stormo.strategies.sample import sample_batch
 from stormo.tasks.fashion_mnist import FashionMnist

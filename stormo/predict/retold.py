@@ -58,14 +58,11 @@ def _is_to_be_negated(flag: str, words: Sequence[str], config: TrainConfig, way:
     return is_said and not getattr(way.config.sharding, name)
 
 
-def remarks(words: Sequence[str], config: TrainConfig, way: Way) -> list[str]:
+def remarks(config: TrainConfig, way: Way) -> list[str]:
     """What is to be said beside the command line."""
     told = []
     if "--no-graph" in way.flags:
         told.append("A captured pass would keep its memory beside that of others, and does not fit.")
-    is_meant = way.is_as_set or config.workers.mesh is None or way.config.workers.mesh is not None
-    if not is_meant and config.resumed is None and without_flags(words, {"--mesh": 1}) == list(words):
-        told.append("Leave mesh and zero out of the file of settings, which no flag can take back.")
     if int(config.workers.num_nodes) > 1:
         told.append("Start it on every node (docs/launching.md), or as a job (stormo submit).")
     return told

@@ -21,7 +21,7 @@ from stormo.predict.passes import NotKnownError, Passes, few_samples, without_fe
 from stormo.predict.rounds import cut_by_hybrid
 from stormo.predict.terms import Forecast, Model, Spread
 from stormo.predict.ways import Way
-from stormo.strategies.passes import HALVES
+from stormo.strategies.halves import HALVES
 from stormo.tasks.task import Task
 
 _FUSED_FROM = (8, 0)  # compute capability of stormo's fused layers

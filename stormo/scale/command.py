@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stormo.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_RESUMABLE, SettingError, counted
+from stormo.scale.checks import check_runs
 from stormo.scale.children import Runner, StoppedError, run_child, stop_signals
 from stormo.scale.curve import make_curve
 from stormo.scale.fit import fit_model
@@ -29,6 +30,7 @@ def main(arguments: list[str], run: Runner = run_child) -> int:
     if own.table is not None:
         return _from_table(own, rest)
     study = read_study(own, rest)
+    check_runs(study)
     _say(f"{study.output}: the same command with --output {study.output} goes on where this one ends")
     load, num_cpus = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load > num_cpus / 2:

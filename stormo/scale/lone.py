@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stormo.config import TrainConfig
-from stormo.errors import SettingError
 from stormo.layout import OF_SEVERAL
 from stormo.mesh import Mesh, parse_mesh
 
@@ -29,21 +28,13 @@ def lone_arguments(arguments: Sequence[str], config: TrainConfig) -> tuple[str, 
     """What `stormo train` is told for one worker instead."""
     has_units = config.sharding.checkpoint_activations or config.speed.compile  # of which one worker may name some
     theirs = set(_THEIRS) - ({"shard_modules"} if has_units else set())
-    flags, kept, found = {f"--{key.replace('_', '-')}": key for key in theirs}, list[str](), set[str]()
+    flags, kept = {f"--{key.replace('_', '-')}": key for key in theirs}, list[str]()
     flags["--no-offload"] = "offload"
     items = iter(arguments)
     for item in items:
         name, equals, _ = item.partition("=")
         if name not in flags:
             kept.append(item)
-            continue
-        found.add(flags[name])
-        if not equals and flags[name] != "offload":
+        elif not equals and flags[name] != "offload":
             next(items, None)
-    for key in sorted(config.given & theirs - found - {"strategy"}):
-        raise SettingError(
-            f"{key} was set in the file of --config",
-            "a study leaves it out for its one worker, which cannot have it",
-            f"set --{key.replace('_', '-')} instead, or more --workers than 1",
-        )
-    return (*kept, "--strategy", "single")
+    return (*kept, "--strategy", "single")  # which takes back what a file of settings says of another

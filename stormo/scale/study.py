@@ -32,9 +32,7 @@ class Failed:
 def run_study(study: Study, run: Runner, say: Callable[[str], None]) -> tuple[list[Measurement], list[Failed]]:
     """Do every run that is not done yet; give the figures of all, and those that failed."""
     _open_folder(study)
-    cells = make_cells(study.workers, study.num_nodes, study.modes, study.repeats, study.seed)
-    mine = [cell for cell in cells if study.node_id < cell.num_nodes]
-    kept = _cell_file(study)
+    mine, kept = _own_cells(study), _cell_file(study)
     failed: list[Failed] = []
     for number, cell in enumerate(mine, start=1):
         head = f"[{number}/{len(mine)}] {cell.words}"
@@ -58,6 +56,17 @@ def run_study(study: Study, run: Runner, say: Callable[[str], None]) -> tuple[li
         speed = f"{format_rate(found.units_per_s)} {found.unit}/s over {found.basis}" if found else "done"
         say(f"{head}: {speed} ({format_duration(time.monotonic() - began_s)} in all)")
     return [found for cell in mine if (found := kept.measurement(cell)) is not None], failed
+
+
+def runs_to_do(study: Study) -> list[Cell]:
+    """The runs in which this node takes part and that have not ended well."""
+    done = _cell_file(study).done
+    return [cell for cell in _own_cells(study) if cell.name not in done]
+
+
+def _own_cells(study: Study) -> list[Cell]:
+    cells = make_cells(study.workers, study.num_nodes, study.modes, study.repeats, study.seed)
+    return [cell for cell in cells if study.node_id < cell.num_nodes]
 
 
 def _refused_before(cell: Cell, failed: Sequence[Failed]) -> Failed | None:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from stormo.errors import SettingError, counted
 from stormo.script.agreement import Agreement, call_site
+from stormo.strategies.halves import HALVES
 
 if TYPE_CHECKING:
     from stormo.script.stepping import Group
@@ -62,6 +63,18 @@ def check_parts(parts: tuple[Any, ...], models: list[nn.Module], group: Group | 
                 "it is no model, optimizer, scheduler or loss scaler",
                 "pass data to world.loader() and leave other objects out",
             )
+
+
+def check_compress(compress: str, models: list[nn.Module]) -> None:
+    """Refuse ways to send gradients that there are not, or where there are none."""
+    told = f"world.wrap(…, compress={compress!r}) was called"
+    if compress not in ("none", *HALVES):
+        why = "a script's gradients travel as they are, or as bf16 or fp16"
+        if compress == "powersgd":
+            why = "what that keeps back belongs to a checkpoint that stormo train writes and a script does not"
+        raise SettingError(told, why, 'set compress="bf16", or leave it out')
+    if compress != "none" and not models:
+        raise SettingError(told, "gradients are those of a model", "set it where the model is wrapped")
 
 
 def check_new(model: nn.Module, parts: tuple[Any, ...], groups: list[Group]) -> None:

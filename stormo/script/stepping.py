@@ -139,7 +139,9 @@ class Stepper:
 class Group:
     """Models that were wrapped together, with the optimizers that move them and what goes along."""
 
-    def __init__(self, loop: Loop, model: nn.Module, parts: tuple[Any, ...], *, average_buffers: bool) -> None:
+    def __init__(
+        self, loop: Loop, model: nn.Module, parts: tuple[Any, ...], *, average_buffers: bool, compress: str = "none"
+    ) -> None:
         self.loop = loop
         self.model = model
         self.num_steps = 0
@@ -149,7 +151,9 @@ class Group:
         self._weights: list[tuple[Tensor, int]] = []  # and the weights
         # What was announced comes first: gradients of different sizes must not meet.
         settle = loop.agreement.settle
-        self.exchange = GradientExchange(model, loop.world, average_buffers=average_buffers, before_sending=settle)
+        self.exchange = GradientExchange(
+            model, loop.world, average_buffers=average_buffers, compress=compress, before_sending=settle
+        )
         self.steppers: list[Stepper] = []
         self.others: list[Any] = []  # schedulers and loss scalers: anything else that steps and has a state
         for module in (part for part in parts if isinstance(part, nn.Module)):

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 from torch import Tensor, nn
 
@@ -28,12 +28,14 @@ from stormo.script.backward import Backward
 from stormo.script.choosing import Loaded, make_loader
 from stormo.script.energy import ScriptMeter
 from stormo.script.loop import Loop
-from stormo.script.refusals import check_parts, late_group
+from stormo.script.refusals import check_compress, check_parts, late_group
 from stormo.script.sharing import seed_here
 from stormo.script.stopping import Stopping, exit_code_of
 from stormo.script.together import Together
 from stormo.script.wrapping import take_in
 from stormo.world.world import World as Workers
+
+Compress = Literal["none", "bf16", "fp16"]
 
 _A = TypeVar("_A")
 _B = TypeVar("_B")
@@ -94,14 +96,18 @@ class World(Together):
     # What is trained
 
     @overload
-    def wrap(self, first: _A, /, *, sync_batch_norm: bool = True) -> _A: ...
+    def wrap(self, first: _A, /, *, sync_batch_norm: bool = True, compress: Compress = "none") -> _A: ...
     @overload
-    def wrap(self, first: _A, second: _B, /, *, sync_batch_norm: bool = True) -> tuple[_A, _B]: ...
+    def wrap(
+        self, first: _A, second: _B, /, *, sync_batch_norm: bool = True, compress: Compress = "none"
+    ) -> tuple[_A, _B]: ...
     @overload
-    def wrap(self, first: _A, second: _B, third: _C, /, *, sync_batch_norm: bool = True) -> tuple[_A, _B, _C]: ...
+    def wrap(
+        self, first: _A, second: _B, third: _C, /, *, sync_batch_norm: bool = True, compress: Compress = "none"
+    ) -> tuple[_A, _B, _C]: ...
     @overload
-    def wrap(self, *parts: Any, sync_batch_norm: bool = True) -> Any: ...
-    def wrap(self, *parts: Any, sync_batch_norm: bool = True) -> Any:
+    def wrap(self, *parts: Any, sync_batch_norm: bool = True, compress: Compress = "none") -> Any: ...
+    def wrap(self, *parts: Any, sync_batch_norm: bool = True, compress: Compress = "none") -> Any:
         """Take in models, their optimizers, schedulers and loss scalers; returns these very objects.
 
         The models move to the device and start with the main worker's weights.
@@ -112,12 +118,15 @@ class World(Together):
             sync_batch_norm: batch-norm statistics over all workers' samples, so that the result does not depend on
                 their number; without it each has its own, and their running averages are averaged after every step.
                 Layers with ghost batch norm (`convert_ghost_batch_norm`) keep it in either case.
+            compress: over a slow network gradients may travel as "bf16" or "fp16", in half the bytes of float32, and
+                are summed in float32.
         """
         models = [part for part in parts if isinstance(part, nn.Module)]
         group = None if models else late_group(parts, self._loop.groups)
         check_parts(parts, models, group)
-        self._agree("world.wrap")
-        take_in(self._loop, parts, models, group, sync_batch_norm=sync_batch_norm)
+        check_compress(compress, models)
+        self._agree("world.wrap" + ("" if compress == "none" else f"(…, compress={compress!r})"))
+        take_in(self._loop, parts, models, group, sync_batch_norm=sync_batch_norm, compress=compress)
         return parts[0] if len(parts) == 1 else parts
 
     def loader(

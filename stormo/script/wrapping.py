@@ -16,7 +16,13 @@ from stormo.script.stepping import Group
 
 
 def take_in(
-    loop: Loop, parts: tuple[Any, ...], models: list[nn.Module], group: Group | None, *, sync_batch_norm: bool
+    loop: Loop,
+    parts: tuple[Any, ...],
+    models: list[nn.Module],
+    group: Group | None,
+    *,
+    sync_batch_norm: bool,
+    compress: str,
 ) -> None:
     """Make a group of the models and what belongs to them, or add to the one whose optimizer was wrapped before.
 
@@ -26,6 +32,7 @@ def take_in(
         models: those of them.
         group: of an optimizer whose schedulers and loss scalers come later.
         sync_batch_norm: batch-norm statistics over all workers' samples.
+        compress: how gradients travel.
     """
     if group is not None:
         check_new(nn.Identity(), parts, loop.groups)
@@ -44,7 +51,8 @@ def take_in(
     share_weights(loop.world, together)
     # Ghost batch norm stays what it is, and its running statistics are a worker's own.
     has_local = any(isinstance(layer, LocalNorm) for layer in together.modules())
-    loop.groups.append(Group(loop, together, parts, average_buffers=has_local or not sync_batch_norm))
+    averages = has_local or not sync_batch_norm
+    loop.groups.append(Group(loop, together, parts, average_buffers=averages, compress=compress))
 
 
 def _let_go(loop: Loop) -> None:

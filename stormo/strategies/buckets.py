@@ -22,11 +22,12 @@ _SUMMED = "_stormo_summed_at_version"
 class Bucket:
     """Gradients of one dtype and device; behind their values travels a flag for each, 1 where a worker has one."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, *, has_clean_gaps: bool = False) -> None:
         self.device = device
+        self._has_clean_gaps = has_clean_gaps
         self.parameters: list[nn.Parameter] = []
         self.num_awaited = 0  # gradients that have not come yet in this backward
-        self.work: dist.Work | None = None  # once it has left
+        self.work: dist.Work | torch.futures.Future[Tensor] | None = None  # once it has left
         self._dtype = dtype
         self._names: list[str] = []
         self._places: list[tuple[torch.Size, tuple[int, ...], int]] = []  # shape, strides, offset
@@ -84,7 +85,8 @@ class Bucket:
             # New in every step: gradients that the user has kept from the last one stay as they are, and while the
             # forward pass fills the memory with activations there is none. The gaps are summed too and never read.
             length = self._num_values + len(self.parameters)
-            self._flat = torch.empty(length, dtype=self._dtype, device=self.device)
+            make = torch.zeros if self._has_clean_gaps else torch.empty
+            self._flat = make(length, dtype=self._dtype, device=self.device)
             # .data: each has a version of its own
             self._parts = [self._flat.as_strided(*place).data for place in self._places]
         gradients = [_checked(self._names[index], self.parameters[index].grad) for index in self._to_move]
@@ -94,8 +96,11 @@ class Bucket:
             self.parameters[index].grad = self._parts[index]
         self._to_move, self._to_move_bytes = [], 0
 
-    def pack(self) -> Tensor:
-        """What is to be summed over the workers; from now on until `receive` no gradient of it may change."""
+    def pack(self) -> tuple[Tensor, int]:
+        """What is to be summed over the workers, and how many values are before the flags.
+
+        From now on until `receive` no gradient of it may change.
+        """
         for index, (parameter, came) in enumerate(zip(self.parameters, self._came, strict=True)):
             if not came:  # but perhaps in an earlier pass
                 (self._missing if parameter.grad is None else self._to_move).append(index)
@@ -106,7 +111,7 @@ class Bucket:
             self._parts[index].zero_()
             flags[index].zero_()
         self._versions = [part._version for part in self._parts]
-        return self._flat
+        return self._flat, self._num_values
 
     def receive(self) -> None:
         """Wait for the sums; a parameter without a gradient gets one if some worker had one."""
@@ -155,15 +160,20 @@ def take_mark(gradient: Tensor | None) -> int | None:
     return version
 
 
-def make_buckets(named: Sequence[tuple[str, nn.Parameter]], first_bytes: int, other_bytes: int) -> list[Bucket]:
-    """Buckets of one dtype and device each, in the order in which they will be full; the first of a kind is small."""
+def make_buckets(
+    named: Sequence[tuple[str, nn.Parameter]], first_bytes: int, other_bytes: int, *, has_clean_gaps: bool = False
+) -> list[Bucket]:
+    """Buckets of one dtype and device each, in the order in which they will be full; the first of a kind is small.
+
+    `has_clean_gaps`: what lies between two gradients is looked at as well.
+    """
     full: list[Bucket] = []
     filling: dict[tuple[torch.dtype, torch.device], Bucket] = {}
     limits_bytes: dict[tuple[torch.dtype, torch.device], int] = {}
     for name, parameter in named:
         _check_parameter(name, parameter)
         kind = parameter.dtype, parameter.device
-        bucket = filling.pop(kind, None) or Bucket(*kind)
+        bucket = filling.pop(kind, None) or Bucket(*kind, has_clean_gaps=has_clean_gaps)
         bucket.add(name, parameter)
         if bucket.num_bytes >= limits_bytes.get(kind, first_bytes):
             full.append(bucket)

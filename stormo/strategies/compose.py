@@ -9,8 +9,8 @@ from torch import nn
 from stormo.config import TrainConfig
 from stormo.plan import Plan
 from stormo.strategies.blocks import blocks_of
+from stormo.strategies.halves import HALVES
 from stormo.strategies.hybrid import split_classifier
-from stormo.strategies.passes import HALVES
 from stormo.strategies.recompute import recompute
 from stormo.strategies.shard import shard
 from stormo.strategies.split_layers import Cut

@@ -26,11 +26,12 @@ from stormo.world.world import World
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parcel:
-    """One bucket: this worker's part of the mean gradient of some parameters, as views of one flat tensor."""
+    """One bucket: this worker's part of the gradient of some parameters, as views of one flat tensor."""
 
     flat: Tensor
-    gradients: Sequence[Tensor]
-    parameters: Sequence[Tensor]
+    gradients: Sequence[Tensor] = ()
+    parameters: Sequence[Tensor] = ()
+    counts: Tensor | None = None  # small numbers that are summed as they are
 
 
 class Method(Protocol):
@@ -70,9 +71,9 @@ class Wire:
 
 
 class Compression:
-    """The exchange of a model's gradients by one method, as DDP calls for it."""
+    """The exchange of gradients by one method, bucket by bucket."""
 
-    def __init__(self, world: World, method: Method, meter: NoiseScaleMeter | None) -> None:
+    def __init__(self, world: World, method: Method, meter: NoiseScaleMeter | None = None) -> None:
         """Make a group of its own: nothing else that is sent during backward can be taken for a bucket.
 
         Args:
@@ -92,17 +93,20 @@ class Compression:
         self._thread: threading.Thread | None = None
 
     def average(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Begin with a bucket; the mean over all workers comes to where it lies."""
+        """Begin with a bucket of DDP's; the mean over all workers comes to where it lies."""
         flat = bucket.buffer()
         if flat.layout is not torch.strided:  # seen, and refused, after the first pass
             return begin_sum(flat)
-        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[self._device] if self._stream else None)
         flat.mul_(1.0 / self._size)
         if self._meter is not None:
             self._meter.see(flat)
         parameters = bucket.parameters()
         gradients = [_by_strides(*pair) for pair in zip(bucket.gradients(), parameters, strict=True)]
-        parcel = Parcel(flat=flat, gradients=gradients, parameters=parameters)
+        return self.begin(Parcel(flat=flat, gradients=gradients, parameters=parameters))
+
+    def begin(self, parcel: Parcel) -> torch.futures.Future[Tensor]:
+        """Begin with a bucket; the sum over all workers comes to where it lies."""
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[self._device] if self._stream else None)
         ready = torch.cuda.current_stream(self._device).record_event() if self._stream else None
 
         def exchange() -> None:
@@ -112,7 +116,9 @@ class Compression:
                         assert self._stream is not None
                         self._stream.wait_event(ready)
                     self._method.exchange(parcel, self._wire)
-                    future.set_result(flat)  # at this place of the stream
+                    if parcel.counts is not None:
+                        self._wire.sum(parcel.counts)
+                    future.set_result(parcel.flat)  # at this place of the stream
             except Exception as error:
                 self.failure = error
                 future.set_exception(error)  # type: ignore[arg-type]

@@ -19,10 +19,13 @@ from torch.nn.parameter import is_lazy
 
 from stormo.errors import StormoError, counted
 from stormo.strategies.buckets import Bucket, make_buckets, put_mark, take_mark
+from stormo.strategies.compression import Compression, Parcel
+from stormo.strategies.halves import HALVES, Halves
 from stormo.world.world import World
 
 _PARTS_OF_A_STEP = "world.backward(loss, more=True) for all but the last backward of a step"
 _groups: weakref.WeakKeyDictionary[World, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+_compressions: weakref.WeakKeyDictionary[World, dict[str, Compression]] = weakref.WeakKeyDictionary()
 
 
 class GradientExchange:
@@ -36,6 +39,7 @@ class GradientExchange:
         bucket_bytes: int = 25 * 2**20,
         first_bucket_bytes: int = 2**20,
         average_buffers: bool = False,
+        compress: str = "none",
         before_sending: Callable[[], object] | None = None,
     ) -> None:
         """Hook the model's parameters.
@@ -46,6 +50,7 @@ class GradientExchange:
             bucket_bytes: how much travels together.
             first_bucket_bytes: the same for what is ready first.
             average_buffers: make floating-point buffers the mean over the workers, after every step.
+            compress: bf16 or fp16 where gradients are to travel in as many bits.
             before_sending: called once in a backward before anything leaves.
         """
         self._model = model
@@ -53,6 +58,7 @@ class GradientExchange:
         self._world = world
         self._limits_bytes = (first_bucket_bytes, bucket_bytes)
         self._averages_buffers = average_buffers
+        self._compression: Compression | None = None
         self._buckets: list[Bucket] = []
         # By the id of a parameter: to hash a tensor is slow. The hooks hold the parameters, so an id stays one's own.
         self._places: dict[int, tuple[Bucket, int]] = {}
@@ -67,6 +73,8 @@ class GradientExchange:
         self._held: list[tuple[Tensor, Tensor, int]] = []  # sums of a step before: parameter, gradient, its mark
         if world.size > 1:
             self._group = _own_group(world)
+            if compress != "none":
+                self._compression = _own_compression(world, compress)
             self._follow_model()
 
     @property
@@ -155,7 +163,7 @@ class GradientExchange:
         if addresses == self._addresses:
             return
         named = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
-        self._buckets = make_buckets(named[::-1], *self._limits_bytes)
+        self._buckets = make_buckets(named[::-1], *self._limits_bytes, has_clean_gaps=self._compression is not None)
         self._places = {id(p): (bucket, index) for bucket in self._buckets for index, p in enumerate(bucket.parameters)}
         self._addresses = addresses
         described = "\n".join(f"{name} {tuple(parameter.shape)} {parameter.dtype}" for name, parameter in named)
@@ -207,7 +215,11 @@ class GradientExchange:
             self._before_sending()
         if bucket.device.type == "cuda":
             self._chain_streams(bucket.device)
-        bucket.work = dist.all_reduce(bucket.pack(), group=self._group, async_op=True)
+        flat, num_values = bucket.pack()
+        if self._compression is None:
+            bucket.work = dist.all_reduce(flat, group=self._group, async_op=True)
+        else:
+            bucket.work = self._compression.begin(Parcel(flat=flat[:num_values], counts=flat[num_values:]))
         self._num_sent += 1
 
     def _chain_streams(self, device: torch.device) -> None:
@@ -267,3 +279,11 @@ def _own_group(world: World) -> dist.ProcessGroup:
         timeout = everyone._get_backend(world.device).options._timeout
         group = _groups[world] = dist.new_group(timeout=timeout, group_desc="gradients")
     return group
+
+
+def _own_compression(world: World, name: str) -> Compression:
+    """One for all models as well: it keeps nothing of them, and what is sent by one thread keeps its order."""
+    made = _compressions.setdefault(world, {})
+    if name not in made:
+        made[name] = Compression(world, Halves(HALVES[name]))
+    return made[name]

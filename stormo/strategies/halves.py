@@ -12,6 +12,7 @@ from torch import Tensor
 
 from stormo.strategies.compression import Parcel, Wire
 
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _HEAD_BYTES = 4  # of a row: the power of two its numbers were multiplied with
 _LARGEST = 14  # the largest number of a row lies below 2 to this, whose double fp16 can hold
 _MOST = 100  # powers of two that float32 can be multiplied with
@@ -25,9 +26,12 @@ class Halves:
 
     def exchange(self, parcel: Parcel, wire: Wire) -> None:
         """Sum the pieces where they meet."""
-        flat, wide = parcel.flat, torch.promote_types(parcel.flat.dtype, torch.float32)
+        flat = parcel.flat
         if not flat.numel():
             return
+        if flat.is_complex():
+            flat = torch.view_as_real(flat).flatten()
+        wide = torch.promote_types(flat.dtype, torch.float32)
         length = -(-flat.numel() // wire.size)
         length += length % 2  # the head of every row begins at a multiple of its size
         came = wire.swap(self._packed(flat, wire.size, length))

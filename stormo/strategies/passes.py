@@ -18,6 +18,7 @@ from stormo.layers.sync_batch_norm import set_absent
 from stormo.plan import Plan
 from stormo.strategies.exposed import ExposedWait
 from stormo.strategies.graph import CaptureRefusedError, PassGraph, capture
+from stormo.strategies.halves import HALVES
 from stormo.strategies.holder import ModelHolder
 from stormo.strategies.noise import GradientNoise
 from stormo.strategies.noise_scale import NoiseScaleMeter
@@ -25,8 +26,6 @@ from stormo.strategies.sparse import NOT_MEASURED, REASON, check_sparse, has_spa
 from stormo.tasks.returned import check_loss
 from stormo.tasks.task import Task
 from stormo.world.world import World
-
-HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Clock(Protocol):

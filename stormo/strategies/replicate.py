@@ -17,9 +17,8 @@ from stormo.data.loaders import Batch, Loader
 from stormo.errors import SettingError
 from stormo.optim.table import spare_compiler
 from stormo.strategies.compression import Compression
-from stormo.strategies.halves import Halves
+from stormo.strategies.halves import HALVES, Halves
 from stormo.strategies.low_rank import LowRank
-from stormo.strategies.passes import HALVES
 from stormo.strategies.strategy import Strategy
 
 # Buffers are averaged before validation instead of overwritten in every pass. torch 2.13 renamed the switch.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +55,19 @@ def read_job(arguments: Sequence[str]) -> Job:
     _refuse(config)
     check_task(task_class)
     points = _points(slurm, options.train_options(task_class.Options))
-    for point in points or [{}]:
-        _check(*train.read_settings([*words, *_words(point)]))
+    configs = [train.read_settings([*words, *_words(point)])[0] for point in points]
+    for each in configs or [config]:
+        _check(each, task_class)
     name = _name(config, is_sweep=bool(points))
-    runs = tuple(Run(name=f"{name}-{number}", words=tuple(_words(point))) for number, point in enumerate(points))
+    # Of what is given, a point may replace more than it names.
+    of_all = config.given.intersection(*(each.given for each in configs)).difference(*points)
+    runs = tuple(
+        Run(
+            name=f"{name}-{number}",
+            words=(*_words(point), *_told(each, (each.given & config.given) - of_all - {*point})),
+        )
+        for number, (point, each) in enumerate(zip(points, configs, strict=True))
+    )
     workers = config.workers
     on_gpus = workers.device != "cpu"
     per_node = _workers_per_node(config)
@@ -75,7 +84,7 @@ def read_job(arguments: Sequence[str]) -> Job:
         folder=Path.cwd(),
         runs_folder=Path.cwd() / config.run.runs_folder,
         python=sys.executable,
-        words=tuple(_told(config, points)),
+        words=(config.task, *_told(config, of_all)),
     )
     _check_folders(job)
     if config.run.resume is None:
@@ -160,18 +169,16 @@ def _setup(slurm: Slurm) -> str:
     return "\n".join(filter(None, (of_file.strip(), (slurm.setup or "").strip())))
 
 
-def _told(config: TrainConfig, points: Sequence[Point]) -> list[str]:
-    """What the training is told: the task, and each setting that was given, wherever it was given."""
+def _told(config: TrainConfig, keys: Set[str]) -> list[str]:
+    """What the training is told: each of these settings, wherever it was given."""
     values: dict[str, Any] = {}
     for section in SECTIONS:
         values |= vars(getattr(config, section))
     if config.task_options is not None:
         values |= {f"task.{key}": value for key, value in vars(config.task_options).items()}
-    swept = set(points[0]) if points else set()
-    left_out = {*_NOT_TOLD, *swept} | ({"num_nodes"} if isinstance(config.workers.num_nodes, NodeRange) else set())
+    left_out = {*_NOT_TOLD} | ({"num_nodes"} if isinstance(config.workers.num_nodes, NodeRange) else set())
     # In the order of --help, whatever the order on the command line.
-    given = {key: value for key, value in values.items() if key in config.given and key not in left_out}
-    return [config.task, *_words(given)]
+    return _words({key: value for key, value in values.items() if key in keys and key not in left_out})
 
 
 def _words(settings: Mapping[str, Any]) -> list[str]:

@@ -21,11 +21,11 @@ def _turns(world: World) -> int:
 
 
 def test_all_sides_step(run_ranks: Callable[..., list[Any]]) -> None:
-    assert run_ranks(_turns, 2) == [5, 5]
+    assert run_ranks(_turns, 2) == [7, 7]
 
 
 def test_the_ratios_are_over_plain_ddp(capsys: pytest.CaptureFixture[str]) -> None:
-    compression._show(Times(wall_s=[[4.0, 2.0, 2.0, 1.0, 1.0]] * 2, cpu_s=[]), OPTIONS)
+    compression._show(Times(wall_s=[[4.0, 2.0, 2.0, 1.0, 4.0, 3.0, 1.0]] * 2, cpu_s=[]), OPTIONS)
     assert capsys.readouterr().out.splitlines()[-1] == (
-        "RESULT bf16=0.5 fp16=0.5 powersgd=0.25 torch_powersgd=0.25 pairs=2 rate_mbit=100"
+        "RESULT bf16=0.5 fp16=0.5 powersgd=0.25 script=1 script_bf16=0.75 torch_powersgd=0.25 pairs=2 rate_mbit=100"
     )

@@ -135,9 +135,13 @@ def test_what_was_set_is_one_row_by_whichever_name_and_is_told_where_it_cannot_b
     assert advised("shard=2", "--gpu", "t4") == f"it fits as set. {trained}"
     assert advised("replicate=2", "--gpu-memory", "5.2", "--no-graph", "--no-offload") == (
         "as set it does not fit; the optimizer's state and the gradients are what does not fit, and zero2 sends no "
-        "more than ddp. Leave mesh and zero out of the file of settings, which no flag can take back. "
-        f"{trained} --no-graph --strategy zero2 --no-offload"
+        f"more than ddp. {trained} --no-graph --strategy zero2 --no-offload"
     )
+    assert (
+        main(["train", *trained.split()[2:], "--device", "cpu", "--strategy", "zero2", "--no-offload", "--dry-run"])
+        == 0
+    )
+    assert "zero2: " in capsys.readouterr().out  # whatever mesh the file names
     (folder / "towers.py").write_text(TASK.format(end="").replace("*layers, ", ""))  # now there are two pieces
     found = json.loads(said(capsys, "towers.py", "--gpu", "t4", "--num-gpus=4", "--strategy=pipeline", "--json"))
     assert found["advice"]["text"] == "as set it is not possible; every GPU can hold a copy."

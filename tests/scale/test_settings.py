@@ -11,6 +11,7 @@ from stormo.errors import SettingError, StormoError
 from stormo.layout import resolve_layout
 from stormo.plan import check_settings
 from stormo.scale.cells import Cell
+from stormo.scale.checks import check_runs
 from stormo.scale.settings import Study, read_arguments, read_study
 
 
@@ -126,10 +127,11 @@ def test_one_worker_keeps_a_strategy_that_it_can_have(tmp_path: Path) -> None:
         assert found.lone_note == ""
         assert set(flags.split()) <= set(found.arguments(Cell(mode="strong", workers=1)))
     file = tmp_path / "run.toml"
-    file.write_text('[workers]\nstrategy = "server"\nservers = 2\n', encoding="utf-8")
-    with pytest.raises(SettingError, match=r"servers was set in the file of --config, but .* set --servers instead"):
-        study("--workers", "1,2", "--config", str(file))
-    study("--workers", "2,4", "--config", str(file))
+    file.write_text('[workers]\nmesh = "shard=2"\nzero = 1\n[sharding]\noffload = true\n', encoding="utf-8")
+    found = study("--workers", "1,2", "--config", str(file))  # a file's, which the flag of the one worker takes back
+    check_runs(found)
+    assert found.lone_note == "strategy single, as one worker cannot have --mesh shard=2"
+    assert "mesh" not in train.read_settings(found.arguments(Cell(mode="strong", workers=1)))[0].given
 
 
 def test_a_launcher_has_started_its_workers_already(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stormo.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USAGE, SettingError
+from stormo.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USAGE, SettingError, StormoError
 from stormo.scale import main
 from stormo.scale.children import StoppedError
 from tests.scale.made_up import write_run
@@ -87,6 +87,34 @@ def test_a_lone_worker_with_another_strategy_is_said_in_its_row(
     assert [row["note"] for row in rows] == [note, ""]
     points = json.loads((folder / "scale.json").read_text(encoding="utf-8"))["studies"][0]["points"]
     assert [point["note"] for point in points] == [note, ""]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("1,2 --strategy server --compress bf16", "--compress bf16 was set with strategy server, but it is for copies"),
+        ("1,2 --mesh shard=3", "--mesh shard=3 was set, but that is 3 and there are 2 workers"),
+        ("1,2 --strategy hsdp", "--strategy hsdp was set, but it shards within a node"),
+        ("2,4 --strategy server --servers 4", "2 workers: --servers 4 was set, but servers are workers too and there "),
+        ("2,4 --strategy single", "2 workers: --strategy single was set with 2 workers, but single trains on one"),
+        ("1,4 --global-batch-size 3", "4 workers: a global batch of 3 was set, but 4 workers × 1 accumulation cut it"),
+        ("1,2 --mode both --average-every 4000 --strategy local", "weak, 2 workers: --average-every 4000 was set, but"),
+    ],
+)
+def test_what_any_run_would_be_refused_for_is_said_before_the_first_one(folder: Path, flags: str, said: str) -> None:
+    train = FakeTraining()
+    with pytest.raises(StormoError) as refused:
+        main(["fashion-mnist", "--device", "cpu", "--output", str(folder), "--workers", *flags.split()], train)
+    assert str(refused.value).startswith(said)
+    assert (refused.value.exit_code, train.names, folder.exists()) == (EXIT_USAGE, [], False)
+
+
+def test_a_run_that_is_done_need_not_be_possible_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main([*OPTIONS, "--output", str(folder)], FakeTraining(fails={"strong-1": EXIT_FAILURE})) == EXIT_FAILURE
+    asked: list[int] = []
+    monkeypatch.setattr("stormo.scale.checks.resolve", lambda config, layout, facts: asked.append(layout.world_size))
+    assert main([*OPTIONS, "--output", str(folder)], FakeTraining()) == 0
+    assert asked == [1]  # once for both repeats
 
 
 def test_it_goes_on_where_it_was_stopped(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

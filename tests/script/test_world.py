@@ -644,3 +644,42 @@ def test_a_sampler_may_give_any_whole_numbers(numbers: Any) -> None:
     world = world_of(Workers(alone(), torch.device("cpu")))
     found = torch.cat([x for x, _ in world.loader(DataLoader(data(), batch_size=8, sampler=numbers))])
     assert torch.equal(found, torch.cat([x for x, _ in DataLoader(data(), batch_size=8, sampler=numbers)]))
+
+
+def _train_in_sixteen_bits(workers: Workers, compress: Any) -> tuple[Weights, str]:
+    world = world_of(workers)
+    model, optimizer = world.wrap(*make(), compress=compress)
+    trained = world_loop(world, model, optimizer, world.loader(_shuffled()))
+    with pytest.raises(SettingError) as refused:
+        world.wrap(torch.optim.lr_scheduler.StepLR(optimizer, 1), compress="bf16")
+    return trained, str(refused.value)
+
+
+def test_gradients_that_travel_in_sixteen_bits_train_nearly_the_same(run_ranks: Ranks) -> None:
+    expected = plain_loop(*make(), _shuffled())
+    (lone,) = run_ranks(_train_in_sixteen_bits, 1, "bf16")
+    assert all(torch.equal(value, expected[name]) for name, value in lone[0].items())  # which sends nothing
+    for compress in ("bf16", "fp16"):
+        results = run_ranks(_train_in_sixteen_bits, 2, compress)
+        for found, sentence in results:
+            assert 1e-6 < relative_difference(found, expected) < 1e-2
+            assert all(torch.equal(value, results[0][0][name]) for name, value in found.items())
+            assert sentence == (
+                "world.wrap(…, compress='bf16') was called, but gradients are those of a model; set it where the model "
+                "is wrapped."
+            )
+
+
+def _wrap_unlike(workers: Workers) -> str:
+    world = world_of(workers)
+    with pytest.raises(SettingError) as unknown:
+        world.wrap(nn.Linear(2, 2), compress="powersgd")  # type: ignore[call-overload]
+    assert "checkpoint" in str(unknown.value)
+    with pytest.raises(SettingError) as refused:
+        world.wrap(nn.Linear(2, 2), compress="bf16" if workers.rank else "none")
+    return str(refused.value)
+
+
+def test_workers_that_would_send_gradients_in_other_bits_are_told(run_ranks: Ranks) -> None:
+    for sentence in run_ranks(_wrap_unlike, 2):
+        assert "world.wrap(…, compress='bf16')" in sentence

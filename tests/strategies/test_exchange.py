@@ -163,6 +163,47 @@ def test_a_parameter_used_by_some_gets_the_sum_on_all_and_one_used_by_none_gets_
     _require_equal([result[1][0] for result in results], _expected(model, 1))
 
 
+def _sixteen_bits(world: World, compress: str, size: float) -> list[Gradients]:
+    """Steps of which the first leaves `extra` to one worker, in buckets of several parameters with dirty gaps."""
+
+    def dirty(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.full((length,), 1e30, dtype=dtype, device=device)
+
+    found = []
+    model = _model().float()
+    model.register_parameter("turned", nn.Parameter(torch.ones(3, dtype=torch.complex64)))
+    exchange = GradientExchange(model, world, bucket_bytes=256, first_bucket_bytes=1, compress=compress)
+    for step, uses_extra in enumerate((world.rank == 1, True, False)):
+        model.zero_grad()
+        model.uses_extra = uses_extra
+        x, y = (part.float() for part in _batch(step))
+        (rows,) = _shares(world, len(x))
+        exchange.arm()
+        with mock.patch("stormo.strategies.buckets.torch.empty", dirty):
+            turned = (model.turned * complex(world.rank + 1, 2)).real.sum()
+            (size * (_loss(model, x[rows], y[rows], len(x)) + turned)).backward()
+            exchange.finish()
+        found.append(_gradients(model))
+    return found
+
+
+@pytest.mark.parametrize(("compress", "digits"), [("bf16", 8), ("fp16", 11)])
+@pytest.mark.parametrize("size", [1.0, 2.0**24])
+def test_gradients_may_travel_in_sixteen_bits(run_ranks: Ranks, compress: str, digits: int, size: float) -> None:
+    expected = run_ranks(_sixteen_bits, 3, "none", size)
+    found = run_ranks(_sixteen_bits, 3, compress, size)
+    assert [["extra" in step for step in each] for each in found] == [[True, True, False]] * 3
+    for step, exact in enumerate(expected[0]):
+        assert exact.keys() == found[0][step].keys()
+        assert torch.equal(found[0][step]["turned"], exact["turned"])  # small whole numbers, times a power of two
+        scale = max(float(value.abs().max()) for value in exact.values())
+        for name, value in exact.items():
+            error = (found[0][step][name] - value).abs()
+            assert float(error.max()) <= 4 * scale * 2.0**-digits, name
+            assert all(torch.equal(each[step][name], found[0][step][name]) for each in found)
+        assert any(not torch.equal(found[0][step][name], value) for name, value in exact.items())
+
+
 class _Rank:
     """As much of a world as `_shares` asks for."""
 
@@ -657,7 +698,7 @@ def test_buckets_hold_every_parameter_once_without_overlap(
         for index, parameter in enumerate(bucket.parameters):
             parameter.grad = torch.full_like(parameter, index + 1)
             bucket.arrived(index)
-        flat = bucket.pack()
+        flat, _ = bucket.pack()
         assert flat[-len(indices) :].tolist() == [1] * len(indices)
         for index, parameter in enumerate(bucket.parameters):
             assert parameter.grad is not None

@@ -1,0 +1,89 @@
+"""What a setting that is named over others leaves of them: a method that is replaced takes along what is its alone.
+
+A flag `--compress bf16` over a file with `compress = "powersgd"` and `compress_rank = 8` leaves nothing of that rank,
+which no flag could take back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from stormo.config import NESTEROV_OPTIMIZERS, OPTIMIZER_DEFAULTS
+from stormo.mesh import ZERO_STAGES
+
+Settings = Mapping[str, Any]
+
+# Each says the same as the other, or takes its place.
+_RIVALS = {
+    "strategy": "mesh",
+    "mesh": "strategy",
+    "batch_size": "global_batch_size",
+    "global_batch_size": "batch_size",
+    "hosts": "hostfile",
+    "hostfile": "hosts",
+}
+
+
+def _is(key: str, *values: Any) -> Callable[[Settings], bool]:
+    return lambda settings: settings.get(key) in values
+
+
+def _spread(*strategies: str, axis: str | None = None) -> Callable[[Settings], bool]:
+    """Whether it is one of these strategies, or a mesh with this axis."""
+
+    def holds(settings: Settings) -> bool:
+        return settings.get("strategy") in strategies or (axis is not None and axis in (settings.get("mesh") or ""))
+
+    return holds
+
+
+def _has_units(settings: Settings) -> bool:
+    """Whether modules are named for something: shards, activations that are computed again, parts that are compiled."""
+    is_sharded = _spread("fsdp", "hsdp", axis="shard")(settings)
+    return bool(is_sharded or settings.get("checkpoint_activations") or settings.get("compile"))
+
+
+_HOW = ("strategy", "mesh")
+# Settings that only some choices have: which settings make the choice, and whether it is one of these.
+_OF_A_CHOICE: dict[str, tuple[tuple[str, ...], Callable[[Settings], bool]]] = {
+    **dict.fromkeys(("servers", "staleness"), (_HOW, _spread("server"))),
+    **dict.fromkeys(("average_every", "outer_lr", "outer_momentum"), (_HOW, _spread("local"))),
+    **dict.fromkeys(("schedule", "micro_batches"), (_HOW, _spread("pipeline", axis="pipeline"))),
+    "zero": (_HOW, _spread(axis="shard")),
+    "offload": (_HOW, _spread(*ZERO_STAGES, axis="shard")),
+    "shard_modules": ((*_HOW, "checkpoint_activations", "compile"), _has_units),
+    "compress_rank": (("compress",), _is("compress", "powersgd")),
+    "ghost_batch_size": (("sync_batch_norm",), _is("sync_batch_norm", False, None)),
+    "max_batch_size": (("batch_size",), lambda settings: settings.get("batch_size") != "auto"),
+    **{
+        name: (("optimizer",), _is("optimizer", *(key for key, own in OPTIMIZER_DEFAULTS.items() if name in own)))
+        for name in sorted({name for own in OPTIMIZER_DEFAULTS.values() for name in own})
+    },
+    "nesterov": (("optimizer",), _is("optimizer", *NESTEROV_OPTIMIZERS)),
+    "gradient_noise_decay": (("gradient_noise",), lambda settings: settings.get("gradient_noise") is not None),
+    **dict.fromkeys(("rollback_factor", "max_rollbacks"), (("on_divergence",), _is("on_divergence", "rollback"))),
+}
+
+
+def without_effect(settings: Settings) -> set[str]:
+    """Settings that mean nothing beside the others, all of which are there; most of them would be refused."""
+    return {key for key, (_, holds) in _OF_A_CHOICE.items() if key in settings and not holds(settings)}
+
+
+def beside(weaker: Settings, stronger: Settings) -> dict[str, Any]:
+    """The weaker settings without those that belong to a choice for which the stronger ones name another."""
+    both = {**weaker, **stronger}
+    return {
+        key: value
+        for key, value in weaker.items()
+        if key not in _OF_A_CHOICE or stronger.keys().isdisjoint(_OF_A_CHOICE[key][0]) or _OF_A_CHOICE[key][1](both)
+    }
+
+
+def below(weaker: Settings, stronger: Settings) -> dict[str, Any]:
+    """What is left of the weaker settings where the stronger ones win: no other word for what those say either."""
+    left = {key: value for key, value in weaker.items() if _RIVALS.get(key) not in stronger}
+    if "auto" in (weaker.get("batch_size"), stronger.get("batch_size")):  # which goes with a global batch
+        left |= {key: weaker[key] for key in ("batch_size", "global_batch_size") if key in weaker}
+    return beside(left, stronger)
