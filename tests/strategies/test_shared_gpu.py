@@ -37,3 +37,48 @@ def test_they_train_as_ddp_where_they_promise_it_and_to_the_end_elsewhere(tmp_pa
     others += "--compress bf16", "--compress fp16", "--compress powersgd --compress-rank 1"
     for number, flags in enumerate(others):
         assert _validation_loss(tmp_path, f"other-{number}", flags) == pytest.approx(expected, rel=0.2)
+
+
+SCRIPT = """
+import sys
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import stormo
+
+world = stormo.World()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)).double()
+model, optimizer = world.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), compress=sys.argv[1])
+x = torch.randn(256, 8, dtype=torch.float64)
+data = TensorDataset(x, x.sum(dim=1, keepdim=True))
+for _ in range(3):
+    for rows, sums in world.loader(DataLoader(data, batch_size=32)):
+        loss = torch.nn.functional.mse_loss(model(rows), sums)
+        world.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+targets = x.to(world.device)
+loss = torch.nn.functional.mse_loss(model(targets), targets.sum(dim=1, keepdim=True))
+world.print("device", world.device.type, "loss", float(loss))
+"""
+
+
+def _loss_of_script(folder: Path, compress: str) -> float:
+    (folder / "script.py").write_text(SCRIPT, encoding="utf-8")
+    words = ["-m", "stormo", "run", "script.py", "--device", DEVICE, "--num-gpus", "2", "--backend", "gloo"]
+    command = [sys.executable, *words, "--", compress]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    _, device, _, loss = done.stdout.splitlines()[0].split()
+    assert device == DEVICE
+    return float(loss)
+
+
+def test_a_script_trains_as_without_where_gradients_travel_in_sixteen_bits(tmp_path: Path) -> None:
+    expected = _loss_of_script(tmp_path, "none")
+    for compress in ("bf16", "fp16"):
+        found = _loss_of_script(tmp_path, compress)
+        assert found == pytest.approx(expected, rel=0.05)
+        assert found != expected
