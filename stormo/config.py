@@ -336,7 +336,7 @@ class Change:
 
     def __str__(self) -> str:
         flag = f"--{'no-' * (self.now is False)}{self.key.replace('_', '-')}"
-        value = "" if isinstance(self.now, bool) else f" {self.now}"
+        value = "" if isinstance(self.now, bool) else " left out" if self.now is None else f" {self.now}"
         before = "not set" if self.before is None else self.before
         if isinstance(before, bool):
             before = "on" if before else "off"

@@ -241,7 +241,7 @@ def remedies(
     rate = f"--base-lr {optimizer.base_lr * half / kept_factor:g}"
     tried.append(rate + f" ({optimizer.base_lr * half:g} in a new run)" * (kept_factor != 1))
     if has_own_optimizer:
-        own = "half the rate" if half / kept_factor == 0.5 else f"{half / kept_factor:g} × the rate"
+        own = "half the rate" if math.isclose(half / kept_factor, 0.5) else f"{half / kept_factor:g} × the rate"
         own += f" ({half:g} × in a new run)" * (kept_factor != 1)
         tried[-1] = f"{own} in the task's optimizer()"
     if diverged.kind in ("loss", "weights", "exploded"):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stormo import __version__, dry_run, options
-from stormo.config import NodeRange, TrainConfig, least_nodes
+from stormo.config import EFFECTIVE, NodeRange, TrainConfig, least_nodes
 from stormo.early_signals import leave_if_warned
 from stormo.errors import EXIT_FAILURE, StormoError, full_disk
 from stormo.hardware import visible_gpus
@@ -92,8 +92,8 @@ def read_settings(arguments: list[str]) -> tuple[TrainConfig, type[Task]]:
     """Defaults, then the settings of a resumed run, then a TOML file's, then flags: the later wins."""
     peeked = options.peek_flags(arguments, options.train_options(), _looks_like_task)
     document = options.read_toml(Path(peeked["config"])) if "config" in peeked else {}
-    in_file = document.get("run")
-    resumed = run_to_resume((in_file if isinstance(in_file, dict) else {}) | peeked)
+    run = document.get("run")
+    resumed = run_to_resume((run if isinstance(run, dict) else {}) | peeked)
     inherited = options.read_toml(resumed.config) if resumed else {}
     workers = inherited.get("workers", {})
     inherited["workers"] = inherited_workers(workers, document.get("workers"), peeked)
@@ -103,7 +103,10 @@ def read_settings(arguments: list[str]) -> tuple[TrainConfig, type[Task]]:
     plain = options.train_options(task_class.Options)
     defaults, every = options.defaults_of_task(task_class.defaults, plain, task_class.name)
     flags = options.parse_flags("stormo train", arguments, every, f"Task {task_class.name}")
-    settings = options.below(options.settings_from_toml(document, every, peeked.get("config", "")), flags) | flags
+    in_file = options.settings_from_toml(document, every, peeked.get("config", ""))
+    if EFFECTIVE in document:  # the file of a run, which holds all settings there are
+        in_file = {key: in_file[key] for key in in_file.keys() - options.without_effect(in_file)}
+    settings = options.left_below(in_file, flags) | flags
     if resumed is None:
         return options.make_config(settings, task_class.Options, defaults), task_class
     # The file holds whatever was in force, the task's defaults of that day among it; what is not there was not set.
@@ -111,12 +114,13 @@ def read_settings(arguments: list[str]) -> tuple[TrainConfig, type[Task]]:
     effective = inherited_effect(inherited, resumed)
     keys = ("strategy", "staleness", *OF_COPIES)  # also where they are others now
     spread = {key: workers[key] for key in keys if key in workers}
-    changed = changes(settings, spread | before, plain, resumed)
+    left = options.left_unasked(before, settings)
+    changed = changes(settings | dict.fromkeys(before.keys() - left.keys()), spread | before, plain, resumed)
     settings |= place_of(resumed)
     settings.setdefault("resume", "")  # a round of torchrun that goes on without being told to
     # What --batch-size auto rests on is not in the file, which says auto.
     number = {"batch_size": defaults["batch_size"]} if "batch_size" in defaults else {}
-    config = options.make_config(options.beside(before, settings) | settings, task_class.Options, number)
+    config = options.make_config(left | settings, task_class.Options, number)
     return replace(config, given=frozenset(settings), resumed=effective, changed=changed), task_class
 
 

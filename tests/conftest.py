@@ -20,7 +20,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-MOST_S = 300.0  # for a test, and for what it needs: one that hangs fails by name, and the others go on
+MOST_S = 300.0  # for a test, and for what it needs: one that waits for ever fails by name, and the others go on
 
 
 @pytest.hookimpl(wrapper=True)

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from stormo import checkpoint, loop, losses
-from stormo.config import Effective
 from stormo.divergence import NUM_HIGH_STEPS, Diverged, Trend, diagnosis, patience_steps, remedies, wait_steps
 from stormo.errors import SettingError
 from stormo.journal import Journal
@@ -27,7 +26,6 @@ from stormo.loop import Outcome, Training, train
 from stormo.losses import LossWatch, Moment
 from stormo.metrics import Validation
 from stormo.optim.schedule import make_schedule
-from stormo.options import to_toml
 from stormo.plan.checks import check_numbers
 from stormo.process import SetUp
 from stormo.profiling.window import ProfileWindow
@@ -1070,13 +1068,6 @@ def test_stale_servers_are_not_told_to_clip() -> None:
 def test_settings_that_cannot_hold_are_refused(flags: dict[str, Any], sentence: str) -> None:
     with pytest.raises(SettingError, match=sentence):
         _settings(**flags)
-
-
-def test_what_a_run_leaves_of_settings_repeats_it_and_names_no_rollbacks_where_there_are_none() -> None:
-    effective = Effective(global_batch_size=16, learning_rate=0.1, warmup_start=0.1)
-    assert "rollback" not in to_toml(_settings().config, effective)
-    kept = to_toml(_settings(on_divergence="rollback", max_rollbacks=2).config, effective)
-    assert "rollback_factor = 0.5\nmax_rollbacks = 2\n" in kept
 
 
 def test_a_run_that_went_back_may_go_on_without_rollbacks() -> None:

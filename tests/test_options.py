@@ -484,9 +484,7 @@ _STORED = [one for one in EVERY if one.section != "command" and one.name not in 
 @settings(max_examples=100)
 @given(st.fixed_dictionaries({}, optional={one.key: _values(one) for one in _STORED}))
 def test_settings_survive_the_file_of_a_run(given_settings: dict[str, Any]) -> None:
-    defaults = {one.key: one.default for one in EVERY}
-    idle = options.without_effect(defaults | given_settings)  # they mean nothing, and are refused
-    config = options.make_config({key: given_settings[key] for key in given_settings.keys() - idle}, OwnOptions)
+    config = options.make_config(given_settings, OwnOptions)
     document = tomllib.loads(options.to_toml(config, EFFECT))
     assert Effective(**document[EFFECTIVE]) == EFFECT
     again = options.make_config(options.settings_from_toml(document, EVERY, "x"), OwnOptions)
@@ -528,6 +526,8 @@ _REPLACED = [
     ("[batch]\nglobal_batch_size = 512", "--batch-size 8", {"batch_size"}),
     ("[batch]\nglobal_batch_size = 512", "--batch-size auto", {"batch_size", "global_batch_size"}),
     ('[batch]\ngrow_batch = "1:2x"\nmax_batch_size = 64', "--batch-size auto", {"grow_batch", "batch_size"}),
+    ('[batch]\nbatch_size = "auto"\nglobal_batch_size = 512', "--batch-size 8", {"batch_size"}),
+    ("[optimizer]\nbase_batch_size = 64", "--lr-rule none", {"lr_rule"}),
     ('[workers]\nhosts = "a,b"', "--hostfile hosts", {"hostfile"}),
 ]
 
@@ -566,6 +566,52 @@ def test_a_choice_that_a_resume_names_replaces_that_of_the_run_with_what_belongs
     _stored_run(tmp_path / "runs", "old", **begun)
     config, task_class = read_settings(["--resume", "old", "--device", "cpu", "--num-gpus", "4", *now.split()])
     resolve(config, resolve_layout(config, ()), task_class(config.task_options).facts())
+
+
+@pytest.mark.parametrize(
+    ("begun", "between", "again"),
+    [
+        ({"strategy": "pipeline", "micro_batches": 8, "schedule": "gpipe"}, "--strategy ddp", "--strategy pipeline"),
+        ({"strategy": "local", "average_every": "4", "outer_momentum": 0.9}, "--strategy ddp", "--strategy local"),
+        ({"compress": "powersgd", "compress_rank": 8}, "--compress none", "--compress powersgd"),
+        ({"on_divergence": "rollback", "rollback_factor": 0.3}, "--on-divergence stop", "--on-divergence rollback"),
+        ({"strategy": "fsdp", "offload": True}, "--checkpoint-every 9", "--strategy fsdp"),
+    ],
+)
+def test_what_has_no_effect_for_a_while_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: dict[str, Any], between: str, again: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _stored_run(tmp_path / "runs", "old", **begun)
+    for words in (between, again):
+        config, _ = read_settings(["--resume", "old", "--device", "cpu", "--num-gpus", "4", *words.split()])
+        resolve_layout(config, ())
+        write(tmp_path / "runs" / "old" / "config.toml", options.to_toml(config, EFFECT))
+    found = options.flat_settings(config)
+    assert {key: found.get(key) for key in begun} == begun
+
+
+def test_what_a_resume_must_leave_out_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    _stored_run(tmp_path / "runs", "old", ghost_batch_size=16)
+    config, _ = read_settings(["--resume", "old", "--device", "cpu", "--sync-batch-norm"])
+    assert sorted(map(str, config.changed)) == [
+        "--ghost-batch-size left out (16 before)",
+        "--sync-batch-norm (off before)",
+    ]
+
+
+def test_a_file_whose_mesh_a_flag_replaces_takes_nothing_from_a_resumed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = write(tmp_path / "my.toml", '[workers]\nmesh = "shard=4"\n')
+    _stored_run(tmp_path / "runs", "small", strategy="ddp", compress="bf16")
+    config, _ = read_settings(["--resume", "small", "--config", file, "--strategy", "ddp"])
+    assert (config.workers.mesh, config.workers.compress) == (None, "bf16")
+    _stored_run(tmp_path / "runs", "served", strategy="server", servers=2, staleness=1)
+    config, _ = read_settings(["--resume", "served", "--config", file, "--strategy", "server"])
+    assert (config.workers.servers, config.workers.staleness) == (2, 1)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@
 the configuration that they come to, `belonging` what one leaves of another.
 """
 
-from stormo.options.belonging import below, beside, without_effect
+from stormo.options.belonging import left_below, left_unasked, without_effect
 from stormo.options.declared import Option, defaults_of_task, options_of, train_options
 from stormo.options.flags import Parser, Positional, UsageError, build_parser, parse_flags, peek_flags, take_flags
 from stormo.options.settings import flat_settings, make_config
@@ -15,11 +15,11 @@ __all__ = [
     "Parser",
     "Positional",
     "UsageError",
-    "below",
-    "beside",
     "build_parser",
     "defaults_of_task",
     "flat_settings",
+    "left_below",
+    "left_unasked",
     "make_config",
     "options_of",
     "parse_flags",

@@ -6,7 +6,7 @@ which no flag could take back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 from stormo.config import NESTEROV_OPTIMIZERS, OPTIMIZER_DEFAULTS
@@ -45,6 +45,11 @@ def _has_units(settings: Settings) -> bool:
 
 
 _HOW = ("strategy", "mesh")
+# What is refused even where nobody has named it now, or, of some, beside what.
+_REFUSED_UNASKED: dict[str, Callable[[Settings], bool]] = {
+    **dict.fromkeys(("offload", "shard_modules", "ghost_batch_size", "max_batch_size"), lambda settings: True),
+    "micro_batches": _is("strategy", "naive"),
+}
 # Settings that only some choices have: which settings make the choice, and whether it is one of these.
 _OF_A_CHOICE: dict[str, tuple[tuple[str, ...], Callable[[Settings], bool]]] = {
     **dict.fromkeys(("servers", "staleness"), (_HOW, _spread("server"))),
@@ -60,6 +65,7 @@ _OF_A_CHOICE: dict[str, tuple[tuple[str, ...], Callable[[Settings], bool]]] = {
         name: (("optimizer",), _is("optimizer", *(key for key, own in OPTIMIZER_DEFAULTS.items() if name in own)))
         for name in sorted({name for own in OPTIMIZER_DEFAULTS.values() for name in own})
     },
+    "base_batch_size": (("lr_rule",), _is("lr_rule", "linear", "sqrt", None)),
     "nesterov": (("optimizer",), _is("optimizer", *NESTEROV_OPTIMIZERS)),
     "gradient_noise_decay": (("gradient_noise",), lambda settings: settings.get("gradient_noise") is not None),
     **dict.fromkeys(("rollback_factor", "max_rollbacks"), (("on_divergence",), _is("on_divergence", "rollback"))),
@@ -71,19 +77,26 @@ def without_effect(settings: Settings) -> set[str]:
     return {key for key, (_, holds) in _OF_A_CHOICE.items() if key in settings and not holds(settings)}
 
 
-def beside(weaker: Settings, stronger: Settings) -> dict[str, Any]:
-    """The weaker settings without those that belong to a choice for which the stronger ones name another."""
-    both = {**weaker, **stronger}
-    return {
-        key: value
-        for key, value in weaker.items()
-        if key not in _OF_A_CHOICE or stronger.keys().isdisjoint(_OF_A_CHOICE[key][0]) or _OF_A_CHOICE[key][1](both)
-    }
-
-
-def below(weaker: Settings, stronger: Settings) -> dict[str, Any]:
-    """What is left of the weaker settings where the stronger ones win: no other word for what those say either."""
+def left_below(weaker: Settings, stronger: Settings) -> dict[str, Any]:
+    """What is left of settings that somebody has written down where stronger ones name another choice."""
     left = {key: value for key, value in weaker.items() if _RIVALS.get(key) not in stronger}
-    if "auto" in (weaker.get("batch_size"), stronger.get("batch_size")):  # which goes with a global batch
+    if {**weaker, **stronger}.get("batch_size") == "auto":  # which goes with a global batch
         left |= {key: weaker[key] for key in ("batch_size", "global_batch_size") if key in weaker}
-    return beside(left, stronger)
+    return _without(left, replaced(left, stronger))
+
+
+def left_unasked(weaker: Settings, stronger: Settings) -> dict[str, Any]:
+    """The same of settings that nobody has named now, which stay for another time unless they would be refused."""
+    both, gone = {**weaker, **stronger}, replaced(weaker, stronger)
+    return _without(weaker, {key for key in gone & _REFUSED_UNASKED.keys() if _REFUSED_UNASKED[key](both)})
+
+
+def replaced(weaker: Settings, stronger: Settings) -> set[str]:
+    """Of the weaker settings those that belong to a choice for which the stronger ones name another."""
+    both = {**weaker, **stronger}
+    named = {key for key in weaker.keys() & _OF_A_CHOICE if not stronger.keys().isdisjoint(_OF_A_CHOICE[key][0])}
+    return {key for key in named if not _OF_A_CHOICE[key][1](both)}
+
+
+def _without(settings: Settings, keys: Set[str]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if key not in keys}

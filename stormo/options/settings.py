@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from stormo.config import OF_ONE_CALL, SECTIONS, TrainConfig
-from stormo.options.belonging import beside
+from stormo.options.belonging import left_unasked
 
 
 def make_config(
     settings: Mapping[str, Any], task_options: type[Any] | None, defaults: Mapping[str, Any] | None = None
 ) -> TrainConfig:
     """The configuration that holds the given settings and the defaults of the rest, a task's own before the usual."""
-    weak = beside(defaults or {}, settings)
+    weak = left_unasked(defaults or {}, settings)
     if settings.get("batch_size", "auto") != "auto":
         weak.pop("global_batch_size", None)  # the two say the same, and what the user says wins
     effective = {**weak, **settings}

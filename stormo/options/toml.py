@@ -10,7 +10,6 @@ from typing import Any
 
 from stormo.config import EFFECTIVE, OF_ONE_CALL, OF_OTHER_VERBS, SECTIONS, Effective, NodeRange, TrainConfig
 from stormo.errors import SettingError, unknown_name
-from stormo.options.belonging import without_effect
 from stormo.options.declared import Option
 
 
@@ -78,8 +77,6 @@ def to_toml(config: TrainConfig, effective: Effective) -> str:
     sections = {section: dataclasses.asdict(getattr(config, section)) for section in SECTIONS if section != "command"}
     if config.batch.global_batch_size is not None and config.batch.batch_size != "auto":
         del sections["batch"]["batch_size"]  # only one of the two is ever set
-    idle = without_effect({key: value for values in sections.values() for key, value in values.items()})
-    sections = {name: {key: values[key] for key in values if key not in idle} for name, values in sections.items()}
     for name in OF_ONE_CALL:
         del sections["workers"][name]
     del sections["run"]["resume"]  # said of one call, not of the run

@@ -29,7 +29,7 @@ def check_compression(config: TrainConfig, layout: Layout) -> None:
         raise SettingError(
             f"--compress {method} was set with strategy {layout.strategy}",
             "it is for copies of the model, which send their whole gradients to one another",
-            "set --strategy ddp, or leave it out",
+            "set --strategy ddp, or --compress none",
         )
 
 

@@ -8,6 +8,7 @@ from stormo.config import EFFECTIVE, Effective
 from stormo.errors import SettingError
 from stormo.hardware import visible_gpus
 from stormo.mesh import PRESETS
+from stormo.options import left_below
 from stormo.resuming.table import COPIES, OWN_ALGORITHMS
 from stormo.telemetry.folder import RunFolder
 
@@ -20,7 +21,7 @@ def inherited_workers(before: dict[str, Any], in_file: Any, flags: dict[str, Any
     kept = {}
     if "num_gpus" in before and not visible_gpus():  # CPU processes are what was asked for
         kept["num_gpus"] = before["num_gpus"]
-    set_now = (in_file if isinstance(in_file, dict) else {}) | flags
+    set_now = left_below(in_file if isinstance(in_file, dict) else {}, flags) | flags
     strategy = before.get("strategy")
     is_kept = strategy in OWN_ALGORITHMS.union(PRESETS, ["server"]) or "mesh" in before
     is_same = "strategy" not in set_now or set_now["strategy"] == strategy != "auto"

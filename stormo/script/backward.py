@@ -40,8 +40,10 @@ class Backward:
         is_last = not more and (given is None or given.is_last)
         self._loop.weight = weight = self._weight(given, count, is_last=is_last)
         if is_last:
-            for group in groups:
-                group.exchange.arm()
+            before = None
+            for group in _in_turn(groups):
+                group.exchange.arm(before)
+                before = group.exchange
         try:
             # A loss that weighs nothing may be the mean of nothing: no number at all, and zero times that is none.
             if weight or self._loop.sums_in_models:
@@ -137,6 +139,8 @@ class Backward:
     def _finish(self) -> None:
         self._loop.agreement.settle()
         groups = self._trained_groups()
+        for group in _in_turn(groups):
+            group.exchange.send_rest()
         for group in groups:
             group.exchange.finish()
         is_counted, total, reference = self._is_counted, self._total, self._reference
@@ -164,3 +168,8 @@ class Backward:
             if not trained >> index & 1:
                 group.exchange.cancel()
         return [group for index, group in enumerate(groups) if trained >> index & 1]
+
+
+def _in_turn(groups: list[Group]) -> list[Group]:
+    """As their gradients mostly come, the same on all workers: what was wrapped last computes last."""
+    return groups[::-1]

@@ -108,6 +108,8 @@ class Compression:
         """Begin with a bucket; the sum over all workers comes to where it lies."""
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[self._device] if self._stream else None)
         ready = torch.cuda.current_stream(self._device).record_event() if self._stream else None
+        if self._stream is not None:
+            parcel.flat.record_stream(self._stream)  # whoever lets go of it, it is written there
 
         def exchange() -> None:
             try:

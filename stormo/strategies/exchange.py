@@ -1,7 +1,9 @@
 """Sums gradients over all workers while backward still runs, for a model that stays the very object it was.
 
 In buckets, as DDP does (Li et al., arXiv 2006.15704), without its wrapper. The order is the reverse of the parameters'
-and is never learnt from a first step: a resumed run must add up in the same order as one that never stopped.
+and is never learnt from a first step: a resumed run must add up in the same order as one that never stopped. Several
+models have one order too: a worker that lacks a gradient sends its buckets later than the others, but never in another
+turn, or a model would get the sums of another one.
 Gradients of gradients (`create_graph=True`) do not travel.
 """
 
@@ -68,6 +70,8 @@ class GradientExchange:
         self._hooks: dict[int, tuple[nn.Parameter, torch.utils.hooks.RemovableHandle]] = {}
         self._is_armed = self._is_closed = self._is_out_of_step = False
         self._num_sent = 0
+        self._before: GradientExchange | None = None  # of this backward: whose buckets leave before these,
+        self._after: GradientExchange | None = None  # and whose leave after them
         self._streams: dict[torch.device, torch.cuda.Stream] = {}  # on which gradients came last
         self._lock = threading.Lock()  # autograd has a thread for each device
         self._held: list[tuple[Tensor, Tensor, int]] = []  # sums of a step before: parameter, gradient, its mark
@@ -89,8 +93,8 @@ class GradientExchange:
         """Whether a gradient has come since it was armed."""
         return any(bucket.num_awaited < len(bucket.parameters) for bucket in self._buckets)
 
-    def arm(self) -> None:
-        """The next backward is the last of a step: buckets leave as they fill."""
+    def arm(self, before: GradientExchange | None = None) -> None:
+        """The next backward is the last of a step: buckets leave as they fill, after those of the one before."""
         if self._world.size == 1:
             return
         assert not self._is_armed
@@ -111,15 +115,22 @@ class GradientExchange:
                 self._held.append((parameter, gradient, version))
                 if not self._world.is_main:
                     parameter.grad = None  # all have the same: the main worker alone takes it into the new sum
+        self._before, self._after = before, None
+        if before is not None:
+            before._after = self
         self._is_armed = True
+
+    def send_rest(self) -> None:
+        """After that backward: send what has not left yet. Of several models all do it before any one finishes."""
+        while self._num_sent < len(self._buckets):
+            self._send_next()
 
     def finish(self) -> None:
         """After that backward: send what is left, wait, put the sums into `.grad`."""
         if self._world.size == 1:
             return
         assert self._is_armed
-        while self._num_sent < len(self._buckets):
-            self._send_next()
+        self.send_rest()
         means = list(self._send_buffers()) if self._averages_buffers else []
         for bucket in self._buckets:
             bucket.receive()
@@ -154,6 +165,7 @@ class GradientExchange:
 
     def _rest(self) -> None:
         self._is_armed, self._num_sent = False, 0
+        self._before = self._after = None
         self._streams.clear()
         self._held = []
 
@@ -194,8 +206,7 @@ class GradientExchange:
                 self._chain_streams(parameter.device)
             self._held = []  # whatever comes of this backward, it has added to them: their memory is free
             bucket.arrived(index)
-            while self._num_sent < len(self._buckets) and not self._buckets[self._num_sent].num_awaited:
-                self._send_next()
+        self._send_full()
 
     def _check_base(self, parameter: Tensor) -> None:
         """Refuse a first pass of a step that adds to the sum of the step before, which would count once a worker."""
@@ -208,6 +219,20 @@ class GradientExchange:
                 f"a backward added to the gradient of {self._names[id(parameter)]}, which held the last step's sum "
                 f"over all {self._world.size} workers; call optimizer.zero_grad() between steps, or {_PARTS_OF_A_STEP}."
             )
+
+    def _send_full(self) -> None:
+        """Send the buckets that are full, in their turn."""
+        with self._lock:
+            if self._before is not None and not self._before._has_left:
+                return
+            while self._num_sent < len(self._buckets) and not self._buckets[self._num_sent].num_awaited:
+                self._send_next()
+        if self._after is not None and self._has_left:
+            self._after._send_full()
+
+    @property
+    def _has_left(self) -> bool:
+        return self._num_sent == len(self._buckets) and (self._before is None or self._before._has_left)
 
     def _send_next(self) -> None:
         bucket = self._buckets[self._num_sent]

@@ -45,7 +45,9 @@ class Halves:
         scale = _scale(values) if self._dtype is torch.float16 else torch.ones((), device=values.device)
         rows[:, :_HEAD_BYTES].view(torch.float32).copy_(scale)
         numbers = torch.zeros(num_rows * length, dtype=self._dtype, device=values.device)
-        numbers[: values.numel()] = values if self._dtype is torch.bfloat16 else values * scale
+        # A GPU would round the scale to 16 bits for values of 16 bits, of which it may lie out of range.
+        wide = torch.promote_types(values.dtype, torch.float32)
+        numbers[: values.numel()] = values if self._dtype is torch.bfloat16 else values.to(wide) * scale
         rows[:, _HEAD_BYTES:].view(self._dtype).copy_(numbers.view(num_rows, length))
         return rows
 

@@ -64,7 +64,7 @@ def read_job(arguments: Sequence[str]) -> Job:
     runs = tuple(
         Run(
             name=f"{name}-{number}",
-            words=(*_words(point), *_told(each, (each.given & config.given) - of_all - {*point})),
+            words=(*_words(point), *_told(each, each.given - of_all - {*point})),
         )
         for number, (point, each) in enumerate(zip(points, configs, strict=True))
     )

@@ -683,3 +683,47 @@ def _wrap_unlike(workers: Workers) -> str:
 def test_workers_that_would_send_gradients_in_other_bits_are_told(run_ranks: Ranks) -> None:
     for sentence in run_ranks(_wrap_unlike, 2):
         assert "world.wrap(…, compress='bf16')" in sentence
+
+
+def _twins(workers: Workers | None, first: str, compress: tuple[Any, Any]) -> Weights:
+    """Two models of one size, wrapped by themselves; of some batches one worker has nothing, of others one model."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(5)
+    twins = {name: nn.Linear(4, 4) for name in ("coder", "decoder", "idle")}
+    optimizers = [torch.optim.SGD(twin.parameters(), lr=0.1) for twin in twins.values()]
+    loader: Any = DataLoader(data(9), batch_size=4)
+    world = None if workers is None else world_of(workers)
+    if world is not None:
+        names = sorted(twins, key=lambda name: name != first)
+        for name, how in zip(names, (*compress, compress[0]), strict=True):
+            world.wrap(twins[name], optimizers[list(twins).index(name)], compress=how)
+        loader = world.loader(loader)
+    for epoch in range(2):
+        for number, (x, y) in enumerate(loader):
+            coded = twins["coder"](x)
+            if number == 1:  # a gradient of zeros, on the workers that have a sample
+                coded = torch.where(x[:, :1] > 10, twins["idle"](x), coded)
+            decoded = twins["decoder"](coded if epoch else x) + coded
+            loss = F.mse_loss(decoded[:, :2], y)
+            if world is None:
+                loss.backward()
+            else:
+                world.backward(loss)
+            for optimizer in optimizers:
+                if optimizer.param_groups[0]["params"][0].grad is not None:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    return {f"{name}.{key}": value for name, twin in twins.items() for key, value in weights(twin).items()}
+
+
+@pytest.mark.parametrize("first", ["coder", "decoder", "idle"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_models_of_one_size_that_are_wrapped_by_themselves_keep_their_own_gradients(
+    run_ranks: Ranks, first: str, size: int
+) -> None:
+    expected = _twins(None, first, ("none", "none"))
+    for compress, tolerance in ((("none", "none"), 1e-12), (("bf16", "bf16"), 2e-2), (("fp16", "none"), 2e-3)):
+        found = run_ranks(_twins, size, first, compress)
+        for each in found:
+            assert relative_difference(each, expected) < tolerance, compress
+            assert all(torch.equal(value, found[0][name]) for name, value in each.items())

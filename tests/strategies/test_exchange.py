@@ -196,10 +196,9 @@ def test_gradients_may_travel_in_sixteen_bits(run_ranks: Ranks, compress: str, d
     for step, exact in enumerate(expected[0]):
         assert exact.keys() == found[0][step].keys()
         assert torch.equal(found[0][step]["turned"], exact["turned"])  # small whole numbers, times a power of two
-        scale = max(float(value.abs().max()) for value in exact.values())
         for name, value in exact.items():
             error = (found[0][step][name] - value).abs()
-            assert float(error.max()) <= 4 * scale * 2.0**-digits, name
+            assert float(error.max()) <= 8 * float(value.abs().max()) * 2.0**-digits, name  # parts may cancel out
             assert all(torch.equal(each[step][name], found[0][step][name]) for each in found)
         assert any(not torch.equal(found[0][step][name], value) for name, value in exact.items())
 

@@ -234,9 +234,10 @@ def test_the_runs_of_a_sweep_have_names_of_their_own(slurm: Slurmlike, capsys: p
 
 
 @pytest.mark.usefixtures("slurm")
-def test_a_run_of_a_sweep_is_told_nothing_of_a_method_that_its_point_replaces() -> None:
+@pytest.mark.parametrize("flags", [(), ("--optimizer", "sgd")])
+def test_a_run_of_a_sweep_is_told_nothing_of_a_method_that_its_point_replaces(flags: tuple[str, ...]) -> None:
     Path("my.toml").write_text('[optimizer]\noptimizer = "adamw"\nbeta2 = 0.9\nmomentum = 0.8\n')
-    assert _submit("--config", "my.toml", "--sweep", "optimizer=adamw,sgd") == 0
+    assert _submit("--config", "my.toml", *flags, "--sweep", "optimizer=adamw,sgd") == 0
     settings = [json.loads(Path("runs", name, "slurm.json").read_text())["settings"] for name in ("one-0", "one-1")]
     assert settings == [["--optimizer", "adamw", "--beta2", "0.9"], ["--optimizer", "sgd"]]
     script = Path("runs/one-0/job.sh").read_text()
