@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from stormo.config import NodeRange, TrainConfig
 from stormo.errors import SettingError, counted
 from stormo.hardware import Gpu
-from stormo.mesh import PRESETS, ZERO_STAGES, Mesh, mesh_of, parse_mesh, preset_mesh
+from stormo.mesh import CUTS, PRESETS, ZERO_STAGES, Mesh, mesh_of, parse_mesh, preset_mesh
 
 _PORTS = (1024, 49151)
 _MAX_TIMEOUT_S = 2_592_000.0
@@ -265,16 +265,15 @@ def _by_mesh(config: TrainConfig, text: str, world_size: int, origin: str) -> tu
     axes = parse_mesh(text)
     mesh = mesh_of(axes, text, world_size, origin)
     if workers.zero is not None and (workers.zero not in (1, 2, 3) or "shard" not in axes):
-        why = "the mesh has no axis shard" if workers.zero in (1, 2, 3) else "it is 1, 2 or 3"
-        raise SettingError(
-            f"--zero {workers.zero} was set with --mesh {text}", why, "set --zero 1, 2 or 3 and an axis shard"
-        )
+        why, instead = "it is 1, 2 or 3", "set --zero 1, 2 or 3 and an axis shard"
+        if workers.zero in (1, 2, 3):
+            why, instead = "the mesh has no axis shard, of which it says what that cuts", "leave --zero out"
+        raise SettingError(f"--zero {workers.zero} was set with --mesh {text}", why, instead)
     if set(axes) == {"replicate"}:
         return "single" if world_size == 1 else "ddp", mesh, 0, f"copies of the model: {_lengths(mesh)}"
     zero = (workers.zero or 3) if "shard" in axes else 0
-    cuts = {1: "optimizer state", 2: "optimizer state and gradients", 3: "optimizer state, gradients and weights"}
     reason = f"{_lengths(mesh)}, as set"
-    return "mesh", mesh, zero, reason + (f"; shard cuts {cuts[zero]}" if zero else "")
+    return "mesh", mesh, zero, reason + (f"; shard cuts {CUTS[zero]}" if zero else "")
 
 
 def _may_become_one(config: TrainConfig) -> bool:

@@ -30,8 +30,9 @@ PRESETS: dict[str, str] = {
     "pipeline": "pipeline",
     "naive": "pipeline",
 }
-# How much a preset with the axis `shard` cuts: 1 the optimizer's state, 2 the gradients too, 3 the weights too.
+# How much a preset with the axis `shard` cuts, and in words.
 ZERO_STAGES: dict[str, int] = {"zero1": 1, "zero2": 2, "fsdp": 3, "hsdp": 3}
+CUTS = {1: "optimizer state", 2: "optimizer state and gradients", 3: "optimizer state, gradients and weights"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,4 +137,6 @@ def preset_mesh(strategy: str, world_size: int, workers_per_node: int) -> tuple[
     axis = PRESETS[strategy]
     if strategy == "hybrid":
         return Mesh(**{axis: world_size}), "copies of all layers but the classifier, which is cut into parts"
+    if strategy in ("zero1", "zero2"):
+        return Mesh(**{axis: world_size}), f"{CUTS[ZERO_STAGES[strategy]]} cut into parts"
     return Mesh(**{axis: world_size}), MEANINGS[axis]

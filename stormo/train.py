@@ -31,7 +31,14 @@ from stormo.plan import check_settings, resolve
 from stormo.process import STARTED, process_start_unix_s
 from stormo.resuming.changes import changes
 from stormo.resuming.finding import run_to_resume
-from stormo.resuming.inherited import OF_COPIES, SPREAD, inherited_effect, inherited_workers, place_of
+from stormo.resuming.inherited import (
+    OF_COPIES,
+    SPREAD,
+    inherited_effect,
+    inherited_workers,
+    lost_with_strategy,
+    place_of,
+)
 from stormo.staging import of_task as staging
 from stormo.tasks.check import check_made, check_options, check_task, note_method
 from stormo.tasks.find import TASKS, find_task
@@ -115,7 +122,8 @@ def read_settings(arguments: list[str]) -> tuple[TrainConfig, type[Task]]:
     keys = ("strategy", "staleness", *OF_COPIES)  # also where they are others now
     spread = {key: workers[key] for key in keys if key in workers}
     left = options.left_unasked(before, settings)
-    changed = changes(settings | dict.fromkeys(before.keys() - left.keys()), spread | before, plain, resumed)
+    gone = dict.fromkeys(before.keys() - left.keys()) | lost_with_strategy(workers, before | settings)
+    changed = changes(settings | gone, spread | before, plain, resumed)
     settings |= place_of(resumed)
     settings.setdefault("resume", "")  # a round of torchrun that goes on without being told to
     # What --batch-size auto rests on is not in the file, which says auto.

@@ -28,7 +28,7 @@ from stormo.measuring import AnyKeeper, open_keeper
 from stormo.metrics import Validation
 from stormo.optim.schedule import make_schedule
 from stormo.out_of_memory import memory_explained, note_memory
-from stormo.plan import Plan, resolve
+from stormo.plan import Plan, resolve, with_own_optimizer
 from stormo.plan.profile import parse_profile
 from stormo.process import SetUp
 from stormo.profiling.ranges import record_for_nsight
@@ -151,6 +151,7 @@ def _train(
         explained(task, "train_data", "loss", world.device) if calls_model else contextlib.nullcontext(),
     ):
         strategy = strategy_class(plan.layout)(world, plan, task, config)
+    plan = with_own_optimizer(config, plan, type(strategy.optimizer).__name__) if strategy.has_own_optimizer else plan
     seed_generators(derive_seed(seed, "worker", world.draws))  # and has its own dropout
     set_up.done("model")
     loader = make_loader(config, plan, task, world)

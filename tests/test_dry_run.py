@@ -73,6 +73,16 @@ def test_what_cannot_be_drawn(flags: list[str], why: str, capsys: pytest.Capture
     assert why in capsys.readouterr().err
 
 
+def test_a_task_that_may_bring_an_optimizer_is_not_said_to_be_stepped_by_another(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    task = str(Path(__file__).with_name("stream_task.py"))
+    assert main(["train", task, "--dry-run", "--epoch-samples", "150", "--device", "cpu"]) == 0
+    values = "(momentum 0.9, weight decay 0)"
+    said = f"\noptimizer      the task's own, or sgd where its optimizer() returns None {values}\n"
+    assert said in capsys.readouterr().out
+
+
 def test_a_picture_needs_a_package_and_says_so_at_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -601,6 +601,24 @@ def test_what_a_resume_must_leave_out_is_said(tmp_path: Path, monkeypatch: pytes
     ]
 
 
+def test_how_gradients_travel_goes_on_with_copies_and_its_end_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _stored_run(tmp_path / "runs", "small", compress="bf16")
+    _stored_run(tmp_path / "runs", "served", strategy="server", staleness=2)
+
+    def resumed(name: str, *flags: str) -> tuple[str, int, list[str]]:
+        config, _ = read_settings(["--resume", name, "--device", "cpu", "--num-gpus", "2", *flags])
+        return config.workers.compress, config.workers.staleness, [str(change) for change in config.changed]
+
+    assert resumed("small", "--mesh", "replicate=2") == ("bf16", 0, [])
+    assert resumed("small", "--strategy", "fsdp")[2][-1] == "--compress none (bf16 before)"
+    assert resumed("small", "--mesh", "shard=2")[2][-1] == "--compress none (bf16 before)"
+    assert resumed("served") == ("none", 2, [])
+    assert resumed("served", "--strategy", "ddp")[2][-1] == "--staleness 0 (2 before)"
+
+
 def test_a_file_whose_mesh_a_flag_replaces_takes_nothing_from_a_resumed_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

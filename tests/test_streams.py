@@ -222,6 +222,7 @@ def test_a_stream_trains_by_the_command_with_an_optimizer_and_metrics_of_its_own
     assert done.returncode == 0, done.stderr
     assert "a stream in its own order; every worker reads it, by one loading process" in done.stdout
     assert "150 samples are an epoch, and the next one goes on from there" in done.stdout
+    assert "\noptimizer      the task's own Adam\nlearning rate  " in done.stdout
     assert "Validation Auroc = " in done.stdout
     events = [json.loads(line) for line in (tmp_path / "runs/whole/events.jsonl").read_text().splitlines()]
     rates = [event["learning_rate"] for event in events if "train_loss" in event]

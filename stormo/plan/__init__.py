@@ -5,6 +5,15 @@ Pure functions of numbers; every check of a user's settings is here, so that it 
 
 from stormo.plan.batch import no_validation_samples, num_ghosts
 from stormo.plan.facts import Facts
-from stormo.plan.plan import Plan, check_settings, resolve, with_passes
+from stormo.plan.plan import Plan, check_settings, resolve, with_own_optimizer, with_passes
 
-__all__ = ["Facts", "Plan", "check_settings", "no_validation_samples", "num_ghosts", "resolve", "with_passes"]
+__all__ = [
+    "Facts",
+    "Plan",
+    "check_settings",
+    "no_validation_samples",
+    "num_ghosts",
+    "resolve",
+    "with_own_optimizer",
+    "with_passes",
+]

@@ -39,7 +39,7 @@ def check_averaging(config: TrainConfig, layout: Layout) -> None:
         raise SettingError(
             "--sync-batch-norm was set with --strategy local",
             "its workers have weights of their own between two averagings, and statistics over all of them fit none",
-            "leave it out, or set --strategy ddp",
+            "set --no-sync-batch-norm, or --strategy ddp",
         )
 
 

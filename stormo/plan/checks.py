@@ -152,7 +152,7 @@ def _check_ghosts(config: TrainConfig) -> None:
         raise SettingError(
             f"--ghost-batch-size {size} was set with --sync-batch-norm",
             f"one takes batch-norm statistics over {size} samples of a worker and the other over those of all workers",
-            "leave one of them out",
+            "leave one of them out, or set --no-sync-batch-norm",
         )
 
 

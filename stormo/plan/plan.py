@@ -30,6 +30,7 @@ from stormo.plan.compression import check_compression, compression_line
 from stormo.plan.every import Every
 from stormo.plan.facts import Facts
 from stormo.plan.noise import check_noise, choose_noise_scale, noise_lines
+from stormo.plan.optimizer import optimizer_text, own_optimizer_text
 from stormo.plan.profile import check_profile
 from stormo.plan.rate import choose_rate, schedule_text, warmup_fraction
 from stormo.plan.renew import renew
@@ -208,6 +209,7 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
             *sharding_lines(config, layout, pass_samples, micro_batches),
             ("global batch", batch_text),
             *growth_line(config, layout, stages).items(),
+            ("optimizer", optimizer_text(config)),
             ("learning rate", rate_text + schedule_text(config, start, learning_rate, warmup_steps)),
             (
                 "steps",
@@ -234,6 +236,12 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
             ("seed", f"{config.run.seed}" + (", deterministic" if config.run.deterministic else "")),
         ),
     )
+
+
+def with_own_optimizer(config: TrainConfig, plan: Plan, name: str | None = None) -> Plan:
+    """The plan of a task that brings an optimizer, by the name of its class once it has been made."""
+    said = dict(plan.explanation) | {"optimizer": own_optimizer_text(config, name)}
+    return replace(plan, explanation=tuple(said.items()))
 
 
 def with_passes(config: TrainConfig, plan: Plan, accumulate: int, reason: str, graph_obstacle: str | None) -> Plan:

@@ -10,7 +10,7 @@ from typing import Any
 from stormo.config import OPTIMIZER_DEFAULTS, Change
 from stormo.errors import SettingError
 from stormo.options import Option
-from stormo.resuming.table import COPIES, FREE, FREE_TASK_OPTIONS, OWN_ALGORITHMS, REFUSED, SAID
+from stormo.resuming.table import FREE, FREE_TASK_OPTIONS, OWN_ALGORITHMS, REFUSED, SAID
 from stormo.telemetry.folder import RunFolder
 
 
@@ -37,16 +37,15 @@ def changes(
         why = _refusal(change)
         if why is not None:
             raise _refused(change, why, run)
-    return tuple(change for change in found if change.key in SAID or _is_other_algorithm(change, was))
+    ends_others = any(change.key in ("staleness", "compress") for change in found)
+    return tuple(change for change in found if change.key in SAID or _is_other_algorithm(change, was, ends_others))
 
 
-def _is_other_algorithm(change: Change, was: Mapping[str, Any]) -> bool:
+def _is_other_algorithm(change: Change, was: Mapping[str, Any], ends_others: bool) -> bool:
     """Whether it ends or begins an algorithm that is not that of one process."""
     if change.key not in ("strategy", "mesh"):
         return False
-    is_own = was["strategy"] in OWN_ALGORITHMS or was["staleness"] > 0
-    is_own |= was["compress"] != "none" and change.now not in COPIES
-    return is_own or change.now in OWN_ALGORITHMS
+    return was["strategy"] in OWN_ALGORITHMS or ends_others or change.now in OWN_ALGORITHMS
 
 
 _ELSEWHERE = ("run_name", "runs_folder", "resume")  # they have led to the run

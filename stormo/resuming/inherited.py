@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from stormo.config import EFFECTIVE, Effective
@@ -27,9 +28,21 @@ def inherited_workers(before: dict[str, Any], in_file: Any, flags: dict[str, Any
     is_same = "strategy" not in set_now or set_now["strategy"] == strategy != "auto"
     if is_same and "mesh" not in set_now and is_kept:
         kept |= {key: before[key] for key in SPREAD if key in before and key not in set_now}
-    if set_now.get("strategy", strategy or "auto") in COPIES and "mesh" not in set_now:
+    if _makes_copies(set_now.get("strategy", strategy or "auto"), set_now.get("mesh")):
         kept |= {key: before[key] for key in OF_COPIES if key in before and key not in set_now}
     return kept
+
+
+def _makes_copies(strategy: Any, mesh: Any) -> bool:
+    if mesh is None:
+        return strategy in COPIES
+    return isinstance(mesh, str) and {part.partition("=")[0].strip() for part in mesh.split(",")} == {"replicate"}
+
+
+def lost_with_strategy(before: dict[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """What the run's workers had that changes the weights and goes with the strategy it had, as it is now."""
+    nothing = {"compress": "none", "staleness": 0}
+    return {key: value for key, value in nothing.items() if key not in now and before.get(key, value) != value}
 
 
 def inherited_effect(document: dict[str, Any], run: RunFolder) -> Effective:

@@ -15,6 +15,7 @@ from stormo.scale.checks import check_runs
 from stormo.scale.children import Runner, StoppedError, run_child, stop_signals
 from stormo.scale.curve import make_curve
 from stormo.scale.fit import fit_model
+from stormo.scale.folder import check_folder, open_folder
 from stormo.scale.lines import report_lines
 from stormo.scale.measurement import Measurement
 from stormo.scale.results import Answer, write_results
@@ -30,7 +31,12 @@ def main(arguments: list[str], run: Runner = run_child) -> int:
     if own.table is not None:
         return _from_table(own, rest)
     study = read_study(own, rest)
+    check_folder(study)
     check_runs(study)
+    try:
+        open_folder(study)
+    except OSError as error:
+        raise _cannot_write(study.output, error) from None
     _say(f"{study.output}: the same command with --output {study.output} goes on where this one ends")
     load, num_cpus = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load > num_cpus / 2:

@@ -4,33 +4,42 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from stormo import train
-from stormo.config import OF_ONE_CALL, TrainConfig
-from stormo.errors import SettingError, counted
+from stormo.config import Command, TrainConfig
+from stormo.errors import SettingError
 from stormo.hardware import visible_gpus
 from stormo.nodes import find_place
-from stormo.options import Parser
+from stormo.options import Parser, flat_settings
 from stormo.scale.cells import Cell
+from stormo.scale.config_file import BATCHES, ITS_OWN, TARGETS, spell_out
 from stormo.scale.lone import lone_arguments, lone_note
+from stormo.scale.sizes import positive, read_batches, read_sizes, whole
 
 MODES = {"strong": ("strong",), "weak": ("weak",), "both": ("strong", "weak")}
 _EPOCHS = 3  # where nothing says how long to train: a warm-up and two that are measured
 _SECONDS = 60.0
 _NO_TARGET = "2"  # an accuracy that no run reaches
-# What a study sets itself, for each of its runs.
-_ITS_OWN = ("num_gpus", "run_name", "runs_folder", "resume", "dry_run", "plot_schedule", "grow_batch", *OF_ONE_CALL)
+# Of the settings, what differs between the runs of a study or is compared by itself, what is said of one call, and
+# what belongs to the machine.
+_NOT_COMPARED = {
+    *(*ITS_OWN, "num_nodes", *BATCHES, "seed"),
+    *({field.name for field in fields(Command)} - {"profile"}),  # which takes time
+    *("node_id", "master_addr", "master_port", "timeout", "prometheus", "prometheus_host"),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Study:
     """What is to be measured, and how."""
 
-    train_arguments: tuple[str, ...]  # the same for every run
+    typed: tuple[str, ...]  # of `train_arguments`, as the user wrote them
+    train_arguments: tuple[str, ...]  # the same for every run; what a file says is spelled out
+    settings: Mapping[str, Any]  # that they come to, as far as they make the runs what they are
     workers: tuple[int, ...]
     num_nodes: tuple[int, ...]  # for each of `workers`
     modes: tuple[str, ...]
@@ -65,7 +74,8 @@ class Study:
     def identity(self) -> dict[str, Any]:
         """What must be the same for runs to belong to one study; workers, modes and repeats may be added later."""
         return {
-            "train_arguments": list(self.train_arguments),
+            "train_arguments": list(self.typed),
+            "settings": dict(self.settings),
             "seed": self.seed,
             "seconds": self.seconds,
             "global_batch_size": self.global_batch_size,
@@ -106,36 +116,42 @@ def read_arguments(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[s
 
 def read_study(own: argparse.Namespace, rest: Sequence[str]) -> Study:
     """Everything that was asked for, checked before any process starts."""
-    config, task_class = train.read_settings(list(rest))
-    _refuse(config)
-    workers, num_nodes = _sizes(own)
+    _refuse_resume(own, rest)
+    told = list(rest)
+    config, task_class = train.read_settings(told)
+    if config.command.config is not None:
+        own, told = spell_out(own, rest, config.command.config, task_class)
+        config, task_class = train.read_settings(told)
+    _refuse(own, config)
+    workers, num_nodes = read_sizes(own)
     _check_alone(config, num_nodes, own.output)
     smallest = workers[0]
-    global_batch_size, batch_size = _batches(own, config, smallest)
-    wants_target = bool(config.given & {"target_accuracy", "target_loss"})
-    told = list(rest)
-    if not wants_target:
-        told += ["--target-accuracy", _NO_TARGET]
+    global_batch_size, batch_size = read_batches(own, config, smallest)
+    wants_target = bool(config.given & {*TARGETS})
+    more = [] if wants_target else ["--target-accuracy", _NO_TARGET]
     epochs = config.stop.epochs
     if not wants_target and "epochs" not in config.given:
         epochs = _EPOCHS
-        told += ["--epochs", str(epochs)]
+        more += ["--epochs", str(epochs)]
     if epochs < 2:
         raise SettingError(
             f"--epochs {epochs} was set", "the first epoch is the warm-up and is not measured", "set --epochs 2 or more"
         )
     for key, flags in {"checkpoint_every": ("--checkpoint-every", "0"), "tensorboard": ("--no-tensorboard",)}.items():
         if key not in config.given:
-            told += flags
-    seconds = _positive(own.seconds, "--seconds", 60.0) if own.seconds else None if wants_target else _SECONDS
+            more += flags
+    told += more
+    seconds = positive(own.seconds, "--seconds", 60.0) if own.seconds else None if wants_target else _SECONDS
     note = lone_note(config) if smallest == 1 else ""
     name = f"scale-{task_class.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     return Study(
+        typed=(*rest, *more),
         train_arguments=tuple(told),
+        settings=_compared(train.read_settings(told)[0]),
         workers=workers,
         num_nodes=num_nodes,
         modes=read_mode(own.mode),
-        repeats=_whole(own.repeats or "1", "--repeats"),
+        repeats=whole(own.repeats or "1", "--repeats"),
         seed=config.run.seed,
         seconds=seconds,
         global_batch_size=global_batch_size,
@@ -158,50 +174,28 @@ def read_mode(asked: str | None) -> tuple[str, ...]:
     return MODES[asked]
 
 
-def _refuse(config: TrainConfig) -> None:
-    for key in _ITS_OWN:
+def _compared(config: TrainConfig) -> dict[str, Any]:
+    return {key: value for key, value in flat_settings(config).items() if key not in _NOT_COMPARED}
+
+
+def _refuse_resume(own: argparse.Namespace, rest: Sequence[str]) -> None:
+    if any(argument.partition("=")[0] == "--resume" for argument in rest):
+        raise SettingError(
+            "--resume was set for a scaling study",
+            "a study goes on by its folder",
+            f"leave it out: --output {own.output} is enough" if own.output else "set --output FOLDER instead",
+        )
+
+
+def _refuse(own: argparse.Namespace, config: TrainConfig) -> None:
+    sizes = f": --workers {own.workers} says how many there are" if own.workers else ", and set --workers"
+    for key in ITS_OWN:
         if key in config.given:
             raise SettingError(
                 f"{key} was set for a scaling study",
                 "it sets that itself for every run" if key != "grow_batch" else "its epochs must be alike",
-                "leave it out" + (", and set --workers" if key == "num_gpus" else ""),
+                "leave it out" + (sizes if key == "num_gpus" else ""),
             )
-    for key in ("batch_size", "global_batch_size"):
-        if key in config.given:
-            raise SettingError(
-                f"{key} was set in the file of --config",
-                "a study sets the batch of every run from its flags",
-                f"set --{key.replace('_', '-')} instead",
-            )
-
-
-def _sizes(own: argparse.Namespace) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The numbers of workers, fewest first, and the nodes of each."""
-    if own.workers is None:
-        raise SettingError("no --workers was set", "a study compares numbers of workers", "set --workers 1,2,4")
-    workers = _wholes(own.workers, "--workers")
-    nodes = _wholes(own.num_nodes or "1", "--num-nodes")
-    if len(nodes) == 1:
-        nodes *= len(workers)
-    if len(nodes) != len(workers):
-        raise SettingError(
-            f"--num-nodes {own.num_nodes} was set with --workers {own.workers}",
-            f"{len(nodes)} is not {len(workers)}",
-            "give one number of nodes for all, or one for each number of workers",
-        )
-    if len(set(workers)) != len(workers) or len(workers) < 2:
-        raise SettingError(
-            f"--workers {own.workers} was set", "a study compares different numbers", "set two or more, such as 1,2,4"
-        )
-    pairs = sorted(zip(workers, nodes, strict=True))
-    for count, spread in pairs:
-        if count % spread:
-            raise SettingError(
-                f"--workers {count} was set on {counted(spread, 'node')}",
-                f"{count} / {spread} is no whole number and every node starts equally many",
-                f"set {count + spread - count % spread}, or fewer --num-nodes",
-            )
-    return tuple(count for count, _ in pairs), tuple(spread for _, spread in pairs)
 
 
 def _check_alone(config: TrainConfig, num_nodes: Sequence[int], output: str | None) -> None:
@@ -224,53 +218,6 @@ def _check_alone(config: TrainConfig, num_nodes: Sequence[int], output: str | No
             f"the nodes are counted from 0 to {max(num_nodes) - 1}",
             "give every node its own id from that range",
         )
-
-
-def _batches(own: argparse.Namespace, config: TrainConfig, smallest: int) -> tuple[int, int]:
-    """The global batch of strong scaling and a worker's of weak scaling: with the fewest workers they are the same."""
-    passes = smallest * config.batch.accumulate
-    total, each = own.global_batch_size, own.batch_size
-    if total is not None and each is not None:
-        raise SettingError(
-            f"--global-batch-size {total} and --batch-size {each} were both set",
-            "each follows from the other with the fewest workers",
-            "set only one of them",
-        )
-    if total is None and each is None:
-        total, each = config.batch.global_batch_size, config.batch.batch_size
-    if total is None:
-        if each == "auto":
-            raise SettingError("--batch-size auto was set", "the runs must have batches that compare", "set a number")
-        size = _whole(str(each), "--batch-size")
-        return size * passes, size
-    whole = _whole(str(total), "--global-batch-size")
-    if whole % passes:
-        raise SettingError(
-            f"--global-batch-size {whole} was set",
-            f"{counted(smallest, 'worker')} × {config.batch.accumulate} accumulation cut it unevenly",
-            f"set a multiple of {passes}",
-        )
-    return whole, whole // passes
-
-
-def _wholes(text: str, flag: str) -> list[int]:
-    return [_whole(part.strip(), flag) for part in text.split(",")]
-
-
-def _whole(text: str, flag: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise SettingError(f"{flag} was set to {text!r}", "it takes whole numbers from 1 on", f"set {flag} 4")
-    return int(text)
-
-
-def _positive(text: str, flag: str, example: float) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise SettingError(f"{flag} was set to {text!r}", "it takes a number above 0", f"set {flag} {example:g}")
-    return value
 
 
 def _dashed(argument: str) -> str:

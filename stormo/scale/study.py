@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from stormo.errors import EXIT_RESUMABLE, EXIT_USAGE, SettingError, StormoError
+from stormo.errors import EXIT_RESUMABLE, EXIT_USAGE, StormoError
 from stormo.scale.cells import Cell, CellFile, make_cells
 from stormo.scale.children import Runner, last_words
 from stormo.scale.measurement import Measurement
 from stormo.scale.reading import measure_run, measured_s
 from stormo.scale.settings import Study
-from stormo.telemetry.files import write_json
 from stormo.telemetry.text import format_duration, format_rate
 
 _GOOD_ENDS = (0, EXIT_RESUMABLE)  # to its last epoch, or ended once it had been measured for long enough
@@ -31,7 +29,6 @@ class Failed:
 
 def run_study(study: Study, run: Runner, say: Callable[[str], None]) -> tuple[list[Measurement], list[Failed]]:
     """Do every run that is not done yet; give the figures of all, and those that failed."""
-    _open_folder(study)
     mine, kept = _own_cells(study), _cell_file(study)
     failed: list[Failed] = []
     for number, cell in enumerate(mine, start=1):
@@ -112,30 +109,3 @@ def _cell_file(study: Study) -> CellFile:
     if shared.is_file():
         own.done = CellFile(shared).done
     return own
-
-
-def _open_folder(study: Study) -> None:
-    """Make the folder, or see that what lies there is the same study."""
-    path = study.output / ("study.json" if study.node_id == 0 else f"study-node{study.node_id}.json")
-    (study.output / "logs").mkdir(parents=True, exist_ok=True)
-    if not path.is_file():
-        write_json(path, study.identity())
-        return
-    try:
-        before = dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError):
-        raise SettingError(
-            f"--output {study.output} was set", f"{path.name} there is not what a study wrote", "set another folder"
-        ) from None
-    changed = [key for key, value in study.identity().items() if before.get(key) != value]
-    if changed:
-        was, now = before.get(changed[0]), study.identity()[changed[0]]
-        raise SettingError(
-            f"--output {study.output} was set",
-            f"the study there has {changed[0]} = {_words(was)}, not {_words(now)}",
-            "set the same options, or another folder",
-        )
-
-
-def _words(value: object) -> str:
-    return " ".join(str(item) for item in value) if isinstance(value, list) else str(value)

@@ -57,6 +57,7 @@ class Agreement:
         self.is_barred = False  # inside of what only some workers run, while the others wait for it
         self.agreed_flag = 0  # the highest flag that all workers know of
         self.num_casts = 0
+        self.remark = ""  # on what a worker may be waiting in beside announcements
 
     def cast(self, what: str, where: str = "", number: int = 0) -> None:
         """Announce something without waiting for the others; `settle` hears them. `where` may differ, `what` not."""
@@ -117,6 +118,13 @@ class Agreement:
                 pass  # nobody is left to be told
         raise error
 
+    def together(self, what: str, call: Callable[[], Any]) -> Any:
+        """Do with all workers what is not announced, as there is too much of it; say so if one does not come."""
+        before, self._said = self._said, what
+        result = self._guard(call)
+        self._said = before
+        return result
+
     def break_off(self, error: StormoError) -> None:
         """Nothing can be done together any more: from now on everything raises this."""
         if self._world.size > 1 and self._broken is None:
@@ -155,7 +163,7 @@ class Agreement:
             waited_s = given_up_after_s(str(error))
             what = "failed, or has ended before it" if waited_s is None else f"not come within {waited_s:g} s"
             self._broken = PeerFailedError(
-                f"rank {self._world.rank} is at: {_brief(self._said)}; another rank has {what}."
+                f"rank {self._world.rank} is at: {_brief(self._said)}; another rank has {what}.{self.remark}"
             )
             raise self._broken from error
 

@@ -111,7 +111,7 @@ class SumInModel:
             if loader.given is not None and not loader.trains:
                 loader.check_first(loader.given)  # a worker without a sample has passed this batch over
         self._loop.agreement.settle()
-        return self._loop.world.sum(vector)
+        return self._loop.agreement.together("a batch norm over all workers", lambda: self._loop.world.sum(vector))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SumInModel:
         return self  # a copy of the model has the same workers

@@ -47,6 +47,11 @@ def take_in(
             convert_sync_batch_norm(model, SumInModel(loop))
             synchronised = (layer for layer in model.modules() if isinstance(layer, SynchronisedNorm))
             loop.sums_in_models |= any(layer.reduce is not None for layer in synchronised)
+    if loop.sums_in_models:
+        loop.agreement.remark = (
+            " A batch norm that only some workers go through waits so: world.wrap(…, sync_batch_norm=False) lets every "
+            "worker have its own."
+        )
     check_optimizers(parts, together)
     share_weights(loop.world, together)
     # Ghost batch norm stays what it is, and its running statistics are a worker's own.

@@ -13,6 +13,7 @@ from stormo.options import Option
 MOST_RUNS = 1000  # an array of Slurm's default size
 # One job script has one allocation, and one run folder after the other.
 _NOT_SWEPT = ("workers", "command", "run_name", "runs_folder", "resume", "slurm")
+_SWEPT = ("compress", "compress_rank")  # of the workers all the same: they need the same ones
 
 Point = Mapping[str, Any]  # one combination: the value of each setting, by key
 
@@ -22,7 +23,8 @@ def read_grid(text: str, options: Sequence[Option]) -> list[Point]:
     known = {
         option.key: option
         for option in options
-        if option.section not in _NOT_SWEPT and option.name not in _NOT_SWEPT and not option.optional_value
+        if option.name in _SWEPT
+        or (option.section not in _NOT_SWEPT and option.name not in _NOT_SWEPT and not option.optional_value)
     }
     axes: dict[str, list[Any]] = {}
     for part in filter(None, (part.strip() for part in text.split(";"))):

@@ -401,7 +401,7 @@ def _plan(**flags: Any) -> Plan:
         (
             {"ghost_batch_size": 32, "sync_batch_norm": True, "num_gpus": 2},
             "--ghost-batch-size 32 was set with --sync-batch-norm, but one takes batch-norm statistics over 32 samples "
-            "of a worker and the other over those of all workers; leave one of them out.",
+            "of a worker and the other over those of all workers; leave one of them out, or set --no-sync-batch-norm.",
         ),
     ],
 )

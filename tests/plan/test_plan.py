@@ -18,7 +18,7 @@ from stormo.data.order import part
 from stormo.errors import SettingError
 from stormo.hardware import Gpu
 from stormo.layout import Launched, Layout, resolve_layout
-from stormo.plan import Facts, Plan, choices, resolve, with_passes
+from stormo.plan import Facts, Plan, choices, resolve, with_own_optimizer, with_passes
 
 H200 = Gpu(name="NVIDIA H200", memory_bytes=141 * 2**30, capability=(9, 0))
 V100 = Gpu(name="Tesla V100-SXM2-16GB", memory_bytes=16 * 2**30, capability=(7, 0))
@@ -427,6 +427,47 @@ def test_the_learning_rate_follows_its_rule(flags: dict[str, Any], rate: float, 
     assert plan.learning_rate == pytest.approx(rate)
     assert said(plan, "learning rate") == words
     assert (plan.warmup_steps, plan.warmup_start) == (0, plan.learning_rate)
+
+
+_CLIPPED = "; gradient clipped to a norm of 0.5"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({}, "sgd: momentum 0.9, weight decay 0"),
+        ({"nesterov": True, "weight_decay": 5e-4}, "sgd: momentum 0.9, Nesterov, weight decay 0.0005"),
+        ({"momentum": 0.0, "clip_norm": 0.5}, f"sgd: momentum 0, weight decay 0{_CLIPPED}"),
+        ({"optimizer": "adamw"}, "adamw: momentum 0.9, beta2 0.999, eps 1e-08, weight decay 0"),
+        ({"optimizer": "lars"}, "lars: momentum 0.9, trust coefficient 0.001, weight decay 0"),
+        (
+            {"optimizer": "larc", "nesterov": True, "trust_coefficient": 0.02},
+            "larc: momentum 0.9, Nesterov, trust coefficient 0.02, weight decay 0",
+        ),
+        ({"optimizer": "lamb", "beta2": 0.99}, "lamb: momentum 0.9, beta2 0.99, eps 1e-06, weight decay 0"),
+        ({"optimizer": "novograd"}, "novograd: momentum 0.9, beta2 0.98, eps 1e-08, weight decay 0"),
+        (
+            {"optimizer": "novograd", "grad_averaging": True},
+            "novograd: momentum 0.9, beta2 0.98, eps 1e-08, grad averaging, weight decay 0",
+        ),
+    ],
+)
+def test_the_optimizer_is_said_with_all_that_it_takes(flags: dict[str, Any], words: str) -> None:
+    plan = plan_of(**flags)
+    assert said(plan, "optimizer") == words
+    labels = [label for label, _ in plan.explanation]
+    assert labels.index("optimizer") + 1 == labels.index("learning rate")
+
+
+def test_an_optimizer_of_the_task_is_said_by_its_name_once_it_is_there() -> None:
+    config = configured(weight_decay=0.1, clip_norm=0.5)
+    plan = resolve(config, layout_of(), FACTS)
+    may, made = with_own_optimizer(config, plan), with_own_optimizer(config, plan, "Adam")
+    values = "(momentum 0.9, weight decay 0.1)"
+    assert said(may, "optimizer") == f"the task's own, or sgd where its optimizer() returns None {values}{_CLIPPED}"
+    assert said(made, "optimizer") == f"the task's own Adam{_CLIPPED}"
+    assert replace(made, explanation=plan.explanation) == plan
+    assert [label for label, _ in made.explanation] == [label for label, _ in plan.explanation]
 
 
 @pytest.mark.parametrize(

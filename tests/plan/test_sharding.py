@@ -87,7 +87,10 @@ def test_the_formula_is_what_the_schedule_comes_to(schedule: str) -> None:
     [
         ({"strategy": "fsdp", "mesh": "shard=2"}, "the axes of the mesh are the strategy"),
         ({"zero": 2}, "--zero 2 was set without --mesh"),
-        ({"mesh": "tensor=2", "zero": 2}, "the mesh has no axis shard"),
+        (
+            {"mesh": "tensor=2", "zero": 2},
+            "the mesh has no axis shard, of which it says what that cuts; leave --zero out.",
+        ),
         ({"mesh": "shard=2", "zero": 4}, "it is 1, 2 or 3"),
         ({"strategy": "fsdp", "schedule": "gpipe"}, "it is for a pipeline"),
         ({"micro_batches": 2}, "it is for a pipeline"),

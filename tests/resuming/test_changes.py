@@ -179,8 +179,8 @@ def test_a_run_goes_on_in_its_own_folder_however_it_was_named(tmp_path: Path, mo
         ("--strategy server", "2 of them, which step a part of the weights each; at most 2 steps ahead", None),
         ("--strategy server --servers 1", "one of them, which steps; at most 2 steps ahead", None),
         ("--staleness 0", "2 of them, which step a part of the weights each; synchronous", "--staleness 0 (2 before)"),
-        ("--strategy ddp", "ddp: as set", "--strategy ddp (server before)"),
-        ("--mesh shard=2", "mesh: shard=2, as set", "--mesh shard=2 (not set before)"),
+        ("--strategy ddp", "ddp: as set", "--strategy ddp (server before), --staleness 0 (2 before)"),
+        ("--mesh shard=2", "mesh: shard=2, as set", "--mesh shard=2 (not set before), --staleness 0 (2 before)"),
     ],
 )
 def test_servers_stay_as_they_were_and_the_end_of_stale_ones_is_said(
@@ -199,7 +199,8 @@ def test_servers_stay_as_they_were_and_the_end_of_stale_ones_is_said(
         ("--strategy ddp --compress powersgd", "two matrices of rank 2", None),
         ("--compress bf16", "gradients travel as bf16", "--compress bf16 (powersgd before)"),
         ("--compress none", None, "--compress none (powersgd before)"),
-        ("--strategy fsdp", None, "--strategy fsdp (auto before)"),
+        ("--strategy fsdp", None, "--strategy fsdp (auto before), --compress none (powersgd before)"),
+        ("--mesh replicate=2", "two matrices of rank 2", None),
     ],
 )
 def test_gradients_travel_as_they_did_and_another_way_is_said(

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stormo import train
+from stormo import options, train
+from stormo.config import Effective
 from stormo.errors import SettingError, StormoError
 from stormo.layout import resolve_layout
 from stormo.plan import check_settings
@@ -70,8 +71,11 @@ def test_workers_are_spread_over_nodes() -> None:
         (["--workers", "1,2", "--mode", "odd"], "--mode odd"),
         (["--workers", "1,2", "--seconds", "no"], "--seconds was set to 'no'"),
         (["--workers", "1,2", "--epochs", "1"], "--epochs 1 was set"),
-        (["--workers", "1,2", "--num-gpus", "2"], "num_gpus was set"),
+        (["--workers", "1,2", "--num-gpus", "2"], "leave it out: --workers 1,2 says how many"),
+        (["--num-gpus", "2"], "leave it out, and set --workers"),
         (["--workers", "1,2", "--run-name", "x"], "run_name was set"),
+        (["--workers", "1,2", "--resume", "x"], "a study goes on by its folder; set --output FOLDER"),
+        (["--workers", "1,2", "--resume", "--output", "o"], "leave it out: --output o is enough"),
         (["--workers", "1,2", "--grow-batch", "1:2x"], "epochs must be alike"),
         (["--workers", "1,2", "--batch-size", "auto"], "--batch-size auto was set"),
         (["--workers", "1,2", "--batch-size", "4", "--global-batch-size", "4"], "were both set"),
@@ -89,11 +93,51 @@ def test_what_cannot_hold_is_said_before_anything_runs(arguments: list[str], sai
     assert said in str(raised.value)
 
 
-def test_a_batch_in_a_file_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text("[batch]\nbatch_size = 8\n", encoding="utf-8")
-    with pytest.raises(SettingError, match="set --batch-size instead"):
+@pytest.mark.parametrize("line", ["batch_size = 8", "global_batch_size = 8", 'batch_size = "auto"'])
+def test_the_batch_of_a_file_is_refused_unless_a_flag_sets_it(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "settings.toml"
+    key = line.partition(" ")[0]
+    file.write_text(f"[batch]\n{line}\naccumulate = 2\n", encoding="utf-8")
+    with pytest.raises(SettingError, match=f"set --{key.replace('_', '-')} instead"):
         study("--workers", "1,2", "--config", str(file))
+    for flags in ("--batch-size 20", "--global-batch-size 40"):
+        found = study("--workers", "1,2", f"--config={file}", *flags.split())
+        assert (found.global_batch_size, found.batch_size) == (40, 20)  # the file says two passes
+        check_runs(found)
+
+
+def test_the_nodes_of_a_file_are_refused_unless_a_flag_sets_them(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text("[workers]\nnum_nodes = 2\n", encoding="utf-8")
+    with pytest.raises(SettingError, match="set --num-nodes instead"):
+        study("--workers", "1,2", "--config", str(file))
+    found = study("--workers", "1,2", "--num-nodes", "1", "--config", str(file))
+    assert train.read_settings(found.arguments(Cell(mode="strong", workers=2)))[0].workers.num_nodes == 1
+
+
+def test_the_file_of_a_run_gives_how_it_trains_and_not_where_or_how_long(tmp_path: Path) -> None:
+    told = (
+        "fashion-mnist --device cpu --task.width 2 --task.train-samples 500 --no-energy --clip-norm 1e-05 --seed 3 "
+        "--num-gpus 4 --num-nodes 2 --node-id 1 --master-addr h --master-port 29511 --epochs 7 --target-loss 0.5 "
+        "--batch-size 20 --grow-batch 2:2x --max-batch-size 20 --compress powersgd --compress-rank 8"
+    )
+    config = train.read_settings(told.split())[0]
+    file = tmp_path / "config.toml"
+    effective = Effective(global_batch_size=160, learning_rate=0.08, warmup_start=0.01)
+    file.write_text(options.to_toml(config, effective), encoding="utf-8")
+    found = read_study(*read_arguments(["--workers", "1,2", "--config", str(file), "--compress", "bf16"]))
+    check_runs(found)
+    assert (found.global_batch_size, found.batch_size, found.seed, found.node_id) == (20, 20, 3, 0)
+    run = train.read_settings(found.arguments(Cell(mode="strong", workers=2)))[0]
+    where = run.workers
+    assert (where.num_gpus, where.num_nodes, where.master_addr, where.master_port) == (2, 1, "localhost", None)
+    assert (run.stop.epochs, run.stop.target_accuracy, run.stop.target_loss) == (3, 2.0, None)
+    assert (run.batch.grow_batch, run.run.checkpoint_every) == (None, "0")
+    assert (run.task, run.task_options, run.energy) == (config.task, config.task_options, config.energy)
+    assert (where.compress, where.compress_rank, run.optimizer) == ("bf16", 4, config.optimizer)
+    aimed = study("--workers", "1,2", "--config", str(file), "--target-accuracy", "0.8")
+    run = train.read_settings(aimed.arguments(Cell(mode="strong", workers=2)))[0]
+    assert (run.stop.epochs, run.stop.target_accuracy) == (7, 0.8)
 
 
 @pytest.mark.parametrize(

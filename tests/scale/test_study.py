@@ -165,10 +165,57 @@ def test_where_every_run_fails_there_is_no_answer(folder: Path, capsys: pytest.C
     assert not (folder / "scale.csv").exists()
 
 
-def test_a_folder_holds_one_study(folder: Path) -> None:
+def test_a_folder_holds_one_study(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*OPTIONS, "--output", str(folder)], FakeTraining()) == 0
-    with pytest.raises(SettingError, match="global_batch_size = 32, not 64"):
-        main([*OPTIONS, "--batch-size", "64", "--output", str(folder)], FakeTraining())
+    capsys.readouterr()
+    for flags, said in {
+        "--batch-size 64": "global_batch_size = 32, not 64 (--global-batch-size)",
+        "--seconds 5": "seconds = 60.0, not 5.0 (--seconds)",
+        "--clip-norm 1": "clip_norm = none, not 1.0 (--clip-norm)",
+        "--task.width 2": "task.width = 10.0, not 2.0 (--task.width)",
+    }.items():
+        with pytest.raises(SettingError) as refused:
+            main([*OPTIONS, *flags.split(), "--output", str(folder)], FakeTraining())
+        assert f"the study there has {said}; set the same options" in str(refused.value)
+    assert capsys.readouterr().out == ""  # nothing is promised of what is refused
+
+
+def test_a_file_that_was_edited_is_noticed_and_parts_no_runs(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text("[optimizer]\nbase_lr = 0.1\n[workers]\ntimeout = 60\n")
+    options = [*OPTIONS, "--config", str(file), "--output", str(folder)]
+    rates: list[str] = []
+
+    def edits(arguments: Sequence[str], log: Path, is_enough: Callable[[], bool]) -> int:
+        file.write_text("[optimizer]\nbase_lr = 0.2\n")
+        rates.append(next(one for one in arguments if one.startswith("--base-lr")))
+        return FakeTraining()(arguments, log, is_enough)
+
+    assert main(options, edits) == 0
+    assert rates == ["--base-lr=0.1"] * 6
+    with pytest.raises(SettingError, match=r"base_lr = 0.1, not 0.2 \(--base-lr\)"):
+        main([*options, "--repeats", "3"], FakeTraining())
+    more = FakeTraining()
+    assert main([*options, "--repeats", "3", "--base-lr", "0.1"], more) == 0  # the same again, in another way
+    assert len(more.names) == 3
+
+
+def test_a_study_that_kept_no_settings_goes_on_by_its_arguments(folder: Path, tmp_path: Path) -> None:
+    file, kept = tmp_path / "settings.toml", folder / "study.json"
+    file.write_text("[optimizer]\nbase_lr = 0.1\n")
+    options = [*OPTIONS, "--config", str(file), "--output", str(folder)]
+    assert main(options, FakeTraining()) == 0
+    before = json.loads(kept.read_text())
+    assert before.pop("settings")["base_lr"] == 0.1
+    told = f"fashion-mnist --device cpu --config {file} --target-accuracy 2 --epochs 3 --checkpoint-every 0"
+    assert before["train_arguments"] == [*told.split(), "--no-tensorboard"]
+    kept.write_text(json.dumps(before))
+    with pytest.raises(SettingError, match="train_arguments = fashion-mnist"):
+        main([*options, "--base-lr", "0.1"], FakeTraining())
+    again = FakeTraining()
+    assert main(options, again) == 0
+    assert again.names == []
+    assert json.loads(kept.read_text())["settings"]["base_lr"] == 0.1  # to be compared from now on
 
 
 def test_what_lies_there_is_checked_before_anything_runs(folder: Path) -> None:

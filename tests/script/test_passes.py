@@ -19,6 +19,7 @@ from stormo.errors import SettingError
 from stormo.launch import alone
 from stormo.script.world import World
 from stormo.strategies.exchange import GradientExchange
+from stormo.world.store import PeerFailedError
 from stormo.world.world import World as Workers
 from tests.ranks import RankFailedError
 from tests.script.loops import Ranks, data, make, world_of
@@ -187,3 +188,28 @@ def _frozen_on_one(workers: Workers) -> None:
 def test_workers_that_train_different_parameters_are_told(run_ranks: Ranks) -> None:
     with pytest.raises(RankFailedError, match=r"rank 0 is at: .* over 4 parameters .*, but rank 1 is at: .* over 2 "):
         run_ranks(_frozen_on_one, 2)
+
+
+def _stuck(workers: Workers) -> list[str]:
+    world = world_of(workers)
+    world.wrap(*make())  # with batch norm
+    agreement, said = world._loop.agreement, []
+    for what, call in (("a batch norm", agreement.together), ("world.sum", lambda what, wait: agreement._guard(wait))):
+        agreement.cast("world.sum")
+        agreement.settle()
+        with pytest.raises(PeerFailedError) as failed:
+            call(what, _wait_in_vain)
+        said.append(str(failed.value))
+        agreement._broken = None
+    return said
+
+
+def _wait_in_vain() -> None:
+    raise RuntimeError("[gloo] Timed out waiting 8000ms for recv operation to complete")
+
+
+def test_workers_that_wait_in_vain_say_in_what_and_that_batch_norm_may_be_why(run_ranks: Ranks) -> None:
+    remark = " A batch norm that only some workers go through waits so"
+    for rank, said in enumerate(run_ranks(_stuck, 2)):
+        for sentence, what in zip(said, ("a batch norm", "world.sum"), strict=True):
+            assert sentence.startswith(f"rank {rank} is at: {what}; another rank has not come within 8 s.{remark}")

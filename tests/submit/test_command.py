@@ -234,6 +234,13 @@ def test_the_runs_of_a_sweep_have_names_of_their_own(slurm: Slurmlike, capsys: p
 
 
 @pytest.mark.usefixtures("slurm")
+def test_how_gradients_travel_can_be_swept() -> None:
+    assert _submit("--sweep", "compress=none,bf16") == 0
+    settings = [json.loads(Path("runs", name, "slurm.json").read_text())["settings"] for name in ("one-0", "one-1")]
+    assert settings == [["--compress", "none"], ["--compress", "bf16"]]
+
+
+@pytest.mark.usefixtures("slurm")
 @pytest.mark.parametrize("flags", [(), ("--optimizer", "sgd")])
 def test_a_run_of_a_sweep_is_told_nothing_of_a_method_that_its_point_replaces(flags: tuple[str, ...]) -> None:
     Path("my.toml").write_text('[optimizer]\noptimizer = "adamw"\nbeta2 = 0.9\nmomentum = 0.8\n')
