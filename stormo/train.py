@@ -112,7 +112,8 @@ def read_settings(arguments: list[str]) -> tuple[TrainConfig, type[Task]]:
     flags = options.parse_flags("stormo train", arguments, every, f"Task {task_class.name}")
     in_file = options.settings_from_toml(document, every, peeked.get("config", ""))
     if EFFECTIVE in document:  # the file of a run, which holds all settings there are
-        in_file = {key: in_file[key] for key in in_file.keys() - options.without_effect(in_file)}
+        idle = options.without_effect(in_file)
+        in_file = {key: value for key, value in in_file.items() if key not in idle}
     settings = options.left_below(in_file, flags) | flags
     if resumed is None:
         return options.make_config(settings, task_class.Options, defaults), task_class
@@ -122,7 +123,7 @@ def read_settings(arguments: list[str]) -> tuple[TrainConfig, type[Task]]:
     keys = ("strategy", "staleness", *OF_COPIES)  # also where they are others now
     spread = {key: workers[key] for key in keys if key in workers}
     left = options.left_unasked(before, settings)
-    gone = dict.fromkeys(before.keys() - left.keys()) | lost_with_strategy(workers, before | settings)
+    gone = {key: None for key in before if key not in left} | lost_with_strategy(workers, before | settings)
     changed = changes(settings | gone, spread | before, plain, resumed)
     settings |= place_of(resumed)
     settings.setdefault("resume", "")  # a round of torchrun that goes on without being told to

@@ -542,6 +542,17 @@ def test_a_choice_that_a_flag_names_replaces_that_of_the_file_with_what_belongs_
     resolve(config, resolve_layout(config, ()), task_class(config.task_options).facts())
 
 
+@pytest.mark.parametrize(("text", "flags"), [(text, flags) for text, flags, _ in _REPLACED if "[workers]" not in text])
+def test_a_choice_that_the_user_names_replaces_that_of_a_task(
+    monkeypatch: pytest.MonkeyPatch, text: str, flags: str
+) -> None:
+    task_class = find_task("fashion-mnist")
+    defaults = {key: value for section in tomllib.loads(text).values() for key, value in section.items()}
+    monkeypatch.setattr("stormo.train.find_task", lambda name: type("Mine", (task_class,), {"defaults": defaults}))
+    config, mine = read_settings(["--device", "cpu", "--num-gpus", "4", *flags.split()])
+    resolve(config, resolve_layout(config, ()), mine(config.task_options).facts())
+
+
 def test_what_a_file_says_against_itself_and_what_flags_say_against_each_other_is_refused(tmp_path: Path) -> None:
     for text, flags in (("[workers]\ncompress_rank = 8", ""), ("", "--compress bf16 --compress-rank 8")):
         config, _ = read_settings(["--config", write(tmp_path / "my.toml", text), "--device", "cpu", *flags.split()])
@@ -557,6 +568,7 @@ def test_what_a_file_says_against_itself_and_what_flags_say_against_each_other_i
         ({"strategy": "fsdp", "shard_modules": "Block", "offload": True}, "--strategy ddp"),
         ({"strategy": "pipeline", "micro_batches": 4}, "--strategy naive"),
         ({"grow_batch": "1:2x", "max_batch_size": 64}, "--batch-size auto"),
+        ({"base_batch_size": 64}, "--lr-rule none"),
     ],
 )
 def test_a_choice_that_a_resume_names_replaces_that_of_the_run_with_what_belongs_to_it(

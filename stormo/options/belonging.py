@@ -45,9 +45,10 @@ def _has_units(settings: Settings) -> bool:
 
 
 _HOW = ("strategy", "mesh")
+_ALWAYS = ("offload", "shard_modules", "ghost_batch_size", "max_batch_size", "nesterov", "base_batch_size")
 # What is refused even where nobody has named it now, or, of some, beside what.
 _REFUSED_UNASKED: dict[str, Callable[[Settings], bool]] = {
-    **dict.fromkeys(("offload", "shard_modules", "ghost_batch_size", "max_batch_size"), lambda settings: True),
+    **dict.fromkeys(_ALWAYS, lambda settings: True),
     "micro_batches": _is("strategy", "naive"),
 }
 # Settings that only some choices have: which settings make the choice, and whether it is one of these.

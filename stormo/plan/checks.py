@@ -80,8 +80,8 @@ def check_numbers(config: TrainConfig) -> None:
         raise SettingError(
             f"--nesterov was set with --optimizer {optimizer.optimizer} --momentum {optimizer.momentum:g}",
             f"Nesterov's momentum needs {_either(NESTEROV_OPTIMIZERS)} and a momentum above 0",
-            "leave out --nesterov, or "
-            + ("set --momentum 0.9" if optimizer.momentum == 0 else f"set --optimizer {_either(NESTEROV_OPTIMIZERS)}"),
+            "set --no-nesterov, or "
+            + ("--momentum 0.9" if optimizer.momentum == 0 else f"--optimizer {_either(NESTEROV_OPTIMIZERS)}"),
         )
     if run.run_name is not None:
         check_run_name(run.run_name)

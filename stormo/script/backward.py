@@ -39,12 +39,11 @@ class Backward:
             group.begin_backward()
         is_last = not more and (given is None or given.is_last)
         self._loop.weight = weight = self._weight(given, count, is_last=is_last)
-        if is_last:
+        try:
             before = None
-            for group in _in_turn(groups):
+            for group in _in_turn(groups) if is_last else []:
                 group.exchange.arm(before)
                 before = group.exchange
-        try:
             # A loss that weighs nothing may be the mean of nothing: no number at all, and zero times that is none.
             if weight or self._loop.sums_in_models:
                 (loss * weight if weight != 1.0 else loss).backward(**options)

@@ -49,8 +49,8 @@ def take_in(
             loop.sums_in_models |= any(layer.reduce is not None for layer in synchronised)
     if loop.sums_in_models:
         loop.agreement.remark = (
-            " A batch norm that only some workers go through waits so: world.wrap(…, sync_batch_norm=False) lets every "
-            "worker have its own."
+            " If nothing else has failed: a batch norm that only some workers go through waits so, and "
+            "world.wrap(…, sync_batch_norm=False) lets every worker have its own."
         )
     check_optimizers(parts, together)
     share_weights(loop.world, together)

@@ -69,6 +69,7 @@ class GradientExchange:
         self._signature = ""
         self._hooks: dict[int, tuple[nn.Parameter, torch.utils.hooks.RemovableHandle]] = {}
         self._is_armed = self._is_closed = self._is_out_of_step = False
+        self._has_earlier = False  # a gradient of an earlier pass of the step
         self._num_sent = 0
         self._before: GradientExchange | None = None  # of this backward: whose buckets leave before these,
         self._after: GradientExchange | None = None  # and whose leave after them
@@ -90,8 +91,8 @@ class GradientExchange:
 
     @property
     def is_touched(self) -> bool:
-        """Whether a gradient has come since it was armed."""
-        return any(bucket.num_awaited < len(bucket.parameters) for bucket in self._buckets)
+        """Whether a gradient has come in this step: since it was armed, or in a pass before."""
+        return self._has_earlier or any(bucket.num_awaited < len(bucket.parameters) for bucket in self._buckets)
 
     def arm(self, before: GradientExchange | None = None) -> None:
         """The next backward is the last of a step: buckets leave as they fill, after those of the one before."""
@@ -105,12 +106,16 @@ class GradientExchange:
                 "no longer in the same step; end all of them and resume from a checkpoint."
             )
         self._follow_model()
+        self._has_earlier = False
         for bucket in self._buckets:
             bucket.arm()
             for parameter in bucket.parameters:
                 gradient = parameter.grad
                 version = take_mark(gradient)
-                if gradient is None or version is None:
+                if gradient is None:
+                    continue
+                if version is None:  # no sum of a step before
+                    self._has_earlier = True
                     continue
                 self._held.append((parameter, gradient, version))
                 if not self._world.is_main:

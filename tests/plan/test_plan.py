@@ -168,12 +168,12 @@ def said(plan: Plan | Layout, label: str) -> str:
         (
             {"nesterov": True, "momentum": 0.0},
             "--nesterov was set with --optimizer sgd --momentum 0, but Nesterov's momentum needs sgd, lars or larc and "
-            "a momentum above 0; leave out --nesterov, or set --momentum 0.9.",
+            "a momentum above 0; set --no-nesterov, or --momentum 0.9.",
         ),
         (
             {"nesterov": True, "optimizer": "adamw"},
             "--nesterov was set with --optimizer adamw --momentum 0.9, but Nesterov's momentum needs sgd, lars or larc "
-            "and a momentum above 0; leave out --nesterov, or set --optimizer sgd, lars or larc.",
+            "and a momentum above 0; set --no-nesterov, or --optimizer sgd, lars or larc.",
         ),
         (
             {"global_batch_size": 100, "batch_size": 32, "num_gpus": 2},

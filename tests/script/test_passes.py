@@ -209,7 +209,7 @@ def _wait_in_vain() -> None:
 
 
 def test_workers_that_wait_in_vain_say_in_what_and_that_batch_norm_may_be_why(run_ranks: Ranks) -> None:
-    remark = " A batch norm that only some workers go through waits so"
+    remark = " If nothing else has failed: a batch norm that only some workers go through waits so"
     for rank, said in enumerate(run_ranks(_stuck, 2)):
         for sentence, what in zip(said, ("a batch norm", "world.sum"), strict=True):
             assert sentence.startswith(f"rank {rank} is at: {what}; another rank has not come within 8 s.{remark}")

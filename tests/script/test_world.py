@@ -704,11 +704,14 @@ def _twins(workers: Workers | None, first: str, compress: tuple[Any, Any]) -> We
             if number == 1:  # a gradient of zeros, on the workers that have a sample
                 coded = torch.where(x[:, :1] > 10, twins["idle"](x), coded)
             decoded = twins["decoder"](coded if epoch else x) + coded
-            loss = F.mse_loss(decoded[:, :2], y)
-            if world is None:
-                loss.backward()
-            else:
-                world.backward(loss)
+            losses = [F.mse_loss(decoded[:, :2], y)]
+            if number == 0:  # what one loss reaches alone, another pass of the same step does not
+                losses = [F.mse_loss(twins["decoder"](x)[:, :2], y), F.mse_loss(twins["coder"](x)[:, 2:], y)]
+            for loss in losses:
+                if world is None:
+                    loss.backward()
+                else:
+                    world.backward(loss, more=loss is not losses[-1])
             for optimizer in optimizers:
                 if optimizer.param_groups[0]["params"][0].grad is not None:
                     optimizer.step()

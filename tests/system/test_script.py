@@ -21,9 +21,10 @@ RUN = (STORMO, "run", SCRIPT, "--device", "cpu")
 FAILS = ("--slow", "0.1", "--epochs", "1000", "--fail-rank", "1")
 
 
-def digest_of(job: Job) -> str:
+def digest_of(job: Job, *others: Job) -> str:
     """What the main worker says of its weights; nobody else says it."""
-    assert job.wait() == 0, job.err
+    codes = [each.wait() for each in (job, *others)]
+    assert not any(codes), "\n".join(each.err for each in (job, *others))
     return digest_in(job.out)
 
 
@@ -68,7 +69,7 @@ def test_two_nodes_of_stormos_own(hosts: tuple[Host, Host], local_digest: str) -
         *("--", *flags),
     )
     first, second = (start(node_id, ()) for node_id in (0, 1))
-    assert digest_of(first) == local_digest
+    assert digest_of(first, second) == local_digest
     assert second.wait() == 0
     jobs = [start(node_id, FAILS) for node_id in (0, 1)]
     jobs[1].wait_for("rank 1 has pid")
