@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stormo import __version__, dry_run, options
-from stormo.config import EFFECTIVE, NodeRange, TrainConfig, least_nodes
+from stormo.config import NodeRange, TrainConfig, least_nodes
 from stormo.early_signals import leave_if_warned
 from stormo.errors import EXIT_FAILURE, StormoError, full_disk
 from stormo.hardware import visible_gpus
@@ -110,10 +110,7 @@ def read_settings(arguments: list[str]) -> tuple[TrainConfig, type[Task]]:
     plain = options.train_options(task_class.Options)
     defaults, every = options.defaults_of_task(task_class.defaults, plain, task_class.name)
     flags = options.parse_flags("stormo train", arguments, every, f"Task {task_class.name}")
-    in_file = options.settings_from_toml(document, every, peeked.get("config", ""))
-    if EFFECTIVE in document:  # the file of a run, which holds all settings there are
-        idle = options.without_effect(in_file)
-        in_file = {key: value for key, value in in_file.items() if key not in idle}
+    in_file = options.asked_by_file(document, every, peeked.get("config", ""))
     settings = options.left_below(in_file, flags) | flags
     if resumed is None:
         return options.make_config(settings, task_class.Options, defaults), task_class

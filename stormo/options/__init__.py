@@ -1,20 +1,23 @@
 """Turns dataclasses into flags, TOML keys and help, and back: settings are declared once, in `config` and in a task.
 
 `declared` reads the fields, once for flags and TOML alike; `flags` is the command line, `toml` the files, `settings`
-the configuration that they come to, `belonging` what one leaves of another.
+the configuration that they come to, `belonging` what one leaves of another, `words` a command line made of them.
 """
 
-from stormo.options.belonging import left_below, left_unasked, without_effect
+from stormo.options.belonging import left_below, left_unasked
 from stormo.options.declared import Option, defaults_of_task, options_of, train_options
 from stormo.options.flags import Parser, Positional, UsageError, build_parser, parse_flags, peek_flags, take_flags
 from stormo.options.settings import flat_settings, make_config
-from stormo.options.toml import read_toml, settings_from_toml, to_toml
+from stormo.options.toml import asked_by_file, read_toml, settings_from_toml, to_toml
+from stormo.options.words import as_flags, without_flags
 
 __all__ = [
     "Option",
     "Parser",
     "Positional",
     "UsageError",
+    "as_flags",
+    "asked_by_file",
     "build_parser",
     "defaults_of_task",
     "flat_settings",
@@ -29,5 +32,5 @@ __all__ = [
     "take_flags",
     "to_toml",
     "train_options",
-    "without_effect",
+    "without_flags",
 ]

@@ -10,6 +10,7 @@ from typing import Any
 
 from stormo.config import EFFECTIVE, OF_ONE_CALL, OF_OTHER_VERBS, SECTIONS, Effective, NodeRange, TrainConfig
 from stormo.errors import SettingError, unknown_name
+from stormo.options.belonging import without_effect
 from stormo.options.declared import Option
 
 
@@ -69,6 +70,13 @@ def settings_from_toml(document: Mapping[str, Any], options: Sequence[Option], s
                 )
             settings[option.key] = option.convert(content, f"{key} in {source}")
     return settings
+
+
+def asked_by_file(document: Mapping[str, Any], options: Sequence[Option], source: str) -> dict[str, Any]:
+    """The settings that `--config` asks for: the file of a run holds all there are, also those without effect."""
+    settings = settings_from_toml(document, options, source)
+    idle = without_effect(settings) if EFFECTIVE in document else set()
+    return {key: value for key, value in settings.items() if key not in idle}
 
 
 def to_toml(config: TrainConfig, effective: Effective) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from stormo.config import TrainConfig
 from stormo.hardware import Gpu
 from stormo.layout import resolve_layout
+from stormo.options import without_flags
 from stormo.plan import Facts, resolve
 from stormo.plan.batch import per_worker
 from stormo.predict.ways import OF_COPIES, OF_ONE, Way
@@ -88,20 +89,3 @@ def _cut(way: Way, passes: int, gpus: Sequence[Gpu], facts: Facts) -> list[str]:
     if after.warmup_start != before.warmup_start:
         flags += ["--warmup-from", repr(before.warmup_start / before.learning_rate)]
     return flags
-
-
-def without_flags(words: Sequence[str], flags: Mapping[str, int]) -> list[str]:
-    """A command line without some flags, each with so many values."""
-    kept: list[str] = []
-    skipped = 0
-    for word in words:
-        if skipped:
-            skipped -= 1
-            continue
-        name, equals, _ = word.partition("=")
-        name = f"--{name[2:].replace('_', '-').removeprefix('no-')}" if name.startswith("--") else name
-        if name in flags:
-            skipped = 0 if equals else flags[name]
-            continue
-        kept.append(word)
-    return kept

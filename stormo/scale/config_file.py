@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from stormo import options
 from stormo.config import EFFECTIVE, OF_ONE_CALL
@@ -33,12 +32,11 @@ def spell_out(
     """The study's own options and those of `stormo train` without `--config`; flags win over what the file says."""
     document = options.read_toml(Path(path))
     every = options.train_options(task_class.Options)
-    by_key = {option.key: option for option in every}
     flags = options.parse_flags("stormo train", rest, every, f"Task {task_class.name}")
-    in_file = options.settings_from_toml(document, every, path)
+    in_file = options.asked_by_file(document, every, path)
     is_of_a_run = EFFECTIVE in document
     if is_of_a_run:
-        dropped = {*options.without_effect(in_file), *_OF_A_RUN}
+        dropped = {*_OF_A_RUN}
         if flags.keys().isdisjoint(TARGETS):  # a study is as long as it says, unless it goes for a target
             dropped |= {"epochs", *TARGETS}
         in_file = {key: value for key, value in in_file.items() if key not in dropped}
@@ -55,26 +53,9 @@ def spell_out(
     if "global_batch_size" in batch:
         batch.pop("batch_size", None)
     task = [left.pop("task")] if "task" in left else []
-    words = [_word(by_key[key], value) for key, value in left.items()]
     merged = argparse.Namespace(**{**vars(own), **{key: str(value) for key, value in batch.items()}})
-    return merged, [*task, *_without_file(rest), *words]
+    return merged, [*task, *options.without_flags(rest, {"--config": 1}), *options.as_flags(left)]
 
 
 def _for_a_flag(key: str, path: str, why: str) -> SettingError:
     return SettingError(f"{key} was set in {path}", f"a study {why}", f"set --{key.replace('_', '-')} instead")
-
-
-def _word(option: options.Option, value: Any) -> str:
-    if isinstance(value, bool):
-        return option.flag if value else f"--no-{option.flag[2:]}"
-    return f"{option.flag}={value}"
-
-
-def _without_file(arguments: Sequence[str]) -> list[str]:
-    kept, items = list[str](), iter(arguments)
-    for item in items:
-        if item == "--config":
-            next(items, None)
-        elif not item.startswith("--config="):
-            kept.append(item)
-    return kept

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from stormo.config import TrainConfig
 from stormo.layout import OF_SEVERAL
 from stormo.mesh import Mesh, parse_mesh
+from stormo.options import without_flags
 
-# Settings that only such strategies have; each flag but the last one is followed by its value.
+# Settings that only such strategies have.
 _THEIRS = ("strategy", "mesh", "zero", "servers", "staleness", "micro_batches", "schedule", "shard_modules", "offload")
 
 
@@ -28,13 +29,5 @@ def lone_arguments(arguments: Sequence[str], config: TrainConfig) -> tuple[str, 
     """What `stormo train` is told for one worker instead."""
     has_units = config.sharding.checkpoint_activations or config.speed.compile  # of which one worker may name some
     theirs = set(_THEIRS) - ({"shard_modules"} if has_units else set())
-    flags, kept = {f"--{key.replace('_', '-')}": key for key in theirs}, list[str]()
-    flags["--no-offload"] = "offload"
-    items = iter(arguments)
-    for item in items:
-        name, equals, _ = item.partition("=")
-        if name not in flags:
-            kept.append(item)
-        elif not equals and flags[name] != "offload":
-            next(items, None)
+    kept = without_flags(arguments, {f"--{key.replace('_', '-')}": int(key != "offload") for key in theirs})
     return (*kept, "--strategy", "single")  # which takes back what a file of settings says of another

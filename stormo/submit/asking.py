@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def read_job(arguments: Sequence[str]) -> Job:
     _refuse(config)
     check_task(task_class)
     points = _points(slurm, options.train_options(task_class.Options))
-    configs = [train.read_settings([*words, *_words(point)])[0] for point in points]
+    configs = [train.read_settings([*words, *options.as_flags(point)])[0] for point in points]
     for each in configs or [config]:
         _check(each, task_class)
     name = _name(config, is_sweep=bool(points))
@@ -64,7 +64,7 @@ def read_job(arguments: Sequence[str]) -> Job:
     runs = tuple(
         Run(
             name=f"{name}-{number}",
-            words=(*_words(point), *_told(each, each.given - of_all - {*point})),
+            words=(*options.as_flags(point), *_told(each, each.given - of_all - {*point})),
         )
         for number, (point, each) in enumerate(zip(points, configs, strict=True))
     )
@@ -178,18 +178,4 @@ def _told(config: TrainConfig, keys: Set[str]) -> list[str]:
         values |= {f"task.{key}": value for key, value in vars(config.task_options).items()}
     left_out = {*_NOT_TOLD} | ({"num_nodes"} if isinstance(config.workers.num_nodes, NodeRange) else set())
     # In the order of --help, whatever the order on the command line.
-    return _words({key: value for key, value in values.items() if key in keys and key not in left_out})
-
-
-def _words(settings: Mapping[str, Any]) -> list[str]:
-    """Settings as flags."""
-    words: list[str] = []
-    for key, value in settings.items():
-        name = key.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{name}" if value else f"--no-{name}")
-        elif str(value).startswith("-") or str(value) == "":
-            words.append(f"--{name}={value}")
-        else:
-            words += [f"--{name}", str(value)]
-    return words
+    return options.as_flags({key: value for key, value in values.items() if key in keys and key not in left_out})

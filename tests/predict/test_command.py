@@ -13,7 +13,7 @@ import pytest
 
 from stormo.cli import main
 from stormo.hardware import KNOWN_GPUS
-from stormo.predict.retold import without_flags
+from stormo.options import without_flags
 
 TASK = '''
 import torch

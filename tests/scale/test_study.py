@@ -188,7 +188,7 @@ def test_a_file_that_was_edited_is_noticed_and_parts_no_runs(folder: Path, tmp_p
 
     def edits(arguments: Sequence[str], log: Path, is_enough: Callable[[], bool]) -> int:
         file.write_text("[optimizer]\nbase_lr = 0.2\n")
-        rates.append(next(one for one in arguments if one.startswith("--base-lr")))
+        rates.append(f"--base-lr={dict(pairwise(arguments))['--base-lr']}")
         return FakeTraining()(arguments, log, is_enough)
 
     assert main(options, edits) == 0
