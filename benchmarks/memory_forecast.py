@@ -4,9 +4,9 @@
 
 Every cell is a short training by `stormo train` on one GPU; some run at the same time, as each has its own allocator.
 Shown are what a forecast has of it without CUDA's own memory (`allocated_bytes`), the most that was held (of
-`summary.json` `peak_memory_bytes`) and the most that torch's allocator took of the GPU (`peak_reserved_memory_bytes`).
-The ratio is predicted over held or, where steps are replayed as a CUDA graph, over taken: what a graph holds is memory
-that the allocator has taken and does not count as held. The worst is the one that is farthest from 1, up or down.
+`summary.json` `peak_memory_bytes`, with all that a CUDA graph keeps to itself where steps are replayed) and the most
+that torch's allocator took of the GPU (`peak_reserved_memory_bytes`), with what it keeps for later use. The ratio is
+predicted over held; the worst is the one that is farthest from 1, up or down.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Cell:
     @property
     def ratio(self) -> float:
         """Predicted over measured."""
-        return self.predicted_bytes / (self.taken_bytes if self.is_captured else self.held_bytes)
+        return self.predicted_bytes / self.held_bytes
 
 
 def predict(flags: Sequence[str]) -> tuple[int, bool]:

@@ -94,6 +94,7 @@ def capture(run_pass: RunPass, data: Any, module: nn.Module, owners: Mapping[str
     parameters = list(module.parameters())
     main, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
     side.wait_stream(main)
+    torch.cuda.empty_cache()  # a stream does not take what another has left: a whole pass would be held twice
     try:
         with torch.cuda.stream(side):
             run_pass(static)  # whatever is made at first use is made now: handles, workspaces, tuned kernels

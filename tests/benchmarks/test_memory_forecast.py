@@ -46,11 +46,11 @@ def test_a_cell_is_forecast_as_set_and_measured_by_the_summary(tmp_path: Path, m
 
 def test_the_result_names_the_ratio_that_is_farthest_off() -> None:
     def measured(flags: Sequence[str], folder: Path, number: int) -> tuple[int, int]:
-        return [(100, 190), (100, 190), (100, 200)][number]
+        return [(100, 190), (100, 190), (200, 300)][number]
 
     said = {"a": (104, False), "b": (80, False), "c": (220, True)}
     cells = compare([("a",), ("b",), ("c",)], 2, Path(), measured_by=measured, predicted_by=lambda f: said[f[0]])
     assert cells[1] == Cell(("b",), 80, False, 100, 190)
     *_, captured, result = summarise(cells)
-    assert captured.split()[-2:] == ["yes", "1.100"]  # of what was taken
+    assert captured.split()[-2:] == ["yes", "1.100"]  # of what was held
     assert result == "RESULT median_ratio=1.04 worst_ratio=0.8 cells=3"
