@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -21,8 +21,7 @@ def open_keeper(world: World, *, devices_per_worker: int, is_on: bool) -> AnyKee
     if not is_on:
         return NoKeeper()
     uuids, main_unix_s = gpus_by_node(world, devices_per_worker=devices_per_worker)
-    # The files of all nodes are read as one: by the clock of the main worker, however far apart theirs are.
-    ahead_s = 0.0 if world.is_main else main_unix_s - steady_unix_s()
+    clock = shared_clock(world, main_unix_s)
     place = world.place
     if place.local_rank:
         return NoKeeper()
@@ -34,8 +33,17 @@ def open_keeper(world: World, *, devices_per_worker: int, is_on: bool) -> AnyKee
         place.node_id,
         socket.gethostname(),
         num_nodes=len(uuids),
-        clock=lambda: steady_unix_s() + ahead_s,
+        clock=clock,
     )
+
+
+def shared_clock(world: World, main_unix_s: float) -> Callable[[], float]:
+    """The clock of the main worker, where that has just said its time.
+
+    The files of all nodes are read as one, however far apart their own clocks are.
+    """
+    ahead_s = 0.0 if world.is_main else main_unix_s - steady_unix_s()
+    return lambda: steady_unix_s() + ahead_s
 
 
 def gpus_by_node(world: World, *, devices_per_worker: int) -> tuple[dict[str, list[str]], float]:

@@ -43,7 +43,8 @@ class AttemptBill:
     end_unix_s: float
     resumed_at_step: int | None
     total_j: float | None
-    node_ids: tuple[str, ...]
+    num_nodes: int
+    node_ids: tuple[str, ...]  # those that wrote a file
     is_ended: bool  # False: killed, or still running
 
 
@@ -229,6 +230,7 @@ def _attempt_bill(number: int, members: Sequence[Section]) -> AttemptBill:
         end_unix_s=max(section.end_unix_s for section in members),
         resumed_at_step=members[0].resumed_at_step,
         total_j=math.fsum(_sum_kinds(members).values()) if is_measured else None,
+        num_nodes=max(section.num_nodes for section in members),
         node_ids=tuple(section.node_id for section in members),
         is_ended=all(section.is_ended for section in members),
     )

@@ -101,6 +101,10 @@ class Agreement:
             self.agreed_flag = max(self.agreed_flag, int(self._table[:, _FLAG].max()))
         return Agreed(self._table[:, _NUMBER].tolist(), self.agreed_flag)
 
+    def is_settled(self) -> bool:
+        """Whether `settle` would not have to wait."""
+        return self._work is None or self._work.is_completed()
+
     def exchange(self, what: str, where: str = "", number: int = 0) -> Agreed:
         """Announce something and hear the others."""
         self.cast(what, where, number)

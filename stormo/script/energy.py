@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,9 @@ from stormo.energy import Meter, own_meter
 from stormo.energy.attempts import owners
 from stormo.energy.summary import JOULES_PER_WH, joules_text, kinds_text, rounded
 from stormo.energy.window import Window
-from stormo.measuring import gpus_by_node
+from stormo.keeper import Keeper
+from stormo.measuring import gpus_by_node, shared_clock
+from stormo.script.starts import Starts, no_starts
 from stormo.world.world import World
 
 _LAST_WORDS_S = 5.0  # the other nodes end when the main worker does, or are not waited for
@@ -58,12 +61,17 @@ class ScriptMeter:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        gpus, _ = gpus_by_node(world, devices_per_worker=1)
+        gpus, main_unix_s = gpus_by_node(world, devices_per_worker=1)
         self._nodes = sorted(gpus, key=int)
         place = world.place
         self._meter: Meter | None = None
+        self.starts = no_starts()
         if place.local_rank == 0:
             self._meter, _ = own_meter(gpus.get(str(place.node_id), []), place.node_id)
+            if self._meter.sources:
+                host, clock = socket.gethostname(), shared_clock(world, main_unix_s)
+                keeper = Keeper(self._meter, None, place.node_id, host, num_nodes=len(gpus), clock=clock)
+                self.starts = Starts(keeper, place.node_id)
         self._began_s = time.monotonic()
         self.is_closed = False
 
@@ -82,6 +90,7 @@ class ScriptMeter:
             return None
         self.is_closed = True
         world, reading = self._world, self._reading()
+        self.starts.close()
         if self._meter is not None:
             self._meter.close()
         if not world.is_main:

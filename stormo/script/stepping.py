@@ -150,9 +150,13 @@ class Group:
         self._partial: list[tuple[Tensor, int]] = []  # gradients as the last pass left them, and their versions
         self._weights: list[tuple[Tensor, int]] = []  # and the weights
         # What was announced comes first: gradients of different sizes must not meet.
-        settle = loop.agreement.settle
         self.exchange = GradientExchange(
-            model, loop.world, average_buffers=average_buffers, compress=compress, before_sending=settle
+            model,
+            loop.world,
+            average_buffers=average_buffers,
+            compress=compress,
+            before_sending=loop.agreement.settle,
+            may_send=loop.agreement.is_settled,
         )
         self.steppers: list[Stepper] = []
         self.others: list[Any] = []  # schedulers and loss scalers: anything else that steps and has a state

@@ -30,6 +30,7 @@ from stormo.script.energy import ScriptMeter
 from stormo.script.loop import Loop
 from stormo.script.refusals import check_compress, check_parts, late_group
 from stormo.script.sharing import seed_here
+from stormo.script.starts import no_starts
 from stormo.script.stopping import Stopping, exit_code_of
 from stormo.script.together import Together
 from stormo.script.wrapping import take_in
@@ -86,6 +87,7 @@ class World(Together):
         self._seen_casts = 0
         self._staged = []
         self._meter = ScriptMeter(workers) if energy else None
+        self._starts = no_starts() if self._meter is None else self._meter.starts
         self._is_apart = False
         agreement = Agreement(self._workers, self._stopping.wanted)
         self._loop = Loop(world=self._workers, agreement=agreement, begin=self._part_ways)
@@ -191,6 +193,7 @@ class World(Together):
         """
         self._backward(loss, count=count, loader=loader, more=more, options=options)
         self._lifeline.alive(self._loop.num_steps)
+        self._starts.advance(self._loop.num_steps)
 
     def clip_grad_norm(self, parameters: Any, max_norm: float) -> Tensor | None:
         """Clip the gradient of a complete step to a norm, and return what it was; None between its passes."""
@@ -213,7 +216,8 @@ class World(Together):
             extra: numbers, text, tensors, lists and dicts, which `load` gives back.
         """
         self._agree("world.save")
-        saving.save(self._loop, Path(folder), extra, keep=keep)
+        with self._starts.saving(Path(folder), self._loop.num_steps):
+            saving.save(self._loop, Path(folder), extra, keep=keep)
 
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Go on from the newest checkpoint of a folder; the saved values of your own, or {} where there is none.
@@ -228,8 +232,11 @@ class World(Together):
                 "call it before the loops",
             )
         extra = saving.load(self._loop, Path(folder))
-        self._is_apart = self._is_apart or extra is not None
-        return extra or {}
+        if extra is None:
+            return {}
+        self._is_apart = True
+        self._starts.loaded(Path(folder), self._loop.num_steps)
+        return extra
 
     @property
     def stop_requested(self) -> bool:
@@ -268,6 +275,8 @@ class World(Together):
         if total is not None:
             with contextlib.suppress(OSError, ValueError):  # nobody can read it
                 builtins.print(total, file=sys.stderr, flush=True)  # noqa: T201
+                if (over_all := self._starts.sentence()) is not None:
+                    builtins.print(over_all, file=sys.stderr, flush=True)  # noqa: T201
         self._lifeline.close()
 
     def __enter__(self) -> World:

@@ -43,6 +43,7 @@ class GradientExchange:
         average_buffers: bool = False,
         compress: str = "none",
         before_sending: Callable[[], object] | None = None,
+        may_send: Callable[[], bool] = lambda: True,
     ) -> None:
         """Hook the model's parameters.
 
@@ -53,10 +54,12 @@ class GradientExchange:
             first_bucket_bytes: the same for what is ready first.
             average_buffers: make floating-point buffers the mean over the workers, after every step.
             compress: bf16 or fp16 where gradients are to travel in as many bits.
-            before_sending: called once in a backward before anything leaves.
+            before_sending: called once in a backward before anything leaves; it may wait for the other workers.
+            may_send: whether it would not; until then backward goes on, and the first bucket leaves later.
         """
         self._model = model
         self._before_sending = before_sending
+        self._may_send = may_send
         self._world = world
         self._limits_bytes = (first_bucket_bytes, bucket_bytes)
         self._averages_buffers = average_buffers
@@ -229,6 +232,8 @@ class GradientExchange:
         """Send the buckets that are full, in their turn."""
         with self._lock:
             if self._before is not None and not self._before._has_left:
+                return
+            if self._num_sent == 0 and not self._may_send():
                 return
             while self._num_sent < len(self._buckets) and not self._buckets[self._num_sent].num_awaited:
                 self._send_next()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from stormo.energy import read_bill
 from stormo.errors import SettingError
 from stormo.launch.lifeline import NoLifeline
 from stormo.script.energy import add_up
@@ -69,6 +70,65 @@ def test_the_script_asks_for_it_and_is_told_at_the_end(
     (line,) = [line for line in done.stderr.splitlines() if "Energy" in line]
     where = r", on 2 nodes\." if num_nodes == 2 else r"\."
     assert re.fullmatch(rf"Energy: \S+ k?J ± \S+ J = \S+ Wh \(GPUs \S+ k?J, CPUs \S+ k?J\) in \S+ s{where}", line), line
+
+
+STARTED_AGAIN = """
+import os
+import signal
+import sys
+import time
+
+import torch
+
+import stormo
+
+world = stormo.World()
+model, optimizer = (model := torch.nn.Linear(2, 1)), torch.optim.SGD(model.parameters(), lr=0.1)
+world.wrap(model, optimizer)
+loader = world.loader(torch.randn(40, 2), global_batch_size=4)
+world.load("checkpoints")
+for number, x in enumerate(loader, 1):
+    world.backward(model(x).mean())
+    optimizer.step()
+    optimizer.zero_grad()
+    time.sleep(0.05)
+    if number == 3 or sys.argv[1] == "goes on":
+        world.save("checkpoints")
+    if sys.argv[1] == "killed" and number == 6:
+        time.sleep(2)  # a line of its file has told of these steps
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_all_starts_of_a_script_are_one_bill(tmp_path: Path, traces: str, num_nodes: int) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(STARTED_AGAIN)
+
+    def start(how: str) -> str:
+        return programs.run([str(script), how], tmp_path, num_nodes, num_nodes, STORMO_ENERGY_TRACE=traces).stderr
+
+    assert "Energy" not in start("killed")
+    first = read_bill(tmp_path / "checkpoints")
+    assert [attempt.is_ended for attempt in first.attempts] == [False]
+    words = start("goes on")
+    own, over_all = [line for line in words.splitlines() if "starts" in line or "Energy" in line]
+    second = read_bill(tmp_path / "checkpoints")
+    assert [(one.resumed_at_step, one.num_nodes, len(one.node_ids)) for one in second.attempts] == [
+        (None, num_nodes, num_nodes),
+        (3, num_nodes, num_nodes),
+    ]
+    assert first.total_j is not None
+    assert second.total_j is not None
+    assert second.total_j > first.total_j
+    assert first.parts_j["recomputed"] == 0
+    # The killed start went on for two seconds and more behind its only checkpoint.
+    assert second.parts_j["recomputed"] > num_nodes * (GPU_W + CPU_W) * 1.0
+    assert own.startswith("Energy: ")
+    form = (
+        r"Over all 2 starts: \S+ k?J ± \S+ J = \S+ Wh \(GPUs \S+ k?J, CPUs \S+ k?J\), \d+ % of it for work that had to "
+    )
+    assert re.fullmatch(form + r"be done again\.", over_all), over_all
 
 
 def test_nothing_is_said_where_it_is_off_or_cannot_be_read(tmp_path: Path, traces: str) -> None:

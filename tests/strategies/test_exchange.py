@@ -492,6 +492,32 @@ def test_buckets_leave_before_backward_ends(run_ranks: Ranks) -> None:
     assert after_backward == 9
 
 
+def _held_back(world: World) -> tuple[list[int], Gradients]:
+    model = _model()
+    hears_after = (10**6, 4)[world.rank]  # rank 0 not before backward is over, rank 1 in the middle of it
+    looks, sent = itertools.count(1), []
+    exchange = GradientExchange(
+        *(model, world),
+        bucket_bytes=TINY,
+        first_bucket_bytes=1,
+        before_sending=lambda: sent.append(len(seen)),
+        may_send=lambda: next(looks) > hears_after,
+    )
+    seen: list[str] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))
+    found = _step(world, exchange, model)
+    return [*sent, len(seen)], found
+
+
+def test_backward_goes_on_while_the_others_have_not_been_heard(run_ranks: Ranks) -> None:
+    found = run_ranks(_held_back, 2)
+    (late, num_gradients), (early, _) = (calls for calls, _ in found)
+    assert late == num_gradients
+    assert 0 < early < num_gradients
+    _require_equal([gradients for _, gradients in found], _expected(_model()))
+
+
 def _same_bits(world: World) -> list[Gradients]:
     model = _model()
     exchange = GradientExchange(model, world, bucket_bytes=300)

@@ -1,0 +1,81 @@
+"""What a script draws over all its starts: each of its nodes writes a file beside the checkpoints, as a `Task`'s do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from stormo.energy import read_bill
+from stormo.energy.summary import JOULES_PER_WH, joules_text, kinds_text, rounded
+from stormo.errors import counted
+from stormo.keeper import NoKeeper
+from stormo.measuring import AnyKeeper
+
+_SMALLEST_SHOWN_SHARE = 0.005
+
+
+class Starts:
+    """This start, in the folder that it first saves to; whatever it was before, what it draws is counted there."""
+
+    def __init__(self, keeper: AnyKeeper, node_id: int | str) -> None:
+        self._keeper = keeper
+        self._node_id = node_id
+        self._loaded: dict[Path, int] = {}  # the step that was loaded from a folder
+        self._folder: Path | None = None
+        self._is_training = False
+
+    def loaded(self, folder: Path, step: int) -> None:
+        """A checkpoint of that step was loaded."""
+        self._loaded[folder.resolve()] = step
+
+    def advance(self, step: int) -> None:
+        """So many steps are done."""
+        if self._is_training:
+            self._keeper.advance(step)
+        else:
+            self._keeper.enter("training", step)
+            self._is_training = True
+
+    @contextmanager
+    def saving(self, folder: Path, step: int) -> Iterator[None]:
+        """While a checkpoint is written."""
+        self._keeper.enter("checkpoint", step)
+        try:
+            yield
+            self._attach(folder)
+        finally:
+            self._keeper.enter("training", step)
+
+    def _attach(self, folder: Path) -> None:
+        # A node that does not see the folder writes nothing, rather than making one that nobody looks into.
+        if self._folder is not None or not folder.is_dir():
+            return
+        self._folder = folder.resolve()
+        step = self._loaded.get(self._folder)
+        self._keeper.attach(self._folder / "nodes" / f"{self._node_id}.jsonl", step, step or 0)
+
+    def close(self) -> None:
+        """End this node's file."""
+        self._keeper.close()
+
+    def sentence(self) -> str | None:
+        """What all starts drew, once all nodes have ended their files; None where this is the first one."""
+        if self._folder is None:
+            return None
+        bill = read_bill(self._folder)
+        if bill.total_j is None or len(bill.attempts) < 2:
+            return None
+        text = f"Over all {len(bill.attempts)} starts: {joules_text(bill.total_j)} ± {joules_text(bill.total_error_j)}"
+        text += f" = {rounded(bill.total_j / JOULES_PER_WH)} Wh{kinds_text(bill.kinds_j)}"
+        share = bill.parts_j.get("recomputed", 0.0) / bill.total_j if bill.total_j else 0.0
+        if share >= _SMALLEST_SHOWN_SHARE:
+            text += f", {100 * share:.0f} % of it for work that had to be done again"
+        if num_absent := sum(attempt.num_nodes - len(attempt.node_ids) for attempt in bill.attempts):
+            text += f", without {counted(num_absent, 'file')} that a node did not write"
+        return f"{text}."
+
+
+def no_starts() -> Starts:
+    """Where nothing is measured."""
+    return Starts(NoKeeper(), 0)
