@@ -324,6 +324,7 @@ class Effective:
     num_workers: int | None = None  # that shared the batch at the start; unknown of runs before it was noted
     batch_per_pass: int | None = None  # the most samples of one worker in one pass at the start
     batch_per_worker: int | None = None  # for which the base rate is, where the global batch rests on it
+    own_rate_factor: float | None = None  # of the rates of a task's own optimizer, which replace the base rate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -248,7 +248,8 @@ def remedies(
         tried.append(clip)
     if plan.learning_rate / optimizer.base_lr > 1 and optimizer.lr_rule == "linear" and not has_own_optimizer:
         tried.append("--lr-rule sqrt")
-    tried.append(f"{_longer_warmup(config, plan)} in a new run")
+    if longer := _longer_warmup(config, plan):
+        tried.append(f"{longer} in a new run")
     if optimizer.optimizer == "sgd" and not has_own_optimizer:
         tried.append("--optimizer lars in a new run")
     if diverged.kind in ("exploded", "lost"):
@@ -256,8 +257,10 @@ def remedies(
     return tried, clip if has_own_optimizer else rate
 
 
-def _longer_warmup(config: TrainConfig, plan: Plan) -> str:
+def _longer_warmup(config: TrainConfig, plan: Plan) -> str | None:
+    """The flags of a longer warm-up, of at most half the run; None where that would not be longer."""
     epochs = config.optimizer.warmup_epochs
-    flag = f"--warmup-epochs {2 * epochs if epochs else 5:g}"
-    # Warm-up that starts from the full rate is none.
-    return flag if plan.warmup_start < plan.learning_rate else f"{flag} --warmup-from 0.1"
+    longer = min(2 * epochs or 5, config.stop.epochs / 2)
+    if plan.warmup_start >= plan.learning_rate:  # warm-up that starts from the full rate is none
+        return f"--warmup-epochs {longer:g} --warmup-from 0.1"
+    return f"--warmup-epochs {longer:g}" if longer > epochs else None

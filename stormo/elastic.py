@@ -53,6 +53,7 @@ from stormo.errors import (
 from stormo.launch.address import shown
 from stormo.launch.elastic import Elastic, check_same, nobody_answered
 from stormo.launch.failure import ORDERLY_EXIT_CODES, Failure, of_exit, of_signal
+from stormo.launch.local import settle_hashes
 from stormo.launch.own_folder import own_folder
 from stormo.launch.place import host_name
 from stormo.launch.relay import write_all
@@ -81,6 +82,7 @@ def run_agent(
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.ERROR)  # torch's agent reports every end at length; what matters is said here
     # torch keeps the address of the first round in nodes that stay, where workers of a later one would wait in vain.
+    settle_hashes(os.environ)
     os.environ |= {AGENT: str(os.getpid()), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in _SIGNALS)
     for number in _SIGNALS:

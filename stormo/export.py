@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from stormo.errors import SettingError, counted
 from stormo.options import Parser
 from stormo.telemetry.finding import find_run
-from stormo.telemetry.text import write_text
+from stormo.telemetry.text import format_bytes, write_text
 
 if TYPE_CHECKING:
     from stormo.checkpoint import Found
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     encoded = Encoded(model, {"format": "pt", "stormo_step": str(step)})
     _write(file, encoded)
     lines = [
-        f"weights   {file}  ({encoded.size_bytes / 1e6:,.1f} MB, {counted(len(model), 'tensor')}, step {step})",
+        f"weights   {file}  ({format_bytes(encoded.size_bytes)}, {counted(len(model), 'tensor')}, step {step})",
         f"digest    {weights_digest(model)}",
     ]
     write_text("".join(f"{line}\n" for line in lines), sys.stdout)

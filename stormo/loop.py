@@ -51,6 +51,8 @@ class Training:
     profile: ProfileWindow
     recover: Callable[[Diverged], bool] = lambda diverged: False  # goes back to a good state, where that is asked for
     shown_sample: Mapping[str, Any] | None = None  # the newest state of the node that has been recorded
+    told_loss: float = 0.0  # what the sum of this worker's losses was at the last record of a step
+    untold_samples: int = 0  # that this worker has trained on since then
 
     def learning_rate(self, position: int) -> float:
         """Of the step that begins at this position of the epoch."""
@@ -73,6 +75,7 @@ def train(run: Training) -> Outcome:
     _tell_profile(run)
     with run.state.strategy.running():
         while True:
+            run.told_loss, run.untold_samples = float(run.state.loss_sum), 0  # an epoch may go on in its middle
             outcome = _train(run, watch)
             if outcome.diverged is None:
                 return outcome
@@ -98,6 +101,7 @@ def _train(run: Training, watch: Stopwatch) -> Outcome:
             with range_of("forward+backward"):
                 loss = strategy.forward_backward(batch)
             run.state.loss_sum += loss * batch.span.step_samples
+            run.untold_samples += 0 if batch.is_ghost else batch.span.num_samples
             losses.add(loss)
             if not batch.span.is_last:
                 continue
@@ -116,7 +120,8 @@ def _train(run: Training, watch: Stopwatch) -> Outcome:
             )
             run.sign_of_life(progress.step)
             watch.note_step()
-            if run.world.is_main and watch.since_last_s() > _SECONDS_BETWEEN_RECORDS:
+            # Of a short batch there may be no sample for the main worker.
+            if run.world.is_main and run.untold_samples and watch.since_last_s() > _SECONDS_BETWEEN_RECORDS:
                 run.record(_step_record(run, watch, learning_rate))
                 _show_node(run)
             stop, diverged = vote.outcome(), losses.hear(vote.total())
@@ -248,6 +253,7 @@ def _finish_epoch(
     progress.epoch += 1
     progress.epochs_done += 1
     progress.position, progress.epoch_time_s = 0, 0.0
+    run.told_loss -= float(run.state.loss_sum)  # the next record tells of the rest of this epoch too
     run.state.loss_sum.zero_()
     run.record(done)
     if _target_held(run):
@@ -323,12 +329,12 @@ def _show_node(run: Training) -> None:
 
 
 def _step_record(run: Training, watch: Stopwatch, learning_rate: float) -> StepDone:
-    progress = run.state.progress
-    # The loss of the main worker's share so far in this epoch; reading it waits for the device, a few times a second.
-    share = progress.position / run.world.size
-    with torch.no_grad():
-        loss = float(run.state.loss_sum) / max(share, 1.0)
-    samples_per_s, wait_fraction = watch.interval(progress.samples_seen)
+    progress, world = run.state.progress, run.world
+    # Reading the sum waits for the device, a few times a second. Workers that take the same samples share their loss.
+    loss_sum, num_samples = float(run.state.loss_sum), run.untold_samples * world.data.size / world.size
+    loss = (loss_sum - run.told_loss) / num_samples
+    run.told_loss, run.untold_samples = loss_sum, 0
+    samples_per_s, wait_fraction = watch.interval()
     return StepDone(
         epoch=progress.epoch,
         step=progress.step,

@@ -15,9 +15,10 @@ from stormo.errors import SettingError
 from stormo.hardware import visible_gpus
 from stormo.hosts import hosts_of, start_on_hosts
 from stormo.launch import Patience, run_node
+from stormo.launch.local import settle_hashes
 from stormo.layout import Layout, resolve_layout
 from stormo.nodes import BACKEND, DEVICE, TIMEOUT, find_place, launched_by, node_of
-from stormo.tasks.find import check_module
+from stormo.tasks.find import check_module, refuse_task
 
 # How the workers are started; all else of them is about a task, as a script's own model is not spread.
 _OF_SCRIPTS = (
@@ -54,6 +55,7 @@ def main(arguments: list[str]) -> int:
         return start_on_hosts(config, hosts, "run", arguments)
     layout = resolve_layout(config, visible_gpus(), launched_by(place))
     os.environ |= _told(config)
+    settle_hashes(os.environ)
     if place is not None or layout.world_size == 1:
         sys.stdout.flush()
         os.execv(command[0], command)
@@ -75,6 +77,7 @@ def _command(script: str | None, flags: list[str]) -> list[str]:
     if script.endswith(".py") or "/" in script or script.startswith("."):
         if not Path(script).is_file():
             raise SettingError(f"stormo run {script} was typed", "there is no such file", "check the path")
+        refuse_task(Path(script))
         return [sys.executable, script, *flags]
     check_module(script, f"stormo run {script} was typed")
     top = script.partition(".")[0]

@@ -287,9 +287,9 @@ def _metric_title(name: str) -> str:
 
 def _curves(run: _Run) -> list[str]:
     """One sparkline a series, followed by its first and last figure."""
-    # The steps are denser than the epochs; a run without step records still has one point per epoch.
-    training = [step.get("loss") for step in run.steps] or [epoch.get("train_loss") for epoch in run.epochs]
-    rate = [step.get("learning_rate") for step in run.steps] or [epoch.get("learning_rate") for epoch in run.epochs]
+    # The steps are denser than the epochs, but for a run that was too short for their records.
+    points, loss = (run.steps, "loss") if len(run.steps) > 1 else (run.epochs, "train_loss")
+    training, rate = ([point.get(name) for point in points] for name in (loss, "learning_rate"))
     series = {
         "training loss": (training, format_figure),
         "validation loss": ([(epoch.get("validation") or {}).get("loss") for epoch in run.epochs], format_figure),

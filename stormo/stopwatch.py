@@ -80,16 +80,14 @@ class Stopwatch:
         self._exposed_mark_s = strategy.exposed_s or 0.0
         self._energy_mark: Mark | None = None  # where the window of energy that is open began
         self._started_s: float | None = None
-        self._mark_s = time.perf_counter()
-        self._mark_samples = progress.samples_seen
-        self._mark_wait_s = 0.0
+        # Of the last interval's end, by counters that neither a pause nor a rollback sets back.
+        self._mark_s, self._mark_samples, self._mark_wait_s = progress.train_time_s, progress.samples_trained, 0.0
         self._memory = GpuPeak(world.device) if world.device.type == "cuda" else None
 
     def start(self) -> None:
         """Begin to count."""
         self._synchronize()
         self._started_s = time.perf_counter()
-        self._mark_s, self._mark_wait_s, self._mark_samples = self._started_s, 0.0, self._progress.samples_seen
         self._loader.wait_s = 0.0
         self._keeper.enter("training", self._progress.step, self.waiting_s())
         if self._energy_mark is None:
@@ -160,16 +158,15 @@ class Stopwatch:
         return 0.0 if self._started_s is None else time.perf_counter() - self._started_s
 
     def since_last_s(self) -> float:
-        """Seconds since the last interval ended."""
-        return time.perf_counter() - self._mark_s
+        """Seconds of training since the last interval ended."""
+        return self._progress.train_time_s + self.running_s() - self._mark_s
 
-    def interval(self, samples_seen: int) -> tuple[float, float]:
-        """Samples per second and share of waiting since the last call or `start`."""
-        now_s = time.perf_counter()
-        elapsed_s = max(now_s - self._mark_s, 1e-9)
-        rate = (samples_seen - self._mark_samples) / elapsed_s
-        wait = (self._loader.wait_s - self._mark_wait_s) / elapsed_s
-        self._mark_s, self._mark_samples, self._mark_wait_s = now_s, samples_seen, self._loader.wait_s
+    def interval(self) -> tuple[float, float]:
+        """Samples per second of training and share of waiting since the last call."""
+        elapsed_s = max(self.since_last_s(), 1e-9)
+        num_samples, wait_s = self._progress.samples_trained, self._input_s + self._loader.wait_s
+        rate, wait = (num_samples - self._mark_samples) / elapsed_s, (wait_s - self._mark_wait_s) / elapsed_s
+        self._mark_s, self._mark_samples, self._mark_wait_s = self._mark_s + elapsed_s, num_samples, wait_s
         return rate, wait
 
     def wait_fraction(self) -> float:

@@ -29,7 +29,7 @@ from stormo.layout import Layout, resolve_layout
 from stormo.nodes import find_place, launched_by, node_of
 from stormo.plan import check_settings, resolve
 from stormo.process import STARTED, process_start_unix_s
-from stormo.resuming.changes import changes
+from stormo.resuming.changes import changes, require_task
 from stormo.resuming.finding import run_to_resume
 from stormo.resuming.inherited import (
     OF_COPIES,
@@ -114,6 +114,7 @@ def read_settings(arguments: list[str]) -> tuple[TrainConfig, type[Task]]:
     settings = options.left_below(in_file, flags) | flags
     if resumed is None:
         return options.make_config(settings, task_class.Options, defaults), task_class
+    require_task(settings.get("task"), inherited.get("task"), resumed)
     # The file holds whatever was in force, the task's defaults of that day among it; what is not there was not set.
     before = options.settings_from_toml(inherited, every, str(resumed.config))
     effective = inherited_effect(inherited, resumed)

@@ -253,7 +253,7 @@ def _rehearse(config: TrainConfig, plan: Plan, strategy: Strategy, loader: Loade
 def _take_up(
     config: TrainConfig, plan: Plan, journal: Journal, state: RunState, loader: Loader, rehearsed: Steps
 ) -> bool:
-    """Go on where the run is; False where it has done more epochs than it is to do. So far its folder is as it was."""
+    """Go on where the run is; False where it has nothing left to do. So far its folder is as it was."""
     try:
         journal.resume()
         if journal.is_past_end:

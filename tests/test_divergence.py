@@ -1010,6 +1010,18 @@ def _settings(task_options: dict[str, Any] | None = None, **flags: Any) -> Parts
             ["--precision bf16 (or fp32)", "--base-lr 0.05", "--clip-norm 0.5", "--warmup-epochs 2 in a new run"],
         ),
         (
+            {"epochs": 5},  # half of which is the longest warm-up to be tried
+            _lost(),
+            "a learning rate that is too high (0.4 at that step, without warm-up).",
+            ["--base-lr 0.05", "--clip-norm 1", "--warmup-epochs 2.5 --warmup-from 0.1 in a new run"],
+        ),
+        (
+            {"epochs": 4, "warmup_epochs": 2.0, "warmup_from": 0.1},
+            _lost(),
+            "a learning rate that is too high (0.4 at that step, in step 12 of 20 of warm-up).",
+            ["--base-lr 0.05", "--clip-norm 1"],
+        ),
+        (
             {},
             _lost(has_bad_inputs=True),
             "Likely cause: the batch of that step holds inputs that are not finite numbers, before the model has seen "

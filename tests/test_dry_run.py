@@ -80,6 +80,7 @@ def test_a_task_that_may_bring_an_optimizer_is_not_said_to_be_stepped_by_another
     assert main(["train", task, "--dry-run", "--epoch-samples", "150", "--device", "cpu"]) == 0
     values = "(momentum 0.9, weight decay 0)"
     said = f"\noptimizer      the task's own, or sgd where its optimizer() returns None {values}\n"
+    said += "learning rate  of the task's optimizer(), or --base-lr 0.01 where it returns None, × 1;"
     assert said in capsys.readouterr().out
 
 

@@ -55,7 +55,7 @@ def test_the_newest_the_best_or_a_step_is_exported_and_told(
     file = Path(f"demo-step-{step:08d}.safetensors")
     require_step(file, step)
     told = capsys.readouterr().out
-    assert f"{file}  ({file.stat().st_size / 1e6:,.1f} MB, 7 tensors, step {step})" in told
+    assert f"{file}  ({file.stat().st_size / 1e3:.3g} kB, 7 tensors, step {step})" in told
     assert weights_digest(make_snapshot(step).model) in told
     with safetensors.safe_open(file, "pt") as opened:
         assert opened.metadata() == {"format": "pt", "stormo_step": str(step)}

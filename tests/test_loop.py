@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -94,6 +95,29 @@ def prepare(
     return run
 
 
+class Listening(Tiny):
+    """Keeps the loss and the number of samples of every pass."""
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options)
+        self.heard: list[tuple[float, int]] = []
+
+    def loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        loss = super().loss(model, batch)
+        self.heard.append((float(loss.detach()), len(batch[0])))
+        return loss
+
+
+def heard(run: Run) -> list[tuple[float, int]]:
+    task = run.parts.task
+    assert isinstance(task, Listening)
+    return task.heard
+
+
+def mean(passes: list[tuple[float, int]]) -> float:
+    return sum(loss * count for loss, count in passes) / sum(count for _, count in passes)
+
+
 def weights(run: Run) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in run.parts.strategy.module.state_dict().items()}
 
@@ -132,18 +156,10 @@ def test_all_epochs_are_trained_recorded_and_saved() -> None:
 
 
 def test_the_loss_of_an_epoch_is_the_mean_over_its_samples_although_the_last_batch_is_short() -> None:
-    losses: list[tuple[float, int]] = []
-
-    class Listening(Tiny):
-        def loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
-            loss = super().loss(model, batch)
-            losses.append((float(loss.detach()), len(batch[0])))
-            return loss
-
     run = prepare(task_class=Listening, epochs=1)
     train(run.training)
-    assert [count for _, count in losses] == [16, 16, 8]
-    assert run.of(EpochDone)[0].train_loss == pytest.approx(sum(loss * count for loss, count in losses) / 40)
+    assert [count for _, count in heard(run)] == [16, 16, 8]
+    assert run.of(EpochDone)[0].train_loss == pytest.approx(mean(heard(run)))
 
 
 def test_every_step_has_the_rate_of_its_schedule() -> None:
@@ -158,25 +174,66 @@ def test_every_step_has_the_rate_of_its_schedule() -> None:
 
 def test_step_records_tell_position_loss_and_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "_SECONDS_BETWEEN_RECORDS", -1.0)
-    run = prepare(epochs=1)
+    run = prepare(task_class=Listening, accumulate=2)
     train(run.training)
     records = run.of(StepDone)
-    assert [(record.step, record.step_in_epoch, record.samples_seen) for record in records] == [
-        (1, 1, 16),
-        (2, 2, 32),
-        (3, 3, 40),
+    assert [(record.epoch, record.step, record.step_in_epoch, record.samples_seen) for record in records] == [
+        (1, 1, 1, 16),
+        (1, 2, 2, 32),
+        (1, 3, 3, 40),
+        (2, 4, 1, 56),
+        (2, 5, 2, 72),
+        (2, 6, 3, 80),
     ]
-    assert all(record.epoch == 1 and record.learning_rate == 0.1 for record in records)
-    assert records[-1].loss == pytest.approx(run.of(EpochDone)[0].train_loss)
+    assert all(record.learning_rate == 0.1 for record in records)
+    passes = heard(run)
+    steps = [passes[start : start + 2] for start in range(0, len(passes), 2)]
+    assert [record.loss for record in records] == pytest.approx([mean(step) for step in steps])  # each of its own step
+    assert [record.train_loss for record in run.of(EpochDone)] == pytest.approx([mean(passes[:6]), mean(passes[6:])])
     assert all(record.samples_per_s > 0 and 0 <= record.input_wait_fraction <= 1 for record in records)
     times = [record.train_time_s for record in records]
     assert times == sorted(times)
 
 
-def test_step_records_are_few() -> None:
-    run = prepare()
+def test_short_epochs_have_a_record_of_all_their_steps_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+
+    class Timed(Listening):
+        def loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
+            nonlocal now_s
+            now_s += 0.0625  # 0.1875 an epoch, and a record takes more than 0.25
+            return super().loss(model, batch)
+
+        def metrics(self, model: torch.nn.Module, batch: Any) -> Any:
+            nonlocal now_s
+            now_s += 100.0
+            return super().metrics(model, batch)
+
+    monkeypatch.setattr("stormo.stopwatch.time.perf_counter", lambda: now_s)
+    run = prepare(task_class=Timed, epochs=5, checkpoint_every="2")
     train(run.training)
-    assert len(run.of(StepDone)) < 6  # at most four a second, and these six steps take far less
+    monkeypatch.undo()
+    records, passes = run.of(StepDone), heard(run)
+    assert [record.step for record in records] == [5, 10, 15]
+    assert [record.train_time_s for record in records] == [0.3125, 0.625, 0.9375]
+    seen = [0, *(record.samples_seen for record in records)]
+    assert [record.samples_per_s for record in records] == [(b - a) / 0.3125 for a, b in itertools.pairwise(seen)]
+    assert [record.loss for record in records] == pytest.approx([mean(passes[at : at + 5]) for at in (0, 5, 10)])
+
+
+def test_the_first_record_after_a_resume_tells_nothing_of_the_steps_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "_SECONDS_BETWEEN_RECORDS", -1.0)
+
+    def on_step(run: Run, step: int) -> None:
+        run.flag.signal_number = signal.SIGTERM if step == 1 else 0
+
+    run = prepare(task_class=Listening, on_step=on_step)
+    assert train(run.training).stopped_by == "signal"
+    assert 0 < run.parts.state.progress.position < 40
+    run.flag.signal_number = 0
+    train(run.training)
+    losses = [mean([one]) for one in heard(run)]
+    assert [record.loss for record in run.of(StepDone)] == pytest.approx(losses)
 
 
 @pytest.mark.parametrize(
@@ -447,18 +504,26 @@ def test_an_interval_counts_what_came_since_the_one_before(monkeypatch: pytest.M
     now_s = 0.0
     monkeypatch.setattr("stormo.stopwatch.time.perf_counter", lambda: now_s)
     parts = build(World(alone(), torch.device("cpu")))
-    watch = Stopwatch(parts.world, parts.loader, parts.state.progress, parts.strategy, NoKeeper())
+    progress = parts.state.progress
+    watch = Stopwatch(parts.world, parts.loader, progress, parts.strategy, NoKeeper())
     watch.start()
     now_s, parts.loader.wait_s = 2.0, 0.5
     assert watch.since_last_s() == 2.0
-    assert watch.interval(100) == (50.0, 0.25)
-    now_s = 4.0
-    assert watch.interval(300) == (100.0, 0.0)
-    assert watch.running_s() == 4.0
+    progress.samples_trained = 100
+    assert watch.interval() == (50.0, 0.25)
+    now_s, progress.samples_trained = 4.0, 300
+    assert watch.interval() == (100.0, 0.0)
+    now_s, progress.samples_trained, parts.loader.wait_s = 5.0, 400, 0.75
+    assert watch.running_s() == 5.0
     watch.pause()
+    now_s = 1000.0
     assert watch.running_s() == 0.0
-    assert (parts.state.progress.train_time_s, parts.state.progress.wait_s) == (4.0, 0.5)
-    assert watch.wait_fraction() == 0.125
+    assert (progress.train_time_s, progress.wait_s) == (5.0, 0.75)
+    assert watch.wait_fraction() == 0.15
+    watch.start()
+    now_s, progress.samples_trained = 1001.0, 500
+    assert watch.since_last_s() == 2.0  # the pause is left out, the second before it is not
+    assert watch.interval() == (100.0, 0.125)
 
 
 def test_energy_of_epochs_too_short_for_the_counters_is_told_together() -> None:

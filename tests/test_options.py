@@ -363,6 +363,9 @@ def test_a_file_that_cannot_be_read_or_parsed_is_named(tmp_path: Path) -> None:
     (tmp_path / "latin.toml").write_bytes(b'task = "\xe9"\n')
     with pytest.raises(SettingError, match="it is not valid TOML"):
         options.read_toml(tmp_path / "latin.toml")
+    (tmp_path / "task.toml").write_text('task = "fashion-mnist"\n[task]  # guessed\nwidth = 2\n')
+    with pytest.raises(SettingError, match=r"; the section of a task's own options is \[task_options\]"):
+        options.read_toml(tmp_path / "task.toml")
 
 
 # --- precedence -------------------------------------------------------------------------------------------------------

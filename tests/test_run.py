@@ -230,6 +230,9 @@ SENTENCES: dict[tuple[str, ...], str] = {
     ("none_such_module",): "stormo run none_such_module was typed, but there is no such module",
     ("s.txt",): "stormo run s.txt was typed, but s is a module that holds no others; name s.py.",
     ("there.txt",): "stormo run there.txt was typed, but it is no Python file; name a file that ends in .py, or a mod",
+    (
+        "task.py",
+    ): "stormo run task.py was typed, but it holds a stormo.Task and nothing that runs by itself; train it by ",
     ("-m", "s"): "-m was set, but a module is named as it is; leave it out: stormo run s.",
     ("s.py", "--mesh", "shard=2"): "--mesh was set, but stormo run leaves the model of a script as it is; leave it ",
     ("s.py", "--zero=1"): "--zero=1 was set, but stormo run leaves the model of a script as it is; leave it out, or ",
@@ -245,6 +248,7 @@ def test_what_cannot_be_run_is_refused_before_a_worker_starts(
 ) -> None:
     tmp_path.joinpath("s.py").write_text("raise AssertionError('it was run')\n")
     tmp_path.joinpath("there.txt").write_text("no program\n")
+    tmp_path.joinpath("task.py").write_text("from stormo import Task\nWIDTH = 2\nclass Mine(Task): ...\n")
     monkeypatch.chdir(tmp_path)
     assert main(["run", *words]) == 2
     assert SENTENCES[words] in capsys.readouterr().err

@@ -14,10 +14,19 @@ from stormo.telemetry.record import Notice
 
 
 def past_end(name: str, progress: Progress, plan: Plan) -> Notice:
-    """What is said of a run that has done more epochs than it is told to do now."""
+    """What is said of a run that has nothing left to do."""
     done = progress.epoch - 1
+    if done == plan.epochs:
+        return _all_done(name, plan)
+    if done < plan.epochs:
+        return Notice(kind="info", text=f"{name} has reached its target after {counted(done, 'epoch')}")
     text = f"{name} has done {counted(done, 'epoch')} already, of {plan.epochs} now; it is left as it is"
     return Notice(kind="info", text=f"{text}: set --epochs above {done} to train on")
+
+
+def _all_done(name: str, plan: Plan) -> Notice:
+    text = f"{name} has done its {counted(plan.epochs, 'epoch')}; raise --epochs to train on"
+    return Notice(kind="info", text=text)
 
 
 def notices_of_start(
@@ -35,8 +44,7 @@ def notices_of_start(
     """
     goes_on = config.run.resume is not None
     if progress.num_resumes and progress.epoch > plan.epochs:
-        text = f"{name} has done its {counted(plan.epochs, 'epoch')}; raise --epochs to train on"
-        yield Notice(kind="info", text=text)
+        yield _all_done(name, plan)
     lost_at = summary.get("diverged_at_step") if summary.get("stopped_by") == "divergence" else None
     if goes_on and not progress.num_resumes and lost_at is None and not is_first:
         yield Notice(kind="info", text=f"{name} has no checkpoint yet: it starts from the beginning")

@@ -58,6 +58,7 @@ class Journal:
         self._sinks: list[Sink] = []
         self._weights_sha256: str | None = None
         self._goes_on_from: Path | None = None  # a checkpoint, on the main worker
+        self._is_told_to_end = False  # by the summary of the run that goes on
         self._saver = checkpoint.Saver(world, in_background=config.run.async_checkpoint)
         self._saving: CheckpointSaved | None = None  # what is to be told of the save under way, on the main worker
         # Whatever goes wrong with the folder must end all workers alike, so the main one speaks for all.
@@ -86,11 +87,22 @@ class Journal:
             self._goes_on_from = path
             self._weights_sha256 = checkpoint.read_manifest(path).weights_sha256
         self._wall_before_s = self._state.progress.wall_time_s
+        self._is_told_to_end = self._world.share_json(self._has_ended() if self._world.is_main else None)
+
+    def _has_ended(self) -> bool:
+        """Whether the summary says so; a run that was killed before it wrote one has yet to end."""
+        with contextlib.suppress(StormoError):  # one that cannot be read is to be replaced
+            return (read_summary(self.folder) or {}).get("stopped_by") in ("epochs", "target")
+        return False
 
     @property
     def is_past_end(self) -> bool:
-        """Whether the run that goes on has done more epochs than it is to do now."""
-        return bool(self._state.progress.num_resumes) and self._state.progress.epoch - 1 > self._plan.epochs
+        """Whether the run that goes on has nothing left to do: no epoch, and no other settings to keep."""
+        progress, plan, config = self._state.progress, self._plan, self._config
+        if not progress.num_resumes or progress.epoch - 1 > plan.epochs:
+            return bool(progress.num_resumes)
+        is_done = progress.epoch > plan.epochs or progress.target_streak >= config.stop.patience
+        return is_done and self._is_told_to_end and not config.changed
 
     def leave(self) -> None:
         """Say that there is nothing to train, and leave the folder of the run as it is."""

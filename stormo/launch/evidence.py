@@ -11,10 +11,11 @@ from dataclasses import replace
 from stormo.launch import local
 from stormo.launch.control import Control, Event, Gone, RankEnded, Reported
 from stormo.launch.crew import Crew
-from stormo.launch.failure import Failure, given_up_after_s, of_early_exit, of_exit, of_signal, of_stop
+from stormo.launch.failure import Failure, of_early_exit, of_exit, of_exit_before_world, of_signal, of_stop
 from stormo.launch.patience import Patience
 from stormo.launch.screen import Screen
 from stormo.launch.verdict import Ending, Sign, Weight, cause, decide_at, is_orderly, weigh
+from stormo.launch.waiting import Absent, missed_in, named_after_wait, rank_of
 from stormo.launch.worker import Worker
 
 
@@ -70,6 +71,8 @@ class Evidence:
                 self.hear(worker)  # its last words
             if worker.failure is None:
                 self._judge_exit(worker)
+        if self._patience.is_of_script and not self.passed_on:
+            self._look_for_one_that_never_joined()
 
     def _judge_exit(self, worker: Worker) -> None:
         code = worker.exit_code
@@ -85,7 +88,21 @@ class Evidence:
         elif code < 0:
             self._note(of_signal(-code, rank=worker.rank, host=self._host), rank=worker.rank, weight=weigh(code))
         else:
-            self._note(of_exit(code, rank=worker.rank, host=self._host), rank=worker.rank)
+            failure = of_exit(code, rank=worker.rank, host=self._host, is_of_script=self._patience.is_of_script)
+            self._note(failure, rank=worker.rank)
+
+    def _look_for_one_that_never_joined(self) -> None:
+        """Note a worker that has ended in order without stormo.World(), where another one is inside of it or behind.
+
+        Nobody gets through it without all; a line that is still open may be in use by a process that it has started.
+        """
+        waiting = next((one.rank for one in self._crew if one.running and one.heard_at is not None), None)
+        for worker in self._crew:
+            code, is_silent = worker.exit_code, worker.heard_at is None and worker.channel_closed_at is not None
+            if waiting is None or code is None or not is_silent or worker.failure is not None or not is_orderly(code):
+                continue
+            worker.failure = of_exit_before_world(code, rank=worker.rank, host=self._host, waiting=waiting)
+            self._note(worker.failure, rank=worker.rank)
 
     def look_for_silence(self) -> None:
         """Warn of a worker without a sign of life, and note one that is silent beyond the timeout."""
@@ -123,17 +140,27 @@ class Evidence:
 
     def explained(self, sign: Sign) -> Failure:
         """The failure to show: a wait that was given up with whom it was for, as far as this node knows."""
-        failure = sign.failure
-        waited_s = given_up_after_s(failure.what)
-        if sign.weight is not Weight.SECONDARY or waited_s is None:
-            return failure
+        complaints = [one.failure for one in self._signs if one.weight is Weight.SECONDARY]
+        missed = [missed_in(one.what) for one in complaints]
+        if sign.weight is not Weight.SECONDARY or all(one is None or one.waited_s is None for one in missed):
+            return sign.failure
         others = [worker for worker in self._crew if worker.running and worker.failure is None]
-        steps = {one.rank: "" if one.step is None else f"is at step {one.step} and " for one in others}
-        states = [f"rank {one.rank} (pid {one.pid}) {steps[one.rank]}says: {one.state()}" for one in others]
+        absent = [Absent(rank=one.rank, state=self._state(one), has_joined=self._has_joined(one)) for one in others]
+        heard = {rank_of(one) for one in complaints} | {worker.rank for worker in self._crew}
+        knows_all = self._node.node_id == 0  # to which all complaints go
+        elsewhere = [rank for rank in range(self._node.world_size) if knows_all and rank not in heard]
         limit = "--timeout or World(timeout_s=...)" if self._patience.is_of_script else "--timeout"
-        what = f"waited {waited_s:g} s for another worker and gave up"
-        hint = f"set a larger {limit} if a step, a save or what comes before the first may take that long"
-        return replace(failure, what="; ".join([what, *states, hint]))
+        causes = [one.as_cause() for one in complaints]
+        return named_after_wait(causes, absent, elsewhere=elsewhere, host=self._host, limit=limit)
+
+    def _has_joined(self, worker: Worker) -> bool:
+        return worker.heard_at is not None or not self._patience.is_of_script
+
+    def _state(self, worker: Worker) -> str:
+        step = "" if worker.step is None else f"is at step {worker.step} and "
+        call = "has called world.close() and " if worker.said_bye and self._patience.is_of_script else step
+        call = call if self._has_joined(worker) else "has not called stormo.World() and "
+        return f"(pid {worker.pid}) {call}says: {worker.state()}"
 
     def _note(
         self,

@@ -16,10 +16,11 @@ from stormo.errors import EXIT_DIVERGED, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_RE
 
 MAX_DETAILS_CHARACTERS = 24_000
 _MAX_SENTENCE_CHARACTERS = 4_000
-_GAVE_UP = re.compile(r"Timed out waiting (\d+)ms")  # Gloo's
+_GAVE_UP = re.compile(r"(?:Timed out waiting|wait timeout after) (\d+)ms")  # Gloo's, and the store's
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _OUT_OF_MEMORY = "The kernel's out-of-memory killer may have done this; dmesg would say so.\n"
 ORDERLY_EXIT_CODES = (0, EXIT_DIVERGED, EXIT_RESUMABLE, EXIT_INTERRUPTED)
+_EXIT_CODES = (EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_RESUMABLE)
 _KINDS = ("exception", "setting", "signal", "exit", "early", "silent", "gone", "stopped")
 
 
@@ -59,7 +60,8 @@ class Failure:
         texts = {name: message.get(name) for name in ("kind", "who", "host", "what", "details")}
         flags = {name: message.get(name) for name in ("secondary", "printed")}
         exit_code = message.get("exit_code")
-        if texts["kind"] not in _KINDS or exit_code not in (EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_RESUMABLE):
+        codes = range(1, 256) if texts["kind"] == "exit" else _EXIT_CODES
+        if texts["kind"] not in _KINDS or not isinstance(exit_code, int) or exit_code not in codes:
             return None
         if not all(isinstance(text, str) for text in texts.values()):
             return None
@@ -117,16 +119,23 @@ def of_signal(number: int, *, rank: int, host: str) -> Failure:
     )
 
 
-def of_exit(code: int, *, rank: int, host: str) -> Failure:
-    """The failure of a rank that ended with an exit code and never said why."""
+def of_exit(code: int, *, rank: int, host: str, is_of_script: bool = False) -> Failure:
+    """The failure of a rank that ended with an exit code and never said why; a script's code is its own to choose."""
     what = f"ended with exit code {code} and did not report why"
-    return Failure(kind="exit", who=f"rank {rank}", host=host, what=what)
+    exit_code = code if is_of_script else EXIT_FAILURE
+    return Failure(kind="exit", who=f"rank {rank}", host=host, what=what, exit_code=exit_code)
 
 
 def given_up_after_s(error: str) -> float | None:
-    """How long was waited for another worker, where that is what an error is about."""
+    """How long was waited for another worker, where that is what an error of a library's is about."""
     waited = _GAVE_UP.search(error)
     return None if waited is None else int(waited[1]) / 1000
+
+
+def of_exit_before_world(code: int, *, rank: int, host: str, waiting: int) -> Failure:
+    """The failure of a script's rank that ended in order, while another waits for it to join."""
+    what = f"ended with exit code {code} before it called stormo.World(), in which rank {waiting} waits for it; "
+    return Failure(kind="early", who=f"rank {rank}", host=host, what=f"{what}let every worker reach it, or none")
 
 
 def of_early_exit(*, rank: int, host: str) -> Failure:

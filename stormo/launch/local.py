@@ -5,7 +5,7 @@ Next to the STORMO_* variables a worker gets those that torchrun would set, for 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 from stormo.errors import SettingError
@@ -98,9 +98,16 @@ def environment(
     if node.rank(local_rank) != 0:
         # Their output goes through a pipe; what a rank printed before it was killed should not die with it.
         variables.setdefault("PYTHONUNBUFFERED", "1")
+    settle_hashes(variables)
     # Every worker would otherwise start as many threads as there are cores.
     variables.setdefault("OMP_NUM_THREADS", str(max(1, num_cores // node.num_workers)))
     return variables
+
+
+def settle_hashes(environ: MutableMapping[str, str]) -> None:
+    """Have sets of strings in the same order in all workers and at every start, unless the user says otherwise."""
+    if not environ.get("PYTHONHASHSEED"):  # empty means any, too
+        environ["PYTHONHASHSEED"] = "0"
 
 
 def detect(environ: Mapping[str, str]) -> bool:

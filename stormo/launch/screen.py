@@ -64,4 +64,5 @@ class Screen:
 
     def say(self, sentence: str) -> None:
         """One sentence of the agent's own."""
-        write_all(_STDERR, f"stormo: {sentence}\n".encode())
+        fresh = "\r\x1b[K" if os.isatty(_STDERR) else ""  # rank 0 may have left its progress in this line
+        write_all(_STDERR, f"{fresh}stormo: {sentence}\n".encode())

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from stormo.launch.failure import ORDERLY_EXIT_CODES, Failure
+from stormo.launch.failure import ORDERLY_EXIT_CODES, Failure, given_up_after_s
 
 
 class Weight(IntEnum):
@@ -92,11 +92,13 @@ def cause(signs: Sequence[Sign], endings: Sequence[Ending]) -> Sign:
         )
     first = endings[0]
     complaint = likeliest.failure
+    waited_s = given_up_after_s(complaint.what)
+    then = complaint.what if waited_s is None else f"waited {waited_s:g} s for it before it gave up"
     failure = Failure(
         kind="early",
         who=f"rank {first.rank}",
         host=first.host,
         what=f"ended early with exit code {first.exit_code}",
-        details=f"Then {complaint.who} on host {complaint.host} missed it and {complaint.what}",
+        details=f"Then {complaint.who} on host {complaint.host} missed it and {then}",
     )
     return Sign(failure=failure, weight=Weight.CAUSE, seen_at=likeliest.seen_at)

@@ -25,7 +25,10 @@ def read_toml(path: Path) -> dict[str, Any]:
             f"--config {path} was set", f"it cannot be read ({error.strerror})", "check the path"
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingError(f"--config {path} was set", f"it is not valid TOML ({error})", "mend that line") from None
+        instead = "mend that line"
+        if any(line.partition(b"#")[0].strip() == b"[task]" for line in path.read_bytes().splitlines()):
+            instead += "; the section of a task's own options is [task_options], as task names what is trained"
+        raise SettingError(f"--config {path} was set", f"it is not valid TOML ({error})", instead) from None
 
 
 def settings_from_toml(document: Mapping[str, Any], options: Sequence[Option], source: str) -> dict[str, Any]:

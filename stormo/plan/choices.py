@@ -218,7 +218,8 @@ def stop_text(config: TrainConfig, facts: Facts) -> str:
 
 def _targets_text(config: TrainConfig, facts: Facts) -> str:
     stop = config.stop
-    targets = [] if facts.has_accuracy is False else [f"validation accuracy of {stop.target_accuracy:g}"]
+    known = "" if facts.has_accuracy else " (if the task reports one)"
+    targets = [] if facts.has_accuracy is False else [f"validation accuracy of {stop.target_accuracy:g}{known}"]
     if stop.target_loss is not None:
         targets.append(f"validation loss of {stop.target_loss:g}")
     if not targets:

@@ -32,7 +32,7 @@ from stormo.plan.facts import Facts
 from stormo.plan.noise import check_noise, choose_noise_scale, noise_lines
 from stormo.plan.optimizer import optimizer_text, own_optimizer_text
 from stormo.plan.profile import check_profile
-from stormo.plan.rate import choose_rate, schedule_text, warmup_fraction
+from stormo.plan.rate import choose_rate, own_rate_text, schedule_text, warmup_fraction
 from stormo.plan.renew import renew
 from stormo.plan.resize import beginning, resize
 from stormo.plan.servers import check_servers
@@ -200,7 +200,7 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
         micro_batches=micro_batches,
         noise_scale=noise_scale,
         noise_scale_reason=noise_scale_reason,
-        beginning=beginning(begun, layout, facts, found, pass_samples),
+        beginning=replace(beginning(begun, layout, facts, found, pass_samples), own_rate_factor=None),
         explanation=(
             *([("changed", ", ".join(map(str, config.changed)))] if config.changed else []),
             *layout.explanation,
@@ -240,8 +240,12 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
 
 def with_own_optimizer(config: TrainConfig, plan: Plan, name: str | None = None) -> Plan:
     """The plan of a task that brings an optimizer, by the name of its class once it has been made."""
-    said = dict(plan.explanation) | {"optimizer": own_optimizer_text(config, name)}
-    return replace(plan, explanation=tuple(said.items()))
+    base = config.optimizer.base_lr
+    rate = own_rate_text(config, plan.learning_rate, is_made=name is not None)
+    rate += schedule_text(config, plan.warmup_start / base, plan.learning_rate / base, plan.warmup_steps, sign="× ")
+    said = dict(plan.explanation) | {"optimizer": own_optimizer_text(config, name), "learning rate": rate}
+    begun = replace(plan.beginning, own_rate_factor=plan.beginning.learning_rate / base)
+    return replace(plan, explanation=tuple(said.items()), beginning=begun)
 
 
 def with_passes(config: TrainConfig, plan: Plan, accumulate: int, reason: str, graph_obstacle: str | None) -> Plan:

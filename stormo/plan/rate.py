@@ -54,15 +54,25 @@ def warmup_fraction(config: TrainConfig, num_workers: int, learning_rate: float)
     return 1 / num_workers
 
 
-def schedule_text(config: TrainConfig, start: float, learning_rate: float, warmup_steps: int) -> str:
-    """Warm-up and decay, in words."""
+def own_rate_text(config: TrainConfig, learning_rate: float, *, is_made: bool) -> str:
+    """The learning rates of a task's own optimizer, which are multiplied by what --base-lr would be."""
+    base, before = config.optimizer.base_lr, config.resumed
+    text = "of the task's optimizer()" + f", or --base-lr {base:g} where it returns None," * (not is_made)
+    text += f" × {learning_rate / base:g}"
+    if before is not None and before.learning_rate == learning_rate:
+        return f"{text} as before"
+    return text if learning_rate == base else f"{text} ({config.optimizer.lr_rule})"
+
+
+def schedule_text(config: TrainConfig, start: float, learning_rate: float, warmup_steps: int, sign: str = "") -> str:
+    """Warm-up and decay, in words; the sign is for factors of rates that are not known."""
     optimizer = config.optimizer
     text = ""
     if warmup_steps and start == learning_rate:
         text += "; no warm-up, as it would start from the full rate (--warmup-from sets another start)"
     elif warmup_steps:
         epochs = counted(f"{optimizer.warmup_epochs:g}", "epoch")
-        text += f"; warm-up from {start:g} over {epochs} = {counted(warmup_steps, 'step')}"
+        text += f"; warm-up from {sign}{start:g} over {epochs} = {counted(warmup_steps, 'step')}"
     falls = {
         "none": "",
         "cosine": f"; then down a cosine to 0 at epoch {config.stop.epochs}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from stormo.report.history import History, Line, Places
@@ -36,14 +37,34 @@ def event_lines(
     ]
 
 
+def _step_lines(histories: Sequence[History], name: str, figure: Figure) -> list[Series]:
+    """One line a run: a figure of each record of steps or, where these make no line, of each epoch."""
+    return [
+        replace(line, run=run)
+        for run, history in enumerate(histories)
+        for event_name, mode in [_densest(history)]
+        for line in event_lines([history], event_name, name, figure, mode=mode)
+    ]
+
+
+def _densest(history: History) -> tuple[str, str]:
+    """The kind of event that has the most to tell of training, and how its line is drawn."""
+    is_short = len(history.of("step_done")) < 2 and history.of("epoch_done")
+    return ("epoch_done", "points") if is_short else ("step_done", "lines")
+
+
 def _loss(histories: Sequence[History]) -> Panel:
-    series = event_lines(histories, "step_done", "training", lambda event: event.get("loss"))
+    series = _step_lines(histories, "training", lambda event: event.get("loss", event.get("train_loss")))
     series += event_lines(
         histories, "epoch_done", "validation", lambda event: _validation(event).get("loss"), mode="points"
     )
     chart = Chart(id="loss", title="Loss", y_title="loss", series=series, why_empty=_NO_STEP)
     return Panel(
-        id="loss", title="Loss", about="Training loss of each step, validation loss of each epoch.", charts=[chart]
+        id="loss",
+        title="Loss",
+        about="Training loss since the point before, of the main worker's samples; validation loss of each epoch. "
+        "A run too short for such points has its training loss of each epoch.",
+        charts=[chart],
     )
 
 
@@ -77,11 +98,11 @@ def _metric(name: str) -> Figure:
 
 
 def _throughput(histories: Sequence[History]) -> Panel:
-    units = {speed_of(event)[0] for history in histories for event in history.of("step_done")[-1:]}
+    units = {speed_of(event)[0] for history in histories for event in history.of(_densest(history)[0])[-1:]}
     is_shared = len(units) == 1  # runs that count images and tokens are compared by their samples
     unit = next(iter(units)) if is_shared else "samples"
     figure: Figure = (lambda event: speed_of(event)[1]) if is_shared else (lambda event: event.get("samples_per_s"))
-    series = event_lines(histories, "step_done", "all workers", figure)
+    series = _step_lines(histories, "all workers", figure)
     everyone = _by_worker(histories, _share_per_s)
     drawn, note = uncrowded(everyone, "workers")
     return Panel(
@@ -121,7 +142,7 @@ def _by_worker(histories: Sequence[History], figure: Callable[[Line, Line], floa
 
 
 def _rate_and_batch(histories: Sequence[History]) -> Panel:
-    rate = event_lines(histories, "step_done", "learning rate", lambda event: event.get("learning_rate"))
+    rate = _step_lines(histories, "learning rate", lambda event: event.get("learning_rate"))
     batch = [
         line
         for run, history in enumerate(histories)

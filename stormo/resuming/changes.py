@@ -41,6 +41,13 @@ def changes(
     return tuple(change for change in found if change.key in SAID or _is_other_algorithm(change, was, ends_others))
 
 
+def require_task(now: str | None, before: Any, run: RunFolder) -> None:
+    """Refuse another task than the run's; asked before the run's options are read, which its own task alone has."""
+    change = Change(key="task", before=before, now=now)
+    if now is not None and isinstance(before, str) and not _is_same(change):
+        raise _refused(change, REFUSED["task"], run)
+
+
 def _is_other_algorithm(change: Change, was: Mapping[str, Any], ends_others: bool) -> bool:
     """Whether it ends or begins an algorithm that is not that of one process."""
     if change.key not in ("strategy", "mesh"):

@@ -19,15 +19,17 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from stormo.errors import SettingError, StormoError
 from stormo.launch.failure import given_up_after_s
+from stormo.launch.waiting import Missed
 from stormo.world.store import PeerFailedError, is_secondary
 from stormo.world.world import World
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _STANDARD_LIBRARY = str(Path(contextlib.__file__).parent)
+_MODULE = nn.Module.__call__.__code__.co_filename
 _KIND, _NUMBER, _FLAG = range(3)  # columns of an announcement
 _REFUSAL = -1  # a kind that no words have
 
@@ -122,10 +124,10 @@ class Agreement:
                 pass  # nobody is left to be told
         raise error
 
-    def together(self, what: str, call: Callable[[], Any]) -> Any:
+    def together(self, what: str, call: Callable[[], Any], where: Callable[[], str] = str) -> Any:
         """Do with all workers what is not announced, as there is too much of it; say so if one does not come."""
         before, self._said = self._said, what
-        result = self._guard(call)
+        result = self._guard(call, where)
         self._said = before
         return result
 
@@ -157,25 +159,22 @@ class Agreement:
         )
         raise self._broken
 
-    def _guard(self, call: Callable[[], Any]) -> Any:
+    def _guard(self, call: Callable[[], Any], where: Callable[[], str] = str) -> Any:
         """Say where this worker was when another one turned out to be gone."""
         try:
             return call()
         except RuntimeError as error:
             if not is_secondary(error):
                 raise
-            waited_s = given_up_after_s(str(error))
-            what = "failed, or has ended before it" if waited_s is None else f"not come within {waited_s:g} s"
-            self._broken = PeerFailedError(
-                f"rank {self._world.rank} is at: {_brief(self._said)}; another rank has {what}.{self.remark}"
-            )
+            missed = Missed(_brief(self._said) + where(), given_up_after_s(str(error)), self.remark)
+            self._broken = PeerFailedError(missed.of_rank(self._world.rank))
             raise self._broken from error
 
 
-def call_site() -> str:
-    """The line of the script that called into stormo, as `train.py line 40`."""
+def call_site(*, of_model: bool = False) -> str:
+    """The line of the script that called into stormo, or the model in which that was, as `train.py line 40`."""
     found: FrameType | None = None
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = _outermost_call_of_model() if of_model else sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith(_PACKAGE):
@@ -186,6 +185,17 @@ def call_site() -> str:
         frame = frame.f_back
     assert found is not None
     return f"{Path(found.f_code.co_filename).name} line {found.f_lineno}"
+
+
+def _outermost_call_of_model() -> FrameType:
+    frame: FrameType | None = sys._getframe(1)
+    assert frame is not None
+    outermost = frame
+    while frame is not None:
+        if frame.f_code.co_filename == _MODULE:
+            outermost = frame
+        frame = frame.f_back
+    return outermost
 
 
 def _is_installed(file: str) -> bool:

@@ -6,6 +6,7 @@ import functools
 import math
 import operator
 import struct
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -13,9 +14,24 @@ from torch import Tensor
 from stormo.errors import SettingError, StormoError
 from stormo.script.agreement import call_site
 from stormo.script.choosing import Loaded
+from stormo.script.collating import Thinned
 from stormo.script.loop import Given, Loop
 from stormo.script.refusals import check_loss
 from stormo.script.stepping import Group
+
+
+@dataclass(slots=True)
+class _Term:
+    """One of the losses that a step adds up, over all passes of the step."""
+
+    is_counted: bool  # what it is a mean over is known after the last pass
+    reference: float = 0.0  # that of all workers in the first pass,
+    total: float = 0.0  # and in all passes so far
+
+    @property
+    def divisor(self) -> float:
+        """What its gradient is to be divided by in the end."""
+        return self.total / self.reference if self.is_counted else 1.0
 
 
 class Backward:
@@ -23,9 +39,9 @@ class Backward:
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
-        self._is_counted: bool | None = None  # how the passes of this step so far were weighed
-        self._reference = 0.0  # where a step's count is known after its last pass: that of all workers in its first,
-        self._total = 0.0  # and of all passes so far
+        self._terms: list[_Term] = []  # of this step, in the order of a pass
+        self._pass: Given | None = None  # under way,
+        self._num_terms = 0  # and how many losses it has had
 
     def __call__(
         self, loss: Tensor, *, count: float | None, loader: Loaded | None, more: bool, options: dict[str, Any]
@@ -34,17 +50,21 @@ class Backward:
         check_loss(loss)
         given = self._given(loader, count)
         self._check_order(given, more=more)
+        if not self._loop.is_partial:  # a new step, whatever became of the last one
+            self._terms, self._pass, self._num_terms = [], None, 0
         groups = self._loop.groups
         for group in groups:
             group.begin_backward()
         is_last = not more and (given is None or given.is_last)
-        self._loop.weight = weight = self._weight(given, count, is_last=is_last)
+        weight = self._weight(given, count, is_last=is_last)
         try:
             before = None
             for group in _in_turn(groups) if is_last else []:
                 group.exchange.arm(before)
                 before = group.exchange
             # A loss that weighs nothing may be the mean of nothing: no number at all, and zero times that is none.
+            if self._loop.weighed is not None and weight:
+                self._loop.weighed.append((weight, loss.detach()))
             if weight or self._loop.sums_in_models:
                 (loss * weight if weight != 1.0 else loss).backward(**options)
         except BaseException as error:
@@ -54,12 +74,12 @@ class Backward:
                 StormoError(f"a backward failed on rank {self._loop.world.rank} ({error}), which the others wait for.")
             )
             raise
-        self._loop.is_partial = not is_last
+        self._loop.is_partial, self._loop.awaits_more = not is_last, more
         if not is_last:
             for group in groups:
                 group.end_pass()
         if given is not None and not given.is_last:
-            for group in groups:
+            for group in (group for group in groups if group.has_gradient):
                 group.require_optimizer("world.backward() was called for a pass that is not the last of a step")
         if is_last:
             self._finish()
@@ -95,31 +115,43 @@ class Backward:
                 "their batches weigh differently and the loss belongs to one of them",
                 "say which: world.backward(loss, loader=...)",
             )
-        return found[-1] if found else None
+        given = found[-1] if found else None
+        if count is None and isinstance(given, Thinned):
+            given.tell(self._loop)
+        return given
 
     def _weight(self, given: Given | None, count: float | None, *, is_last: bool) -> float:
         """What this loss weighs among all; announces the backward on the way."""
-        is_counted = count is not None or (given is not None and given.step_samples is None)
-        if self._is_counted not in (None, is_counted):
-            raise SettingError(
-                "world.backward() was called with count= for some passes of a step only",
-                "their losses would be weighed by different things",
-                "set count= for all of them or for none",
-            )
-        self._is_counted = is_counted
+        term = self._term(given, is_counted=count is not None or (given is not None and given.step_samples is None))
         what = f"world.backward in {call_site()}" + ("" if is_last else ", not the last of a step")
         what += "".join(
             f", over {group.exchange.signature}" for group in self._loop.groups if self._loop.world.size > 1
         )
-        if not is_counted:
+        if not term.is_counted:
             assert given is not None
             assert given.step_samples is not None
             self._loop.agreement.cast(what)
             return given.num_samples / given.step_samples
         own, total = self._counts(given, count, what)
-        self._total += total
-        self._reference = self._reference or total
-        return own / self._reference if self._reference else 0.0
+        term.total += total
+        term.reference = term.reference or total
+        return own / term.reference if term.reference else 0.0
+
+    def _term(self, given: Given | None, *, is_counted: bool) -> _Term:
+        """Which of the step's losses this is: the first of a pass is one with the first of every other pass."""
+        if given is not None and given is not self._pass:
+            self._pass, self._num_terms = given, 0
+        self._num_terms += 1
+        if self._num_terms > len(self._terms):
+            self._terms.append(_Term(is_counted))
+        term = self._terms[self._num_terms - 1]
+        if term.is_counted is not is_counted:
+            raise SettingError(
+                "world.backward() was called with count= for some passes of a step only",
+                "their losses would be weighed by different things",
+                "set count= for all of them or for none",
+            )
+        return term
 
     def _counts(self, given: Given | None, count: float | None, what: str) -> tuple[float, float]:
         """This worker's count, and that of all."""
@@ -142,17 +174,22 @@ class Backward:
             group.exchange.send_rest()
         for group in groups:
             group.exchange.finish()
-        is_counted, total, reference = self._is_counted, self._total, self._reference
-        self._is_counted, self._total, self._reference = None, 0.0, 0.0
-        if is_counted and total <= 0:
+        if any(term.is_counted and term.total <= 0 for term in self._terms):
             raise SettingError(
                 "world.backward() was called with counts that add up to 0",
                 "the loss is a mean over nothing then",
                 "leave such batches out on all workers",
             )
+        first = self._terms[0].divisor
+        if any(term.divisor != first for term in self._terms):
+            raise SettingError(
+                "world.backward() was called for several losses with counts that change between the passes of a step",
+                "their gradients are one sum by the time the counts are known",
+                "add the losses of a pass up and call it once with one count=, or leave accumulate out",
+            )
         for group in groups:
-            if is_counted and total != reference:
-                group.divide(total / reference)
+            if first != 1.0:
+                group.divide(first)
             group.end_backward()
 
     def _trained_groups(self) -> list[Group]:

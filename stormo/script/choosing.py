@@ -66,7 +66,7 @@ def make_loader(
         kind = ShardedLoader if sharded else StreamLoader
         return kind(loop, reader, data, accumulate=accumulate, seed=seed)
     _require_samples(loop, data, accumulate, num_workers)
-    order = PlainOrder(len(data), total, shuffle=shuffle, seed=seed)
+    order = PlainOrder(data, total, shuffle=shuffle, seed=seed)
     settings = {"num_workers": num_workers, "collate_fn": collate_fn, "persistent_workers": num_workers > 0}
     return IndexedLoader(loop, data, order, accumulate=accumulate, seed=seed, **settings)
 
@@ -82,10 +82,22 @@ def _of_loader(loop: Loop, data: DataLoader[Any], *, accumulate: int, sharded: b
         )
     if isinstance(data.dataset, IterableDataset) or data.batch_sampler is None:
         return StreamLoader(loop, data, data.dataset, accumulate=accumulate, seed=seed)
+    _require_plain(data)
     _require_samples(loop, data.dataset, accumulate, data.num_workers)
     _require_end(data.batch_sampler)
     order = SamplerOrder(data, loop)
     return IndexedLoader(loop, data.dataset, order, accumulate=accumulate, seed=seed, **taken_settings(data))
+
+
+def _require_plain(loader: DataLoader[Any]) -> None:
+    kind = type(loader)
+    # That of torchdata gives the same batches, and notes where it is, which is done here.
+    if kind.__iter__ is not DataLoader.__iter__ and not kind.__module__.startswith("torchdata."):
+        raise SettingError(
+            f"world.loader() was given a {kind.__name__}, a DataLoader with an __iter__ of its own",
+            "the workers read their shares of the data set themselves, and what it does to a batch would be left out",
+            "do that in the data set, in collate_fn or in the loop, and pass a DataLoader of torch's own",
+        )
 
 
 def _require_end(batch_sampler: Any) -> None:

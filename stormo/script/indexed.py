@@ -17,6 +17,7 @@ from stormo.data.order import derive_seed, epoch_order, part
 from stormo.data.streaming import Key, Seeded
 from stormo.errors import SettingError, counted
 from stormo.script.agreement import call_site
+from stormo.script.collating import Thinned, Watched, watched
 from stormo.script.loop import Given, Giver, Loop
 
 # Settings of a user's own loader that ours takes over.
@@ -26,19 +27,18 @@ _TAKEN = ("num_workers", "collate_fn", "timeout", "worker_init_fn", "multiproces
 class PlainOrder:
     """Equal batches over a permutation that is a pure function of (seed, epoch), or over the data as it lies."""
 
-    def __init__(self, num_samples: int, global_batch_size: int, *, shuffle: bool, seed: int) -> None:
-        self.num_samples = num_samples
+    def __init__(self, data: Any, global_batch_size: int, *, shuffle: bool, seed: int) -> None:
         self.seed = seed
         self.global_batch_size = global_batch_size
         self.own: DataLoader[Any] | None = None
+        self._data = data
         self._shuffle = shuffle
 
-    def __call__(self, epoch: int, position: int) -> tuple[Tensor, Tensor]:
+    def __call__(self, epoch: int, position: int, num_samples: int) -> tuple[Tensor, Tensor]:
         """The samples of an epoch one after the other, and the length of each batch: cut from the position on."""
-        count = self.num_samples
-        order = epoch_order(count, self.seed, epoch) if self._shuffle else torch.arange(count)
+        order = epoch_order(num_samples, self.seed, epoch) if self._shuffle else torch.arange(num_samples)
         # What is behind us is one stretch: it may have been cut into batches of another size.
-        full, rest = divmod(count - position, self.global_batch_size)
+        full, rest = divmod(num_samples - position, self.global_batch_size)
         sizes = [position] * (position > 0) + [self.global_batch_size] * full + [rest] * (rest > 0)
         return order, torch.tensor(sizes, dtype=torch.int64)
 
@@ -47,7 +47,7 @@ class PlainOrder:
         return []
 
     def __len__(self) -> int:
-        return math.ceil(self.num_samples / self.global_batch_size)
+        return math.ceil(len(self._data) / self.global_batch_size)
 
 
 class SamplerOrder:
@@ -58,7 +58,7 @@ class SamplerOrder:
         self.global_batch_size = loader.batch_size
         self._loop = loop
 
-    def __call__(self, epoch: int, position: int) -> tuple[Tensor, Tensor]:
+    def __call__(self, epoch: int, _position: int, _num_samples: int) -> tuple[Tensor, Tensor]:
         """The samples of an epoch one after the other, and the length of each batch, wherever the position is."""
         drawn = self._draw(epoch) if self._loop.world.is_main else None
         shared = self._loop.world.share_tensors(drawn)
@@ -123,6 +123,8 @@ class IndexedLoader(Giver):
         self._samples = Seeded(data)
         self._shares = _Shares()
         settings = {name: value for name, value in settings.items() if value is not None}
+        own_collate = settings.get("collate_fn")
+        settings["collate_fn"] = watched(own_collate)
         self._reader: DataLoader[Any] = DataLoader(
             self._samples,
             batch_sampler=self._shares,
@@ -130,7 +132,10 @@ class IndexedLoader(Giver):
             generator=torch.Generator().manual_seed(0),  # reading draws nothing from the script's own generators
             **settings,
         )
-        self.num_workers, self.collate_fn = self._reader.num_workers, self._reader.collate_fn
+        self.num_workers, self.collate_fn = self._reader.num_workers, own_collate or self._reader.collate_fn
+        self._has_told = False  # that there are fewer rows than samples
+        self._had = len(data)  # samples, when last counted
+        self._grows = False  # or shrinks, between epochs
         self._drawn: tuple[Tensor, Tensor] | None = None  # of the epoch under way
         self._position = 0
         self._step_stop = 0
@@ -147,8 +152,9 @@ class IndexedLoader(Giver):
     def __iter__(self) -> Iterator[Any]:
         """The batches of the next epoch, or of the rest of the one that was saved, on the worker's device."""
         with self._under_way(call_site()) as turn:
+            num_samples = self._count_samples()
             if self._drawn is None:
-                self._drawn = self._draw_order(self.epoch, self._position)
+                self._drawn = self._draw_order(self.epoch, self._position, num_samples)
             order, sizes = self._drawn
             stops = sizes.cumsum(0).tolist()
             # A batch that the position is inside of, as after a load with other batches, is cut: nothing is lost.
@@ -167,10 +173,44 @@ class IndexedLoader(Giver):
                 for index, (a, b) in enumerate(step):
                     if a == b and not self.trains:
                         continue  # a validation counts what there is
-                    batch = next(reader) if b > a else self._stand_in(order, start)
-                    given = Given(b - a, stop - start, is_last=index == self.accumulate - 1)
+                    is_last = index == self.accumulate - 1
+                    if b > a:
+                        batch, given = self._read(reader, b - a, stop - start, is_last=is_last)
+                    else:
+                        batch, given = self._stand_in(order, start), Given(0, stop - start, is_last=is_last)
                     yield from self._give(move(batch, self.loop.world.device), given, turn)
                 self._position = stop
+
+    def _read(self, reader: Iterator[Any], num_samples: int, total: int, *, is_last: bool) -> tuple[Any, Given]:
+        if not isinstance(self._reader.collate_fn, Watched):
+            return next(reader), Given(num_samples, total, is_last=is_last)
+        batch, num_rows = next(reader)
+        if num_rows == 0:
+            return batch, Given(num_samples, total, is_last=is_last)
+        return batch, Thinned(num_samples, total, is_last=is_last, num_rows=num_rows, tells=self._tells_now)
+
+    def _tells_now(self) -> bool:
+        before, self._has_told = self._has_told, True
+        return not before
+
+    def _count_samples(self) -> int:
+        """Of the epoch that begins: a data set may have grown since the last one, on all workers alike."""
+        here = len(self.dataset)
+        if self._position and self._had <= here:
+            here = self._had  # the rest of an epoch that began with so many
+        elif self._position:
+            raise self._other_data(counted(self._had, "sample"))
+        counts = self.loop.agreement.exchange(f"the samples of {self._name()}", self._where, here).numbers
+        other = next((rank for rank, count in enumerate(counts) if count != counts[0]), None)
+        if other is not None:
+            raise SettingError(
+                f"{self._name()} was to begin with {counted(counts[0], 'sample')} on rank 0",
+                f"the data set has {counts[other]} on rank {other}, and each worker takes its share of the same ones",
+                "let it grow alike on all workers (world.gather brings together what each has found)",
+            )
+        self._grows |= here != self._had
+        self._had = here
+        return here
 
     def _is_unannounced(self) -> bool:
         """Whether no worker could tell from a backward that this one goes on; saves half of all announcements."""
@@ -196,10 +236,12 @@ class IndexedLoader(Giver):
 
     def _position_state(self, *, goes_on: bool) -> dict[str, Any]:
         """Where it is, and the order where it cannot be computed again."""
+        position, here = self._position if goes_on else 0, len(self.dataset)
         state: dict[str, Any] = {
-            "position": self._position if goes_on else 0,
+            "position": position,
             "seed": self._seed,
-            "num_samples": len(self.dataset),
+            "num_samples": self._had if position else here,
+            "grows": self._grows or here != self._had,
         }
         if isinstance(self._draw_order, SamplerOrder):
             state["generators"] = [generator.get_state() for generator in self._draw_order.generators()]
@@ -208,20 +250,26 @@ class IndexedLoader(Giver):
         return state
 
     def _load_position(self, state: dict[str, Any]) -> None:
-        if state.get("num_samples") != len(self.dataset):
-            had = counted(state["num_samples"], "sample") if "num_samples" in state else "a stream"
-            raise SettingError(
-                f"a checkpoint was loaded whose loader {self.number + 1} had {had}",
-                f"here it has {len(self.dataset)}, so that its place in the epoch means nothing",
-                "load it with the same data, and make the loaders in the same order",
-            )
-        self._position, self._seed = state["position"], state["seed"]
+        if "num_samples" not in state:
+            raise self._other_data("a stream")
+        self._grows = bool(state.get("grows"))
+        # One that grows may be as long as it was only when the script has read from the checkpoint how long that is.
+        if state["num_samples"] != len(self.dataset) and not self._grows:
+            raise self._other_data(counted(state["num_samples"], "sample"))
+        self._position, self._seed, self._had = state["position"], state["seed"], state["num_samples"]
         self._drawn = (state["order"], state["sizes"]) if "order" in state else None
         if isinstance(self._draw_order, PlainOrder):
             self._draw_order.seed = self._seed
             return
         for generator, saved in zip(self._draw_order.generators(), state.get("generators", []), strict=False):
             generator.set_state(saved)
+
+    def _other_data(self, had: str) -> SettingError:
+        return SettingError(
+            f"a checkpoint was loaded whose loader {self.number + 1} had {had}",
+            f"here it has {len(self.dataset)}, so that its place in the epoch means nothing",
+            "load it with the same data, and make the loaders in the same order",
+        )
 
     def _rewind(self) -> None:
         self._drawn, self._position = None, 0

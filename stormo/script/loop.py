@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader
 from stormo.data.order import part
 from stormo.errors import SettingError, counted
 from stormo.layers.sync_batch_norm import set_absent
-from stormo.script.agreement import Agreement
+from stormo.script.agreement import Agreement, call_site
 from stormo.script.copies import Copies
 from stormo.world.world import World
 
@@ -50,7 +51,9 @@ class Loop:
     groups: list[Group] = field(default_factory=list)
     iterating: list[Giver] = field(default_factory=list)  # in the middle of an epoch, the innermost last
     is_partial: bool = False  # between the passes of a step that is not complete
-    weight: float = 1.0  # of this worker's last loss among all
+    is_stepping: bool = False  # inside of the step of a wrapped optimizer
+    awaits_more: bool = False  # the last backward said that another one follows before the step
+    weighed: list[tuple[float, Tensor]] | None = None  # in a closure: the losses so far, and what each weighs among all
     sums_in_models: bool = False  # such as those of synchronised batch norm: nobody may come to them alone
     told_to_stop: bool = False  # the script has seen that it should
     num_loaders: int = 0
@@ -111,13 +114,20 @@ class SumInModel:
             if loader.given is not None and not loader.trains:
                 loader.check_first(loader.given)  # a worker without a sample has passed this batch over
         self._loop.agreement.settle()
-        return self._loop.agreement.together("a batch norm over all workers", lambda: self._loop.world.sum(vector))
+        together = self._loop.agreement.together
+        return together("a batch norm over all workers", lambda: self._loop.world.sum(vector), _line_and_way_out)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SumInModel:
         return self  # a copy of the model has the same workers
 
     def __reduce__(self) -> Any:
         return _sum_of_one, ()  # a model that is read from a file is one process's
+
+
+def _line_and_way_out() -> str:
+    # The backward on a GPU has a thread of its own, in which no line of the script is.
+    line = f" in {call_site(of_model=True)}" if threading.current_thread() is threading.main_thread() else ""
+    return f"{line} (after model.eval() it waits for nobody)"
 
 
 def _sum_of_one() -> Callable[[Tensor], object]:

@@ -84,15 +84,27 @@ class Stepper:
     def _step(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         closure = args[0] if args else kwargs.get("closure")
         if closure is not None:
-            result = inner(self._closure(closure), *args[1:], **{k: v for k, v in kwargs.items() if k != "closure"})
-            self.step_done()
-            return result
+            rest = {name: value for name, value in kwargs.items() if name != "closure"}
+            return self._take(inner, self._closure(closure), *args[1:], **rest)
+        if self._loop.is_partial and self._loop.awaits_more:
+            raise SettingError(
+                "optimizer.step() was called after world.backward(loss, more=True)",
+                "more=True says that another backward follows before the step, and nothing has been exchanged yet",
+                "leave it out of the last backward before a step",
+            )
         if self._loop.is_partial:
             self._group.require_schedulers("optimizer.step() was called between the passes of a step")
             self._group.require_untouched()
             return None
         self._require_ready()
-        result = inner(*args, **kwargs)
+        return self._take(inner, *args, **kwargs)
+
+    def _take(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._loop.is_stepping = True
+        try:
+            result = inner(*args, **kwargs)
+        finally:
+            self._loop.is_stepping = False
         self.step_done()
         return result
 
@@ -116,7 +128,12 @@ class Stepper:
         def evaluate() -> Any:
             if self.stage is not Stage.CLEAN:
                 self.stage, self._taken = Stage.DONE, self._gradient()
-            loss = closure()
+            weighed: list[tuple[float, Tensor]] = []
+            self._loop.weighed = weighed
+            try:
+                loss = closure()
+            finally:
+                self._loop.weighed = None
             if self._loop.is_partial:
                 raise SettingError(
                     "optimizer.step(closure) was called with accumulate above 1, or more=True",
@@ -124,14 +141,18 @@ class Stepper:
                     "leave them out, or use an optimizer without a closure",
                 )
             self._require_ready()
-            return self._mean(loss)
+            return self._mean(loss, weighed)
 
         return evaluate
 
-    def _mean(self, loss: Any) -> Any:
+    def _mean(self, loss: Any, weighed: list[tuple[float, Tensor]]) -> Any:
+        """The loss of all workers; of several, which the closure adds up, each weighs what its own backward said."""
         if self._loop.world.size == 1 or not isinstance(loss, Tensor | float):
             return loss
-        wide = torch.as_tensor(loss).detach().to(torch.float64, copy=True).reshape(1) * self._loop.weight
+        parts = [(weighed[0][0], torch.as_tensor(loss))] if len(weighed) == 1 else weighed
+        wide = torch.zeros(1, dtype=torch.float64, device=self._loop.world.device)
+        for weight, part in parts:  # none where this worker has nothing: not even a loss that is no number counts then
+            wide += weight * part.detach().double().reshape(1).to(wide.device)
         mean = self._loop.world.sum(wide)
         return mean.to(loss.dtype).reshape(loss.shape) if isinstance(loss, Tensor) else float(mean)
 
@@ -180,6 +201,11 @@ class Group:
         """The optimizers, in the order in which they were wrapped."""
         return [stepper.optimizer for stepper in self.steppers]
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether any of its parameters has one."""
+        return any(parameter.grad is not None for parameter in self.model.parameters())
+
     def begin_backward(self) -> None:
         """Look at what is there before a backward adds to it."""
         if self.loop.is_partial:
@@ -200,7 +226,8 @@ class Group:
         """Note the gradients and weights of a pass that is not the last of its step."""
         parameters = list(self.model.parameters())
         self._partial = [(p.grad, p.grad._version) for p in parameters if p.grad is not None]
-        self._weights = [(parameter, parameter._version) for parameter in parameters]
+        # Without a gradient there is nothing to step: an average of weights may follow them at any time.
+        self._weights = [(parameter, parameter._version) for parameter in parameters if parameter.grad is not None]
 
     def require_untouched(self) -> None:
         """Refuse changes to gradients that are not complete, and steps that were taken with them."""
@@ -228,7 +255,7 @@ class Group:
         """The gradients are complete."""
         self._partial, self._weights = [], []
         # One worker does not ask which of several models the loss has reached.
-        self.is_trained = self.is_trained or any(p.grad is not None for p in self.model.parameters())
+        self.is_trained = self.is_trained or self.has_gradient
         for stepper in self.steppers:
             stepper.end_backward()
 

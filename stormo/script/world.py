@@ -32,6 +32,7 @@ from stormo.script.refusals import check_compress, check_parts, late_group
 from stormo.script.sharing import seed_here
 from stormo.script.starts import no_starts
 from stormo.script.stopping import Stopping, exit_code_of
+from stormo.script.strays import watch
 from stormo.script.together import Together
 from stormo.script.wrapping import take_in
 from stormo.world.world import World as Workers
@@ -71,6 +72,7 @@ class World(Together):
         joined = joining.join(device, backend, timeout_s)
         _the_world = self
         self._set_up(joined.world, joined.lifeline, energy=energy)
+        watch(self._loop)
         joining.at_exit(self.close)
 
     @classmethod

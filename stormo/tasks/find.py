@@ -69,19 +69,51 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
+def refuse_task(path: Path) -> None:
+    """Refuse a file that only defines a task where a script is wanted: run as one, it would do nothing."""
+    body, names = _read_names(path)
+    runs = any(not isinstance(one, _DEFINING) and not _is_text(one) for one in body)
+    if "Task" in names and "World" not in names and not runs and any(_imports_stormo(one) for one in body):
+        raise SettingError(
+            f"stormo run {path} was typed",
+            "it holds a stormo.Task and nothing that runs by itself",
+            f"train it by stormo train {path}",
+        )
+
+
+_DEFINING = (ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef, ast.Assign, ast.AnnAssign)
+
+
+def _imports_stormo(statement: ast.stmt) -> bool:
+    if isinstance(statement, ast.Import):
+        return any(one.name.partition(".")[0] == "stormo" for one in statement.names)
+    return isinstance(statement, ast.ImportFrom) and (statement.module or "").partition(".")[0] == "stormo"
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
 def _refuse_script(path: Path) -> None:
     """Refuse a script with a loop of its own before it runs, as it would if it were imported."""
-    try:
-        tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):
-        return  # said when it is imported
-    names = {node.id if isinstance(node, ast.Name) else node.attr for node in ast.walk(tree) if _is_name(node)}
+    _, names = _read_names(path)
     if "World" in names and "Task" not in names:
         raise SettingError(
             f"the task {path} was named",
             "it is a script that uses stormo.World and holds no stormo.Task",
             f"run it by stormo run {path}",
         )
+
+
+def _read_names(path: Path) -> tuple[list[ast.stmt], set[str]]:
+    """The statements of a file, and every name in them but those that an import alone mentions."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return [], set()  # said when it is imported or run
+    return tree.body, {
+        node.id if isinstance(node, ast.Name) else node.attr for node in ast.walk(tree) if _is_name(node)
+    }
 
 
 def _is_name(node: ast.AST) -> TypeGuard[ast.Name | ast.Attribute]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import time
 from pathlib import Path
 
-from stormo.errors import SettingError, unknown_name
+from stormo.errors import SettingError, suggestion, unknown_name
 from stormo.telemetry.events import parse_event
 from stormo.telemetry.folder import RunFolder
+
+_MOST_NAMED = 5  # of the runs, to somebody who has misspelt one
 
 
 def list_runs(folder: Path) -> list[RunFolder]:
@@ -53,7 +56,18 @@ def find_run(folder: Path, name_or_path: str) -> RunFolder:
             f"there is no run in {folder}",
             "name the folder that holds your runs",
         )
-    raise unknown_name("run", name_or_path, [run.name for run in runs])
+    raise _unknown_run(name_or_path, [run.name for run in runs])
+
+
+def _unknown_run(name: str, names: list[str]) -> SettingError:
+    if len(names) <= _MOST_NAMED:
+        return unknown_name("run", name, names)
+    near = difflib.get_close_matches(Path(name).name, names, n=_MOST_NAMED, cutoff=0.0)
+    return SettingError(
+        f"run {name!r} was asked for",
+        f"none of the {len(names)} runs has that name",
+        f"{suggestion(name, near)}the nearest are: {', '.join(near)}; stormo runs lists all",
+    )
 
 
 def _start_unix_s(run: RunFolder) -> float:

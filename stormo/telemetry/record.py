@@ -34,8 +34,8 @@ class StepDone:
     step: int  # optimizer steps since the start of the run
     step_in_epoch: int
     samples_seen: int  # over all workers, since the start of the run
-    loss: float
-    learning_rate: float
+    loss: float  # the mean over the main worker's samples of these steps
+    learning_rate: float  # of the last of them
     samples_per_s: float
     units_per_s: float
     input_wait_fraction: float

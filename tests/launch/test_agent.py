@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -26,6 +27,7 @@ WAIT = ["wait for stop"]
 STOP_WITH_75 = [["stop on", "SIGTERM"], ["stop on", "SIGUSR1"], ["stop on", "SIGINT"], WAIT, ["exit", 75]]
 FOREVER = [["sleep", 60]]
 TWO_WORKERS = {"num_workers": 2}
+OF_SCRIPT = {"first_sign_s": None}
 
 
 def first_line(job: Any) -> str:
@@ -134,6 +136,30 @@ def test_a_rank_that_ends_early_is_the_cause_of_the_others_complaints(start_agen
     assert first_line(job).endswith(" ended early with exit code 0")
 
 
+def test_a_scripts_rank_that_ends_before_the_others_could_meet_it_is_named_at_once(start_agent: StartAgent) -> None:
+    job = start_agent({"1": [["never join"]], "0": FOREVER}, patience=OF_SCRIPT)
+    assert job.wait() == 1
+    assert first_line(job).startswith("stormo: rank 1 on host ")
+    assert " before it called stormo.World(), in which rank 0 waits for it; " in first_line(job)
+
+
+def test_a_script_whose_ranks_never_meet_is_fine(start_agent: StartAgent) -> None:
+    job = start_agent({"*": [["never join"]]}, patience=OF_SCRIPT)
+    assert job.wait() == 0
+    assert "no worker called stormo.World()" in job.err
+
+
+def test_a_scripts_rank_that_does_not_come_is_named_and_not_the_one_that_waited(start_agent: StartAgent) -> None:
+    waits = "rank 0 is at: world.sum in a.py line 3; another rank has not come within 8 s."
+    patience = {**OF_SCRIPT, "settling": {"secondary_s": 0.5}}
+    job = start_agent({"0": [["complain", waits]], "1": [["step", 4], *FOREVER]}, patience=patience)
+    assert job.wait() == 1
+    assert first_line(job).startswith("stormo: rank 1 on host ")
+    assert "did not come within 8 s to where rank 0 waits: world.sum in a.py line 3; rank 1 (pid " in first_line(job)
+    assert ") is at step 4 and says: it is " in first_line(job)
+    assert "set a larger --timeout or World(timeout_s=...)" in first_line(job)
+
+
 def test_a_rank_that_ends_early_is_fine_when_the_others_end_well(start_agent: StartAgent) -> None:
     job = start_agent({"1": [["exit", 0]], "0": [["sleep", 0.5], ["exit", 0]]})
     assert job.wait() == 0
@@ -146,6 +172,13 @@ def test_a_rank_that_ends_early_is_fine_when_the_others_end_well(start_agent: St
 def test_exit_codes_combine(start_agent: StartAgent, codes: tuple[int, int], expected: int) -> None:
     job = start_agent({str(rank): [["exit", code]] for rank, code in enumerate(codes)})
     assert job.wait() == expected
+
+
+def test_a_script_chooses_its_exit_code_as_it_does_alone(start_agent: StartAgent) -> None:
+    job = start_agent({"*": [["err", "usage: wrong\n"], ["exit", 2]]}, patience=OF_SCRIPT)
+    assert job.wait() == 2
+    assert "ended with exit code 2" in first_line(job)
+    assert "usage: wrong" in job.err
 
 
 def test_a_setting_error_on_all_ranks_is_shown_once_without_traceback(start_agent: StartAgent) -> None:
@@ -317,7 +350,7 @@ def test_on_a_terminal_rank_0_draws_itself_and_ctrl_c_reaches_each_worker_once(m
     assert process.wait(30) == 130
     assert "rank 0: terminal True" in seen
     assert "[rank 1] rank 1: terminal False" in seen
-    assert "press Ctrl-C again" in seen
+    assert re.search(r"\r\x1b\[Kstormo: stopping .* press Ctrl-C again", seen)  # on a line without rank 0's progress
     assert seen.count("asked 1 time") == 2  # the terminal's own SIGINT goes to the agent alone
 
 

@@ -79,6 +79,9 @@ def test_signals_and_exit_codes_are_named() -> None:
 def test_a_failure_survives_the_way_over_a_socket() -> None:
     failure = of_exception(raised(ValueError("bo\tom é")), rank=1, host="n2", secondary=True)
     assert Failure.from_message(json.loads(json.dumps(failure.to_message()))) == failure
+    of_script = of_exit(3, rank=1, host="n2", is_of_script=True)
+    assert of_script.exit_code == 3
+    assert Failure.from_message(of_script.to_message()) == of_script
 
 
 def test_the_longest_failure_fits_into_a_line() -> None:
@@ -90,7 +93,10 @@ def test_the_longest_failure_fits_into_a_line() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"kind": "other"}, {"kind": None}, {"exit_code": 0}, {"exit_code": "1"}, {"who": 3}, {"secondary": 1}],
+    [
+        *({"kind": "other"}, {"kind": None}, {"who": 3}, {"secondary": 1}),
+        *({"exit_code": 0}, {"exit_code": "1"}, {"exit_code": 256}, {"kind": "signal", "exit_code": 3}),
+    ],
 )
 def test_a_message_with_a_wrong_value_is_no_failure(change: dict[str, Any]) -> None:
     message = of_exit(3, rank=1, host="n2").to_message()

@@ -49,6 +49,13 @@ def test_cores_are_shared_among_the_workers_unless_the_user_says_otherwise() -> 
     assert told(node, 0, {"OMP_NUM_THREADS": "8"})["OMP_NUM_THREADS"] == "8"
 
 
+def test_sets_have_one_order_in_all_workers_unless_the_user_says_otherwise() -> None:
+    nodes = [Node(num_workers=2, num_nodes=2, node_id=node_id, master_addr="n1") for node_id in range(2)]
+    for variables in ({}, {"PYTHONHASHSEED": ""}):
+        assert {told(node, rank, variables)["PYTHONHASHSEED"] for node in nodes for rank in range(2)} == {"0"}
+    assert told(nodes[1], 0, {"PYTHONHASHSEED": "random"})["PYTHONHASHSEED"] == "random"
+
+
 def test_one_machine_keeps_to_loopback_unless_the_user_says_otherwise() -> None:
     environ = told(Node(num_workers=2), 0, {"GLOO_SOCKET_IFNAME": "eth0"})
     assert (environ["GLOO_SOCKET_IFNAME"], environ["NCCL_SOCKET_IFNAME"]) == ("eth0", "lo")

@@ -65,6 +65,12 @@ IN_A_SCRIPT = [
         "or leave accumulate out.",
     ),
     _script(
+        "`more=True` for the last loss of a step",
+        (_BACKWARD, "    world.backward(loss, more=True)\n"),
+        "optimizer.step() was called after world.backward(loss, more=True), but more=True says that another backward "
+        "follows before the step, and nothing has been exchanged yet; leave it out of the last backward before a step.",
+    ),
+    _script(
         "a loss for each sample",
         ("model(x), y)", "model(x), y, reduction='none')"),
         "world.backward() was given a loss of shape [16], but it must be one number, the mean over this worker's "

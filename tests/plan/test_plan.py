@@ -460,13 +460,23 @@ def test_the_optimizer_is_said_with_all_that_it_takes(flags: dict[str, Any], wor
 
 
 def test_an_optimizer_of_the_task_is_said_by_its_name_once_it_is_there() -> None:
-    config = configured(weight_decay=0.1, clip_norm=0.5)
-    plan = resolve(config, layout_of(), FACTS)
+    config = configured(weight_decay=0.1, clip_norm=0.5, num_gpus=2, base_lr=0.01)
+    plan = resolve(config, layout_of(num_gpus=2), FACTS)
     may, made = with_own_optimizer(config, plan), with_own_optimizer(config, plan, "Adam")
     values = "(momentum 0.9, weight decay 0.1)"
     assert said(may, "optimizer") == f"the task's own, or sgd where its optimizer() returns None {values}{_CLIPPED}"
     assert said(made, "optimizer") == f"the task's own Adam{_CLIPPED}"
-    assert replace(made, explanation=plan.explanation) == plan
+    grows = said(plan, "learning rate").removeprefix("0.02 = 0.01 × 2 (linear); warm-up from 0.01 over ")
+    grows = f" × 2 (linear); warm-up from × 1 over {grows}"
+    assert said(may, "learning rate") == f"of the task's optimizer(), or --base-lr 0.01 where it returns None,{grows}"
+    assert said(made, "learning rate") == f"of the task's optimizer(){grows}"
+    assert made.beginning == replace(plan.beginning, own_rate_factor=2.0)
+    assert replace(made, explanation=plan.explanation, beginning=plan.beginning) == plan
+    again = replace(config, resumed=made.beginning)
+    assert said(with_own_optimizer(again, resolve(again, layout_of(num_gpus=2), FACTS), "Adam"), "learning rate") == (
+        f"of the task's optimizer(){grows.replace('(linear)', 'as before')}"
+    )
+    assert resolve(again, layout_of(num_gpus=2), FACTS).beginning == plan.beginning
     assert [label for label, _ in made.explanation] == [label for label, _ in plan.explanation]
 
 
@@ -736,8 +746,8 @@ def test_the_lines_are_aligned_and_hold_every_label_once() -> None:
         assert line[column:] == text
     assert said(plan, "seed") == "0, deterministic"
     assert said(plan, "batch norm") == "statistics over all 2 workers"
-    stop = "validation accuracy of 0.85 held for 2 epochs, or 40 epochs; once the loss is lost it ends"
-    assert said(plan_of(), "stop") == f"{stop} (--on-divergence stop)"
+    stop = "validation accuracy of 0.85 (if the task reports one) held for 2 epochs, or 40 epochs; "
+    assert said(plan_of(), "stop") == f"{stop}once the loss is lost it ends (--on-divergence stop)"
 
 
 def test_the_plan_is_a_pure_function() -> None:
@@ -803,9 +813,10 @@ def test_what_cannot_be_of_a_stream_is_said(facts: Facts, flags: dict[str, Any],
 def test_the_stop_line_says_which_targets_apply() -> None:
     lost = "; once the loss is lost it ends (--on-divergence stop)"
     by_accuracy = "validation accuracy of 0.85 held for 2 epochs, or 40 epochs"
-    assert said(plan_of(), "stop") == by_accuracy + lost
     assert said(plan_of(facts=replace(FACTS, has_accuracy=True)), "stop") == by_accuracy + lost
-    both = "validation accuracy of 0.85 or validation loss of 1.5 held for 1 epoch, or 40 epochs"
+    unknown = "validation accuracy of 0.85 (if the task reports one)"
+    assert said(plan_of(), "stop") == f"{unknown} held for 2 epochs, or 40 epochs{lost}"
+    both = f"{unknown} or validation loss of 1.5 held for 1 epoch, or 40 epochs"
     assert said(plan_of(target_loss=1.5, patience=1), "stop") == both + lost
     text = replace(FACTS, has_accuracy=False)
     none = "40 epochs (this task reports no accuracy; --target-loss would set a target)"

@@ -166,6 +166,23 @@ def test_runs_are_compared(tmp_path: Path) -> None:
     assert any(note.startswith("b: ") and "DRAM counter" in note for note in ledger["notes"])
 
 
+def test_a_run_too_short_for_records_of_steps_is_drawn_by_its_epochs(tmp_path: Path) -> None:
+    folder = MadeRun(name="short", epochs=3).write(tmp_path)
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    steps = [event for event in events if event["event"] == "step_done"]
+    (folder / "events.jsonl").unlink()
+    append(folder / "events.jsonl", [event for event in events if event not in steps[1:]])
+    found = charts(document(MadeRun(name="usual", epochs=1).write(tmp_path), folder))
+    lines = {chart: [line for line in found[chart]["series"] if line["run"] == 1] for chart in ("loss", "throughput")}
+    epochs = [event for event in events if event["event"] == "epoch_done"]
+    training, validation = lines["loss"]
+    assert training["y"] == [pytest.approx(event["train_loss"], rel=1e-5) for event in epochs]
+    assert (training["at"], training["mode"]) == (validation["at"], "points")
+    assert [line["y"] for line in lines["throughput"]] == [[1000.0] * 3]
+    usual = [line for line in found["loss"]["series"] if line["run"] == 0]
+    assert (len(usual[0]["y"]), usual[0]["mode"]) == (20, "lines")
+
+
 def test_a_long_run_is_thinned_and_says_so(tmp_path: Path) -> None:
     content = document(MadeRun(epochs=70).write(tmp_path))
     loss = charts(content)["loss"]

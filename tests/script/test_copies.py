@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from stormo.errors import SettingError
 from stormo.script import joining
 from stormo.world.world import World as Workers
+from tests import programs
 from tests.script.loops import Ranks, Weights, data, make, plain_loop, world_loop, world_of
 
 
@@ -73,6 +74,42 @@ def _told(workers: Workers, has_norm: bool) -> str:
     with contextlib.redirect_stderr(said):
         world_loop(world, model, optimizer, world.loader(DataLoader(data(), batch_size=8)), 3)
     return said.getvalue()
+
+
+STRAYS = """
+import sys
+
+import torch
+
+import stormo
+
+world = stormo.World()
+model, scale = torch.nn.Linear(2, 1), torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+other = torch.optim.Adam((scale if sys.argv[1] == "beside" else model).parameters(), lr=0.1)
+world.wrap(model, *([] if sys.argv[1] == "alone" else [optimizer]))
+for x in world.loader(torch.randn(16, 2), global_batch_size=4):
+    if sys.argv[1] == "alone":
+        model(x).mean().backward()
+    else:
+        world.backward(scale(model(x)).mean())
+        optimizer.step()
+    if sys.argv[1] != "none":
+        other.step()
+    model.zero_grad()
+    scale.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(("how", "num_told"), [("beside", 1), ("on the same", 1), ("alone", 1), ("none", 0)], ids=str)
+def test_an_optimizer_that_was_not_wrapped_is_told_once(tmp_path: Path, how: str, num_told: int) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(STRAYS)
+    done = programs.run([str(script), how], tmp_path, 2)
+    assert done.returncode == 0, done.stderr
+    line = STRAYS.splitlines().index("        other.step()") + 1
+    start = f"stormo: the Adam that steps in script.py line {line} was not passed to world.wrap(), and is not saved; "
+    assert done.stderr.count(start) == done.stderr.count("stormo:") == num_told, done.stderr
 
 
 def test_a_buffer_of_each_workers_own_samples_is_told_once(run_ranks: Ranks) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,14 +12,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler, default_collate
 
 from stormo.errors import SettingError
 from stormo.launch import alone
+from stormo.script.collating import Watched
 from stormo.script.samples import require_same_samples, require_same_start
 from stormo.script.world import World
 from stormo.world.world import World as Workers
-from tests.script.loops import Ranks, data, make, world_of
+from tests.script.loops import Ranks, Weights, data, make, plain_loop, weights, world_of
 
 
 class Numbers(IterableDataset[Tensor]):
@@ -231,6 +235,147 @@ def _through_a_loader(workers: Workers) -> str:
 
 def test_a_loader_compares_the_samples(run_ranks: Ranks) -> None:
     assert all("whose sample 4 is another one on rank 1" in said for said in run_ranks(_through_a_loader, 2))
+
+
+class Doubled(DataLoader[Any]):
+    """Changes every batch on its way to the loop."""
+
+    def __iter__(self) -> Any:
+        return ([2 * part for part in batch] for batch in super().__iter__())
+
+
+def test_a_loader_that_changes_its_batches_is_refused_where_the_data_set_is_read_and_kept_where_it_is_read_itself() -> (
+    None
+):
+    world = world_of(Workers(alone(), torch.device("cpu")))
+    with pytest.raises(SettingError, match=r"^world.loader\(\) was given a Doubled, a DataLoader with an __iter__"):
+        world.loader(Doubled(data(), batch_size=8))
+    (batch,) = world.loader(Doubled(data(4), batch_size=4), sharded=True)
+    assert torch.equal(batch[0], 2 * data(4).tensors[0])
+
+
+class Growing(Dataset[Any]):
+    """Has more samples in every epoch."""
+
+    def __init__(self) -> None:
+        self.num_samples = 11
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([float(index)] * 4)
+
+
+def _grown(workers: Workers, folder: str, save_at: tuple[int, int] | None) -> list[list[float]]:
+    """The samples of this worker in each epoch; saves and ends behind a step, or before the first one of an epoch."""
+    world = world_of(workers)
+    model, optimizer = world.wrap(*make(has_norm=False))
+    samples = Growing()
+    loader: Any = world.loader(samples, global_batch_size=4, shuffle=True)
+    extra = world.load(folder)
+    samples.num_samples = extra.get("num_samples", 11)
+    seen: list[list[float]] = [[] for _ in range(3)]
+    for epoch in range(extra.get("epoch", 0), 3):
+        if save_at == (epoch, 0):
+            world.save(folder, epoch=epoch, num_samples=samples.num_samples)
+            return seen
+        for number, x in enumerate(loader, 1):
+            optimizer.zero_grad()
+            world.backward(model(x).mean())
+            optimizer.step()
+            seen[epoch] += x[: loader.num_samples, 0].tolist()
+            if save_at == (epoch, number):
+                world.save(folder, epoch=epoch, num_samples=samples.num_samples)
+                return seen
+        samples.num_samples += 5
+        assert len(loader) == -(-samples.num_samples // 4)
+    samples.num_samples += workers.rank
+    with pytest.raises(
+        SettingError, match=r"^epoch 4 of loader 1 was to begin with 26 samples on rank 0, but the .* 27"
+    ):
+        next(iter(loader))
+    return seen
+
+
+@pytest.mark.parametrize("save_at", [(1, 2), (1, 0)])
+def test_a_data_set_that_grows_is_read_whole_in_every_epoch_and_gone_on_with(
+    run_ranks: Ranks, tmp_path: Path, save_at: tuple[int, int]
+) -> None:
+    whole = run_ranks(_grown, 2, str(tmp_path / "whole"), None)
+    assert [sorted(first + second) for first, second in zip(*whole, strict=True)] == [
+        [float(index) for index in range(count)] for count in (11, 16, 21)
+    ]
+    before = run_ranks(_grown, 2, str(tmp_path / "cut"), save_at)
+    after = run_ranks(_grown, 2, str(tmp_path / "cut"), None)
+    for rank in range(2):
+        assert [a + b for a, b in zip(before[rank], after[rank], strict=True)] == whole[rank]
+
+
+def _present(samples: list[Any]) -> list[Any]:
+    return [sample for sample in samples if sample is not None]
+
+
+def _pair(samples: list[Any]) -> Any:
+    return default_collate(_present(samples))
+
+
+ROWS: dict[str, tuple[Callable[[list[Any]], Any], bool, int]] = {
+    "some left out": (_pair, True, 5),
+    "some left out of lists": (lambda samples: tuple(zip(*_present(samples), strict=True)), True, 5),
+    "others put in their place": (lambda samples: _pair([each or samples[1] for each in samples]), True, 0),
+    "as many, by time": (lambda samples: torch.zeros(5, 8, 2), True, 0),
+    "left out by another rule": (lambda samples: _pair(samples[3:]), False, 5),
+    "nothing left out": (_pair, False, 0),
+    "by time": (lambda samples: (torch.zeros(3, 8, 2), torch.zeros(3, 8)), False, 0),
+    "a list of images": (lambda samples: [torch.zeros(3, 4, 4) for _ in samples], False, 0),
+    "columns in a dict": (lambda samples: {"x": [torch.zeros(3)] * 8, "name": ["a"] * 8}, False, 0),
+    "packed": (lambda samples: pack_sequence([torch.zeros(3)] * 8), False, 0),
+    "more rows": (lambda samples: torch.zeros(20, 2), False, 0),
+    "edges and nodes": (lambda samples: {"edges": torch.zeros(2, 30), "nodes": torch.zeros(5, 3)}, False, 0),
+    "numbers": (lambda samples: {"loss": torch.tensor(1.0), "n": 3}, False, 0),
+}
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_a_batch_with_fewer_rows_than_samples_is_known_and_none_is_taken_for_one(case: str) -> None:
+    collate, has_none, expected = ROWS[case]
+    samples = [None if has_none and index % 3 == 0 else (torch.ones(4), index) for index in range(8)]
+    assert Watched(collate)(samples)[1] == expected
+
+
+class Torn(Dataset[Any]):
+    """Some samples cannot be read and are None; the others are those of the data."""
+
+    def __len__(self) -> int:
+        return 38
+
+    def __getitem__(self, index: int) -> Any:
+        return None if index % 7 == 3 else data()[index]
+
+
+def _thinned(workers: Workers, is_counted: bool) -> tuple[str, Weights]:
+    world = world_of(workers)
+    model, optimizer = world.wrap(*make(has_norm=False))
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        for x, y in world.loader(DataLoader(Torn(), batch_size=12, collate_fn=_pair)):
+            optimizer.zero_grad()
+            world.backward(F.mse_loss(model(x), y), count=len(x) if is_counted else None)
+            optimizer.step()
+    return said.getvalue(), weights(model)
+
+
+def test_a_loss_over_fewer_samples_than_were_read_is_told_once_unless_it_says_over_how_many(run_ranks: Ranks) -> None:
+    expected = plain_loop(*make(has_norm=False), DataLoader(Torn(), batch_size=12, collate_fn=_pair), 1)
+    for size, is_counted in ((1, False), (2, True)):
+        for said, found in run_ranks(_thinned, size, is_counted):
+            assert said == ""
+            assert all(torch.allclose(found[name], value, rtol=1e-12) for name, value in expected.items())
+    for rank, (said, _) in enumerate(run_ranks(_thinned, 2, False)):
+        assert said == (
+            f"stormo: rank {rank}: a collate_fn made a batch with 5 rows of 6 samples, and its loss is weighed by the "
+            "samples; if that is wrong, call world.backward(loss, count=...) with what the loss is a mean over.\n"
+        )
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from stormo.strategies.exchange import GradientExchange
 from stormo.world.store import PeerFailedError
 from stormo.world.world import World as Workers
 from tests.ranks import RankFailedError
-from tests.script.loops import Ranks, data, make, world_of
+from tests.script.loops import Ranks, Weights, data, make, weights, world_of
 
 
 def _passes(world: World) -> Any:
@@ -213,3 +213,120 @@ def test_workers_that_wait_in_vain_say_in_what_and_that_batch_norm_may_be_why(ru
     for rank, said in enumerate(run_ranks(_stuck, 2)):
         for sentence, what in zip(said, ("a batch norm", "world.sum"), strict=True):
             assert sentence.startswith(f"rank {rank} is at: {what}; another rank has not come within 8 s.{remark}")
+
+
+class _Two(nn.Module):
+    """A head for each of two losses, on one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.left, self.right = nn.Linear(4, 6), nn.Linear(6, 2), nn.Linear(6, 2)
+
+    def losses(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """A mean over samples, a mean over the values above zero, and how many these are."""
+        hidden, is_valid = torch.tanh(self.body(x)), (y > 0).double()
+        masked = ((self.right(hidden) - y) ** 2 * is_valid).sum() / is_valid.sum()
+        return F.mse_loss(self.left(hidden), y), masked, float(is_valid.sum())
+
+
+def _two() -> tuple[_Two, torch.optim.SGD]:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(3)
+    model = _Two()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def _several_losses(workers: Workers, more: bool, counts_first: bool) -> Weights:
+    world = world_of(workers)
+    model, optimizer = world.wrap(*_two())
+    for x, y in world.loader(DataLoader(data(), batch_size=10)):
+        first, second, num_valid = model.losses(x, y)
+        world.backward(first, count=len(x) if counts_first else None, more=more, retain_graph=True)
+        world.backward(second, count=num_valid)
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+def _expected_losses() -> Weights:
+    model, optimizer = _two()
+    for x, y in DataLoader(data(), batch_size=10):
+        first, second, _ = model.losses(x, y)
+        (first + second).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+@pytest.mark.parametrize(("more", "counts_first"), [(True, True), (True, False), (False, True)])
+def test_each_loss_of_a_batch_is_a_mean_over_what_it_counts(run_ranks: Ranks, more: bool, counts_first: bool) -> None:
+    expected = _expected_losses()
+    for size in (1, 3):
+        for found in run_ranks(_several_losses, size, more, counts_first):
+            assert all(torch.allclose(found[name], expected[name], rtol=1e-11, atol=1e-13) for name in expected)
+
+
+def _losses_of_passes(workers: Workers, same: bool) -> Weights:
+    world = world_of(workers)
+    model, optimizer = world.wrap(*_two())
+    for x, y in world.loader(DataLoader(data(40), batch_size=20), accumulate=2):
+        first, second, num_valid = model.losses(x, y)
+        world.backward(first, count=len(x), more=True, retain_graph=True)
+        world.backward(first * 2 if same else second, count=len(x) if same else num_valid)
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+def test_losses_of_several_passes_are_means_over_all_of_them_or_refused(run_ranks: Ranks) -> None:
+    model, optimizer = _two()
+    for x, y in DataLoader(data(40), batch_size=20):
+        (3 * model.losses(x, y)[0]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = weights(model)
+    for found in run_ranks(_losses_of_passes, 2, True):
+        assert all(torch.allclose(found[name], expected[name], rtol=1e-11, atol=1e-13) for name in expected)
+    with pytest.raises(RankFailedError, match=r"counts that change between the passes of a step.*one count="):
+        run_ranks(_losses_of_passes, 2, False)
+
+
+def _closure_losses(workers: Workers) -> Weights:
+    world = world_of(workers)
+    model, _ = _two()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5, line_search_fn="strong_wolfe")
+    world.wrap(model, optimizer)
+    for x, y in world.loader(DataLoader(data(), batch_size=38)):
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            first, second, num_valid = model.losses(x, y)  # noqa: B023
+            world.backward(first, retain_graph=True)
+            world.backward(second, count=num_valid)
+            return first + second
+
+        optimizer.step(closure)
+    return weights(model)
+
+
+def test_a_closure_with_several_losses_returns_that_of_all_workers(run_ranks: Ranks) -> None:
+    expected = run_ranks(_closure_losses, 1)[0]
+    for found in run_ranks(_closure_losses, 3):
+        assert all(torch.allclose(found[name], expected[name], rtol=1e-9, atol=1e-11) for name in expected)
+
+
+def _average_beside(workers: Workers) -> list[float]:
+    world = world_of(workers)
+    model, optimizer = world.wrap(*make(has_norm=False))
+    average = world.wrap(torch.optim.swa_utils.AveragedModel(model))
+    for x, y in world.loader(DataLoader(data(40), batch_size=20), accumulate=2):
+        world.backward(F.mse_loss(model(x), y))
+        average.update_parameters(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [float(p.detach().sum()) for p in average.parameters()]
+
+
+def test_an_average_may_follow_between_the_passes_of_a_step(run_ranks: Ranks) -> None:
+    one, two = run_ranks(_average_beside, 2)
+    assert one == two

@@ -19,6 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from benchmarks.command import relative_difference
 from stormo.errors import SettingError
 from stormo.launch import alone
+from stormo.world.store import PeerFailedError
 from stormo.world.world import World as Workers
 from tests.script.loops import Net, Ranks, Weights, data, make, plain_loop, weights, world_loop, world_of
 
@@ -730,3 +731,23 @@ def test_models_of_one_size_that_are_wrapped_by_themselves_keep_their_own_gradie
         for each in found:
             assert relative_difference(each, expected) < tolerance, compress
             assert all(torch.equal(value, found[0][name]) for name, value in each.items())
+
+
+def _alone_in_batch_norm(workers: Workers) -> tuple[str, int]:
+    world = world_of(workers)
+    model, _ = world.wrap(*make())
+
+    def wait_in_vain(vector: Tensor) -> None:
+        raise RuntimeError("[gloo] Timed out waiting 8000ms for recv operation to complete")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workers, "sum", wait_in_vain)
+        with pytest.raises(PeerFailedError) as failed:
+            model(data().tensors[0])
+    return str(failed.value), failed.traceback[0].lineno + 1
+
+
+def test_a_worker_that_waits_inside_of_a_model_says_at_which_line_and_the_way_out(run_ranks: Ranks) -> None:
+    for rank, (said, line) in enumerate(run_ranks(_alone_in_batch_norm, 2)):
+        place = f"a batch norm over all workers in test_world.py line {line} (after model.eval() it waits for nobody)"
+        assert said.startswith(f"rank {rank} is at: {place}; another rank has not come within 8 s.")

@@ -296,6 +296,13 @@ def test_an_unknown_run_is_answered_with_the_closest_name(tmp_path: Path) -> Non
     write_all(tmp_path / "heron", started())
     with pytest.raises(SettingError, match="did you mean heron"):
         find_run(tmp_path, "hero")
+    for number in range(6):
+        write_all(tmp_path / f"run-{number}", started())
+    with pytest.raises(SettingError) as raised:
+        find_run(tmp_path, "hero")
+    said = str(raised.value)
+    assert "none of the 7 runs has that name; did you mean heron? the nearest are: heron, " in said
+    assert len(said.partition("are: ")[2].partition(";")[0].split(", ")) == 5
 
 
 def test_a_run_asked_for_where_there_is_none_says_so(tmp_path: Path) -> None:
