@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from stormo.errors import StormoError
 from stormo.launch import local
-from stormo.launch.failure import Failure
+from stormo.launch.failure import Failure, printable
 from stormo.launch.meeting import Meeting
 from stormo.launch.patience import Patience
 from stormo.launch.screen import Screen
@@ -83,6 +83,7 @@ class Crew:
                 worker.silent_since = None
             worker.heard_at = now
             worker.step = step if isinstance(step := message.get("step"), int) else worker.step
+            worker.line = printable(line, 200) if isinstance(line := message.get("line"), str) else worker.line
             if message.get("event") == "bye":
                 worker.said_bye = True
             elif message.get("event") == "failure" and worker.failure is None:

@@ -160,7 +160,8 @@ class Evidence:
         step = "" if worker.step is None else f"is at step {worker.step} and "
         call = "has called world.close() and " if worker.said_bye and self._patience.is_of_script else step
         call = call if self._has_joined(worker) else "has not called stormo.World() and "
-        return f"(pid {worker.pid}) {call}says: {worker.state()}"
+        line = f", in {worker.line}" if worker.line and self._patience.is_of_script and not worker.said_bye else ""
+        return f"(pid {worker.pid}) {call}says: {worker.state()}{line}"
 
     def _note(
         self,

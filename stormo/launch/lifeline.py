@@ -10,8 +10,10 @@ import ctypes
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Mapping, MutableMapping
+from pathlib import Path
 from typing import Protocol
 
 from stormo.errors import EXIT_FAILURE
@@ -22,6 +24,7 @@ from stormo.launch.place import Place
 from stormo.launch.ranks import RanksLifeline
 from stormo.launch.torchrun import note_meeting
 
+_INSTALLED = (str(Path(__file__).parents[1]) + os.sep, str(Path(contextlib.__file__).parent), "<")
 _PR_SET_PDEATHSIG = 1
 _ALIVE_EVERY_S = 1.0
 _LAST_WORDS_S = 2.0
@@ -96,7 +99,8 @@ class AgentLifeline:
             self._thread.join(_LAST_WORDS_S)
 
     def _send_alive(self) -> None:
-        self._send({"event": "alive"} if self._step is None else {"event": "alive", "step": self._step})
+        message: dict[str, object] = {"event": "alive", "line": _line_of_script()}
+        self._send(message if self._step is None else {**message, "step": self._step})
 
     def _send(self, message: dict[str, object]) -> None:
         with self._lock:
@@ -140,6 +144,17 @@ def open_lifeline(
     if place.launcher == "elastic":
         note_meeting(os.environ if environ is None else environ)
     return lifeline
+
+
+def _line_of_script() -> str:
+    """Where the main thread is, as `train.py line 40`: in a file that is not installed, or nowhere."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(_INSTALLED) and not any(part in file for part in ("site-packages", "dist-packages")):
+            return f"{Path(file).name} line {frame.f_lineno}"
+        frame = frame.f_back
+    return ""
 
 
 def die_with_parent() -> None:

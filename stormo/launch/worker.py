@@ -78,6 +78,7 @@ class Worker:
         self.heard_at: float | None = None  # its lifeline's last message; None before the first
         self.silent_since: float | None = None  # set once a warning about its silence was printed
         self.step: int | None = None  # of which it has told last
+        self.line = ""  # of its script, in which its main thread was last, where it is a script
         self.said_bye = False
         self.channel_closed_at: float | None = None
         self.failure: Failure | None = None  # what it reported
