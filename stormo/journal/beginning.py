@@ -18,8 +18,6 @@ def past_end(name: str, progress: Progress, plan: Plan) -> Notice:
     done = progress.epoch - 1
     if done == plan.epochs:
         return _all_done(name, plan)
-    if done < plan.epochs:
-        return Notice(kind="info", text=f"{name} has reached its target after {counted(done, 'epoch')}")
     text = f"{name} has done {counted(done, 'epoch')} already, of {plan.epochs} now; it is left as it is"
     return Notice(kind="info", text=f"{text}: set --epochs above {done} to train on")
 

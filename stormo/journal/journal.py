@@ -92,17 +92,18 @@ class Journal:
     def _has_ended(self) -> bool:
         """Whether the summary says so; a run that was killed before it wrote one has yet to end."""
         with contextlib.suppress(StormoError):  # one that cannot be read is to be replaced
-            return (read_summary(self.folder) or {}).get("stopped_by") in ("epochs", "target")
+            summary = read_summary(self.folder) or {}
+            # It may be of an ending before the last: of other steps.
+            return summary.get("stopped_by") == "epochs" and summary.get("steps") == self._state.progress.step
         return False
 
     @property
     def is_past_end(self) -> bool:
         """Whether the run that goes on has nothing left to do: no epoch, and no other settings to keep."""
-        progress, plan, config = self._state.progress, self._plan, self._config
+        progress, plan = self._state.progress, self._plan
         if not progress.num_resumes or progress.epoch - 1 > plan.epochs:
             return bool(progress.num_resumes)
-        is_done = progress.epoch > plan.epochs or progress.target_streak >= config.stop.patience
-        return is_done and self._is_told_to_end and not config.changed
+        return progress.epoch > plan.epochs and self._is_told_to_end and not self._config.changed
 
     def leave(self) -> None:
         """Say that there is nothing to train, and leave the folder of the run as it is."""

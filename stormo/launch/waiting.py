@@ -12,7 +12,8 @@ _MAX_NAMED = 4
 _RANK = re.compile(r"rank (\d{1,9})\b")
 _FAILED_OR_ENDED = "failed, or has ended before it"
 _TOLD = re.compile(
-    rf"rank \d+ is at: (.*); another rank has (?:not come within (\S+) s|{_FAILED_OR_ENDED})\.(.*)", re.DOTALL
+    rf"rank \d+ is at: (.*); another rank has (?:not come within ([\d.]+(?:e\+\d+)?) s|{_FAILED_OR_ENDED})\.(.*)",
+    re.DOTALL,
 )
 
 

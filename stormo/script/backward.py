@@ -15,7 +15,7 @@ from stormo.errors import SettingError, StormoError
 from stormo.script.agreement import call_site
 from stormo.script.choosing import Loaded
 from stormo.script.collating import Thinned
-from stormo.script.loop import Given, Loop
+from stormo.script.loop import Given, Giver, Loop
 from stormo.script.refusals import check_loss
 from stormo.script.stepping import Group
 
@@ -39,31 +39,31 @@ class Backward:
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
-        self._terms: list[_Term] = []  # of this step, in the order of a pass
-        self._pass: Given | None = None  # under way,
-        self._num_terms = 0  # and how many losses it has had
+        self._terms: dict[tuple[int | None, int], _Term] = {}  # of this step: of which loader, which loss of a pass
+        self._passes: dict[int | None, tuple[Given | None, int]] = {}  # of each loader the last, and its losses so far
 
     def __call__(
         self, loss: Tensor, *, count: float | None, loader: Loaded | None, more: bool, options: dict[str, Any]
     ) -> None:
         """Add this pass's part of the step's gradient; after the last pass it is the same on all workers."""
         check_loss(loss)
-        given = self._given(loader, count)
+        giver = self._giver(loader, count)
+        given = None if giver is None else giver.given
         self._check_order(given, more=more)
         if not self._loop.is_partial:  # a new step, whatever became of the last one
-            self._terms, self._pass, self._num_terms = [], None, 0
+            self._terms, self._passes = {}, {}
         groups = self._loop.groups
         for group in groups:
             group.begin_backward()
         is_last = not more and (given is None or given.is_last)
-        weight = self._weight(given, count, is_last=is_last)
+        weight = self._weight(giver, count, is_last=is_last)
         try:
             before = None
             for group in _in_turn(groups) if is_last else []:
                 group.exchange.arm(before)
                 before = group.exchange
             # A loss that weighs nothing may be the mean of nothing: no number at all, and zero times that is none.
-            if self._loop.weighed is not None and weight:
+            if self._loop.weighed is not None:
                 self._loop.weighed.append((weight, loss.detach()))
             if weight or self._loop.sums_in_models:
                 (loss * weight if weight != 1.0 else loss).backward(**options)
@@ -100,9 +100,11 @@ class Backward:
             )
         given.is_trained = not more
 
-    def _given(self, loader: Loaded | None, count: float | None) -> Given | None:
-        loaders = [loader] if loader is not None else self._loop.iterating
-        found = [each.given for each in loaders if each.given is not None]
+    def _giver(self, loader: Loaded | None, count: float | None) -> Giver | None:
+        """The loader that the loss belongs to."""
+        loaders: list[Giver] = [loader] if loader is not None else self._loop.iterating
+        givers = [each for each in loaders if each.given is not None]
+        found = [each.given for each in givers if each.given is not None]
         if not found and count is None:
             raise SettingError(
                 "world.backward() was called outside of a loop over a loader of world.loader()",
@@ -115,14 +117,14 @@ class Backward:
                 "their batches weigh differently and the loss belongs to one of them",
                 "say which: world.backward(loss, loader=...)",
             )
-        given = found[-1] if found else None
-        if count is None and isinstance(given, Thinned):
-            given.tell(self._loop)
-        return given
+        if count is None and found and isinstance(thinned := found[-1], Thinned):
+            thinned.tell(self._loop)
+        return givers[-1] if givers else None
 
-    def _weight(self, given: Given | None, count: float | None, *, is_last: bool) -> float:
+    def _weight(self, giver: Giver | None, count: float | None, *, is_last: bool) -> float:
         """What this loss weighs among all; announces the backward on the way."""
-        term = self._term(given, is_counted=count is not None or (given is not None and given.step_samples is None))
+        given = None if giver is None else giver.given
+        term = self._term(giver, is_counted=count is not None or (given is not None and given.step_samples is None))
         what = f"world.backward in {call_site()}" + ("" if is_last else ", not the last of a step")
         what += "".join(
             f", over {group.exchange.signature}" for group in self._loop.groups if self._loop.world.size > 1
@@ -137,14 +139,16 @@ class Backward:
         term.reference = term.reference or total
         return own / term.reference if term.reference else 0.0
 
-    def _term(self, given: Given | None, *, is_counted: bool) -> _Term:
-        """Which of the step's losses this is: the first of a pass is one with the first of every other pass."""
-        if given is not None and given is not self._pass:
-            self._pass, self._num_terms = given, 0
-        self._num_terms += 1
-        if self._num_terms > len(self._terms):
-            self._terms.append(_Term(is_counted))
-        term = self._terms[self._num_terms - 1]
+    def _term(self, giver: Giver | None, *, is_counted: bool) -> _Term:
+        """Which of the step's losses this is: the first of a pass is one with the first of the loader's other passes.
+
+        Without a loader there are no passes, and every backward has a loss of its own.
+        """
+        number, given = (None, None) if giver is None else (giver.number, giver.given)
+        last, num_losses = self._passes.get(number, (given, 0))
+        index = num_losses if given is last else 0
+        self._passes[number] = given, index + 1
+        term = self._terms.setdefault((number, index), _Term(is_counted))
         if term.is_counted is not is_counted:
             raise SettingError(
                 "world.backward() was called with count= for some passes of a step only",
@@ -174,14 +178,21 @@ class Backward:
             group.exchange.send_rest()
         for group in groups:
             group.exchange.finish()
-        if any(term.is_counted and term.total <= 0 for term in self._terms):
+        terms = list(self._terms.values())
+        if any(term.is_counted and term.total <= 0 for term in terms):
             raise SettingError(
                 "world.backward() was called with counts that add up to 0",
                 "the loss is a mean over nothing then",
                 "leave such batches out on all workers",
             )
-        first = self._terms[0].divisor
-        if any(term.divisor != first for term in self._terms):
+        first = terms[0].divisor
+        if any(term.divisor != first for term in terms):
+            if len({term.is_counted for term in terms}) > 1:
+                raise SettingError(
+                    "world.backward() was called with count= for some losses of a step of several passes only",
+                    "what these are means over is known after the last pass, when all gradients are one sum",
+                    "set count= for all of them or for none, or leave accumulate out",
+                )
             raise SettingError(
                 "world.backward() was called for several losses with counts that change between the passes of a step",
                 "their gradients are one sum by the time the counts are known",

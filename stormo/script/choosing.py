@@ -95,7 +95,7 @@ def _require_plain(loader: DataLoader[Any]) -> None:
     if kind.__iter__ is not DataLoader.__iter__ and not kind.__module__.startswith("torchdata."):
         raise SettingError(
             f"world.loader() was given a {kind.__name__}, a DataLoader with an __iter__ of its own",
-            "the workers read their shares of the data set themselves, and what it does to a batch would be left out",
+            "the workers read their shares of the data set themselves, and what it may do to a batch would be left out",
             "do that in the data set, in collate_fn or in the loop, and pass a DataLoader of torch's own",
         )
 

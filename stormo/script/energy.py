@@ -62,6 +62,7 @@ class ScriptMeter:
     def __init__(self, world: World) -> None:
         self._world = world
         gpus, main_unix_s = gpus_by_node(world, devices_per_worker=1)
+        clock = shared_clock(world, main_unix_s)
         self._nodes = sorted(gpus, key=int)
         place = world.place
         self._meter: Meter | None = None
@@ -69,7 +70,7 @@ class ScriptMeter:
         if place.local_rank == 0:
             self._meter, _ = own_meter(gpus.get(str(place.node_id), []), place.node_id)
             if self._meter.sources:
-                host, clock = socket.gethostname(), shared_clock(world, main_unix_s)
+                host = socket.gethostname()
                 keeper = Keeper(self._meter, None, place.node_id, host, num_nodes=len(gpus), clock=clock)
                 self.starts = Starts(keeper, place.node_id)
         self._began_s = time.monotonic()

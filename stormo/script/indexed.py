@@ -125,13 +125,8 @@ class IndexedLoader(Giver):
         settings = {name: value for name, value in settings.items() if value is not None}
         own_collate = settings.get("collate_fn")
         settings["collate_fn"] = watched(own_collate)
-        self._reader: DataLoader[Any] = DataLoader(
-            self._samples,
-            batch_sampler=self._shares,
-            pin_memory=loop.world.device.type == "cuda",
-            generator=torch.Generator().manual_seed(0),  # reading draws nothing from the script's own generators
-            **settings,
-        )
+        self._settings = settings
+        self._reader = self._make_reader()
         self.num_workers, self.collate_fn = self._reader.num_workers, own_collate or self._reader.collate_fn
         self._has_told = False  # that there are fewer rows than samples
         self._had = len(data)  # samples, when last counted
@@ -139,6 +134,15 @@ class IndexedLoader(Giver):
         self._drawn: tuple[Tensor, Tensor] | None = None  # of the epoch under way
         self._position = 0
         self._step_stop = 0
+
+    def _make_reader(self) -> DataLoader[Any]:
+        return DataLoader(
+            self._samples,
+            batch_sampler=self._shares,
+            pin_memory=self.loop.world.device.type == "cuda",
+            generator=torch.Generator().manual_seed(0),  # reading draws nothing from the script's own generators
+            **self._settings,
+        )
 
     @property
     def num_steps(self) -> int:
@@ -199,7 +203,7 @@ class IndexedLoader(Giver):
         if self._position and self._had <= here:
             here = self._had  # the rest of an epoch that began with so many
         elif self._position:
-            raise self._other_data(counted(self._had, "sample"))
+            self.loop.agreement.refuse(self._other_data(counted(self._had, "sample")))
         counts = self.loop.agreement.exchange(f"the samples of {self._name()}", self._where, here).numbers
         other = next((rank for rank, count in enumerate(counts) if count != counts[0]), None)
         if other is not None:
@@ -208,8 +212,9 @@ class IndexedLoader(Giver):
                 f"the data set has {counts[other]} on rank {other}, and each worker takes its share of the same ones",
                 "let it grow alike on all workers (world.gather brings together what each has found)",
             )
-        self._grows |= here != self._had
-        self._had = here
+        if here != self._had:
+            self._grows, self._had = True, here
+            self._reader = self._make_reader()  # processes that stay have the data set as it was when they began
         return here
 
     def _is_unannounced(self) -> bool:

@@ -81,6 +81,13 @@ class Loop:
         """Steps that the optimizers have taken."""
         return max((group.num_steps for group in self.groups), default=0)
 
+    def may_send(self) -> bool:
+        """Whether gradients may leave without waiting for what was announced.
+
+        On a GPU they wait: sums inside the model and those of gradients must come in the same order on all workers.
+        """
+        return self.world.device.type == "cuda" or self.agreement.is_settled()
+
     def announce(self, what: str, where: str = "") -> None:
         """Announce something that all workers begin with the same rates and weights; refuse it where they have not."""
         numbers = self.agreement.exchange(what, where, self._copies.look()).numbers

@@ -23,6 +23,7 @@ class Starts:
         self._node_id = node_id
         self._loaded: dict[Path, int] = {}  # the step that was loaded from a folder
         self._folder: Path | None = None
+        self._has_waited = False  # for a save to a folder that was loaded from
         self._is_training = False
 
     def loaded(self, folder: Path, step: int) -> None:
@@ -51,8 +52,12 @@ class Starts:
         # A node that does not see the folder writes nothing, rather than making one that nobody looks into.
         if self._folder is not None or not folder.is_dir():
             return
+        step = self._loaded.get(folder.resolve())
+        # A script may keep its best and its last checkpoints apart: what it goes on from is where it is counted.
+        if self._loaded and step is None and not self._has_waited:
+            self._has_waited = True
+            return
         self._folder = folder.resolve()
-        step = self._loaded.get(self._folder)
         self._keeper.attach(self._folder / "nodes" / f"{self._node_id}.jsonl", step, step or 0)
 
     def close(self) -> None:
@@ -73,6 +78,8 @@ class Starts:
             text += f", {100 * share:.0f} % of it for work that had to be done again"
         if num_absent := sum(attempt.num_nodes - len(attempt.node_ids) for attempt in bill.attempts):
             text += f", without {counted(num_absent, 'file')} that a node did not write"
+        if self._keeper.failure is not None:
+            text += f"; what this start drew is not all in it: {self._keeper.failure}"
         return f"{text}."
 
 

@@ -86,13 +86,8 @@ class Stepper:
         if closure is not None:
             rest = {name: value for name, value in kwargs.items() if name != "closure"}
             return self._take(inner, self._closure(closure), *args[1:], **rest)
-        if self._loop.is_partial and self._loop.awaits_more:
-            raise SettingError(
-                "optimizer.step() was called after world.backward(loss, more=True)",
-                "more=True says that another backward follows before the step, and nothing has been exchanged yet",
-                "leave it out of the last backward before a step",
-            )
         if self._loop.is_partial:
+            self._group.require_last("optimizer.step()")
             self._group.require_schedulers("optimizer.step() was called between the passes of a step")
             self._group.require_untouched()
             return None
@@ -151,8 +146,9 @@ class Stepper:
             return loss
         parts = [(weighed[0][0], torch.as_tensor(loss))] if len(weighed) == 1 else weighed
         wide = torch.zeros(1, dtype=torch.float64, device=self._loop.world.device)
-        for weight, part in parts:  # none where this worker has nothing: not even a loss that is no number counts then
-            wide += weight * part.detach().double().reshape(1).to(wide.device)
+        for weight, part in parts:
+            if weight:  # a mean of nothing is no number, and zero times that is none
+                wide += weight * part.detach().double().reshape(1).to(wide.device)
         mean = self._loop.world.sum(wide)
         return mean.to(loss.dtype).reshape(loss.shape) if isinstance(loss, Tensor) else float(mean)
 
@@ -177,7 +173,7 @@ class Group:
             average_buffers=average_buffers,
             compress=compress,
             before_sending=loop.agreement.settle,
-            may_send=loop.agreement.is_settled,
+            may_send=loop.may_send,
         )
         self.steppers: list[Stepper] = []
         self.others: list[Any] = []  # schedulers and loss scalers: anything else that steps and has a state
@@ -228,6 +224,15 @@ class Group:
         self._partial = [(p.grad, p.grad._version) for p in parameters if p.grad is not None]
         # Without a gradient there is nothing to step: an average of weights may follow them at any time.
         self._weights = [(parameter, parameter._version) for parameter in parameters if parameter.grad is not None]
+
+    def require_last(self, what: str) -> None:
+        """Refuse to leave out a step without a word where the script itself has said that more is to come."""
+        if self.loop.awaits_more:
+            raise SettingError(
+                f"{what} was called after world.backward(loss, more=True)",
+                "more=True says that another backward follows before the step, and nothing has been exchanged yet",
+                "leave it out of the last backward before a step",
+            )
 
     def require_untouched(self) -> None:
         """Refuse changes to gradients that are not complete, and steps that were taken with them."""
@@ -291,6 +296,8 @@ class Group:
 
     def _gated(self, owner: Any, name: str, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.loop.is_partial:
+            if name == "step" and args and isinstance(args[0], Optimizer):
+                self.require_last(f"{type(owner).__name__}.step(optimizer)")
             return None  # it belongs to the step, which is not complete
         if isinstance(owner, ReduceLROnPlateau):
             check_metric(self.loop.agreement, args[0] if args else kwargs["metrics"])

@@ -6,6 +6,7 @@ import sys
 import weakref
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -16,21 +17,22 @@ from stormo.strategies.buckets import is_summed
 
 def watch(loop: Loop) -> None:
     """Look at every optimizer of this process that steps, as long as the loop is there."""
-    reference, told = weakref.ref(loop), weakref.WeakSet[Optimizer]()
+    reference, told = weakref.ref(loop), set[str]()
 
     def look(optimizer: Optimizer, _: tuple[Any, ...], __: dict[str, Any]) -> None:
         here = reference()
         # One that steps inside of a wrapped one is a part of it.
-        if here is None or here.agreement.is_closed or here.is_stepping or optimizer in told:
+        if here is None or here.agreement.is_closed or here.is_stepping or not here.groups:
             return
         wrapped = [each for group in here.groups for each in group.optimizers]
-        if any(optimizer is each for each in wrapped) or not (wrapped or _has_own_gradients(optimizer, here)):
+        if any(optimizer is each for each in wrapped) or not _matters(optimizer, here, has_others=bool(wrapped)):
             return
-        told.add(optimizer)
-        if here.world.is_main:
+        where = call_site()
+        if here.world.is_main and where not in told:  # a script may make one for every batch
             name = type(optimizer).__name__
+            told.add(where)
             print(  # noqa: T201
-                f"stormo: the {name} that steps in {call_site()} was not passed to world.wrap(), and is not saved; of "
+                f"stormo: the {name} that steps in {where} was not passed to world.wrap(), and is not saved; of "
                 "several workers each moves what was not wrapped, or got its gradient by loss.backward(), by its own "
                 "samples alone. Pass it along with its module: world.wrap(module, optimizer).",
                 file=sys.stderr,
@@ -40,10 +42,12 @@ def watch(loop: Loop) -> None:
     register_optimizer_step_pre_hook(look)
 
 
-def _has_own_gradients(optimizer: Optimizer, loop: Loop) -> bool:
-    """Whether it moves a wrapped model by gradients that are not summed over the workers."""
+def _matters(optimizer: Optimizer, loop: Loop, *, has_others: bool) -> bool:
+    """Whether training depends on it: tensors that are no parameters, as of an attack, are a worker's own affair."""
     known = {id(parameter) for group in loop.groups for parameter in group.model.parameters()}
-    moved = (parameter for settings in optimizer.param_groups for parameter in settings["params"])
-    return loop.world.size > 1 and any(
-        id(parameter) in known and parameter.grad is not None and not is_summed(parameter.grad) for parameter in moved
-    )
+    moved = [parameter for settings in optimizer.param_groups for parameter in settings["params"]]
+    ours = [parameter for parameter in moved if id(parameter) in known]
+    if has_others:
+        return bool(ours) or (loop.world.size > 1 and any(isinstance(each, nn.Parameter) for each in moved))
+    # Where none was wrapped, gradients of world.backward() are right all the same.
+    return loop.world.size > 1 and any(each.grad is not None and not is_summed(each.grad) for each in ours)

@@ -189,6 +189,7 @@ class World(Together):
         Args:
             loss: the mean over this worker's samples, a scalar.
             count: what the loss is a mean over, where that is not the batch's samples (tokens, pixels that count).
+                Losses of one batch, and all losses without a loader, are each a mean of their own and are added up.
             loader: which loader the batch is from, where several are under way.
             more: another backward follows before the step; saves an exchange between the workers.
             options: handed to torch, such as retain_graph.

@@ -72,7 +72,7 @@ def _import_file(path: Path) -> ModuleType:
 def refuse_task(path: Path) -> None:
     """Refuse a file that only defines a task where a script is wanted: run as one, it would do nothing."""
     body, names = _read_names(path)
-    runs = any(not isinstance(one, _DEFINING) and not _is_text(one) for one in body)
+    runs = any(not isinstance(one, _DEFINING) and not _is_plain(one) for one in body)
     if "Task" in names and "World" not in names and not runs and any(_imports_stormo(one) for one in body):
         raise SettingError(
             f"stormo run {path} was typed",
@@ -81,7 +81,7 @@ def refuse_task(path: Path) -> None:
         )
 
 
-_DEFINING = (ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef, ast.Assign, ast.AnnAssign)
+_DEFINING = (ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef)
 
 
 def _imports_stormo(statement: ast.stmt) -> bool:
@@ -90,8 +90,12 @@ def _imports_stormo(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.ImportFrom) and (statement.module or "").partition(".")[0] == "stormo"
 
 
-def _is_text(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+def _is_plain(statement: ast.stmt) -> bool:
+    """Whether it is a text, or names a value that nothing is called for."""
+    if isinstance(statement, ast.Expr):
+        return isinstance(statement.value, ast.Constant)
+    is_named = isinstance(statement, ast.Assign | ast.AnnAssign)
+    return is_named and not any(isinstance(node, ast.Call) for node in ast.walk(statement))
 
 
 def _refuse_script(path: Path) -> None:

@@ -94,6 +94,12 @@ for x in world.loader(torch.randn(16, 2), global_batch_size=4):
     else:
         world.backward(scale(model(x)).mean())
         optimizer.step()
+    if sys.argv[1] == "attack":  # one for every batch
+        noise = torch.zeros_like(x, requires_grad=True)
+        other = torch.optim.Adam([noise])
+        noise.sum().backward()
+    if sys.argv[1] == "each":
+        other = torch.optim.Adam(scale.parameters())
     if sys.argv[1] != "none":
         other.step()
     model.zero_grad()
@@ -101,7 +107,11 @@ for x in world.loader(torch.randn(16, 2), global_batch_size=4):
 """
 
 
-@pytest.mark.parametrize(("how", "num_told"), [("beside", 1), ("on the same", 1), ("alone", 1), ("none", 0)], ids=str)
+@pytest.mark.parametrize(
+    ("how", "num_told"),
+    [("beside", 1), ("on the same", 1), ("alone", 1), ("each", 1), ("attack", 0), ("none", 0)],
+    ids=str,
+)
 def test_an_optimizer_that_was_not_wrapped_is_told_once(tmp_path: Path, how: str, num_told: int) -> None:
     script = tmp_path / "script.py"
     script.write_text(STRAYS)

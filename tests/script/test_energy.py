@@ -13,8 +13,10 @@ import pytest
 
 from stormo.energy import read_bill
 from stormo.errors import SettingError
+from stormo.keeper import NoKeeper
 from stormo.launch.lifeline import NoLifeline
 from stormo.script.energy import add_up
+from stormo.script.starts import Starts
 from stormo.world.world import World as Workers
 from tests import programs
 from tests.script.loops import Ranks, world_of
@@ -129,6 +131,29 @@ def test_all_starts_of_a_script_are_one_bill(tmp_path: Path, traces: str, num_no
         r"Over all 2 starts: \S+ k?J ± \S+ J = \S+ Wh \(GPUs \S+ k?J, CPUs \S+ k?J\), \d+ % of it for work that had to "
     )
     assert re.fullmatch(form + r"be done again\.", over_all), over_all
+
+
+def test_a_start_is_counted_where_it_goes_on_from(tmp_path: Path) -> None:
+    attached: list[tuple[Path, int | None]] = []
+    keeper = NoKeeper()
+    keeper.attach = lambda path, resumed, step: attached.append((path, resumed))  # type: ignore[method-assign]
+    best, last, other = (tmp_path / name for name in ("best", "last", "other"))
+    for folder in (best, last, other):
+        folder.mkdir()
+
+    def start(loads: Path | None, *saves: Path) -> None:
+        starts = Starts(keeper, 3)
+        if loads is not None:
+            starts.loaded(loads, 7)
+        for folder in saves:
+            with starts.saving(folder, 9):
+                pass
+
+    start(None, best, last)
+    start(last, best, last, best)
+    start(last, other, other)  # trained on elsewhere
+    nodes = Path("nodes") / "3.jsonl"
+    assert attached == [(best / nodes, None), (last / nodes, 7), (other / nodes, None)]
 
 
 def test_nothing_is_said_where_it_is_off_or_cannot_be_read(tmp_path: Path, traces: str) -> None:

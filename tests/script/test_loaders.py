@@ -312,6 +312,15 @@ def test_a_data_set_that_grows_is_read_whole_in_every_epoch_and_gone_on_with(
         assert [a + b for a, b in zip(before[rank], after[rank], strict=True)] == whole[rank]
 
 
+def test_processes_that_read_see_what_a_data_set_has_grown_to() -> None:
+    world = world_of(Workers(alone(), torch.device("cpu")))
+    samples = Growing()
+    loader = world.loader(samples, global_batch_size=4, num_workers=1)
+    for count in (11, 16):
+        samples.num_samples = count
+        assert [x for batch in loader for x in batch[:, 0].tolist()] == [float(index) for index in range(count)]
+
+
 def _present(samples: list[Any]) -> list[Any]:
     return [sample for sample in samples if sample is not None]
 

@@ -291,7 +291,7 @@ def test_losses_of_several_passes_are_means_over_all_of_them_or_refused(run_rank
         run_ranks(_losses_of_passes, 2, False)
 
 
-def _closure_losses(workers: Workers) -> Weights:
+def _closure_losses(workers: Workers, is_rare: bool) -> Weights:
     world = world_of(workers)
     model, _ = _two()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5, line_search_fn="strong_wolfe")
@@ -301,7 +301,10 @@ def _closure_losses(workers: Workers) -> Weights:
         def closure() -> torch.Tensor:
             optimizer.zero_grad()
             first, second, num_valid = model.losses(x, y)  # noqa: B023
-            world.backward(first, retain_graph=True)
+            if is_rare:  # one sample in all: the others' share is a mean of nothing
+                is_valid = (x[:, 0] == data().tensors[0][:, 0].max()).double()  # noqa: B023
+                second, num_valid = (model.body(x).sum(1) * is_valid).sum() / is_valid.sum(), is_valid.sum().item()  # noqa: B023
+            world.backward(first, retain_graph=True, more=is_rare, count=len(x) if is_rare else None)  # noqa: B023
             world.backward(second, count=num_valid)
             return first + second
 
@@ -309,10 +312,42 @@ def _closure_losses(workers: Workers) -> Weights:
     return weights(model)
 
 
-def test_a_closure_with_several_losses_returns_that_of_all_workers(run_ranks: Ranks) -> None:
-    expected = run_ranks(_closure_losses, 1)[0]
-    for found in run_ranks(_closure_losses, 3):
+@pytest.mark.parametrize("is_rare", [False, True])
+def test_a_closure_with_several_losses_returns_that_of_all_workers(run_ranks: Ranks, is_rare: bool) -> None:
+    expected = run_ranks(_closure_losses, 1, is_rare)[0]
+    for found in run_ranks(_closure_losses, 3, is_rare):
         assert all(torch.allclose(found[name], expected[name], rtol=1e-9, atol=1e-11) for name in expected)
+
+
+def _two_loaders(workers: Workers, is_counted: bool) -> Weights:
+    world = world_of(workers)
+    model, optimizer = world.wrap(*make(has_norm=False))
+    first = world.loader(DataLoader(data(24), batch_size=8))
+    second = world.loader(DataLoader(data(36), batch_size=12))
+    for one, two in zip(first, second, strict=True):
+        counts = [len(one[0]), len(two[0])] if is_counted else [None, None]
+        world.backward(F.mse_loss(model(one[0]), one[1]), loader=first, count=counts[0], more=True)
+        world.backward(F.mse_loss(model(two[0]), two[1]), loader=second, count=counts[1])
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+def test_losses_of_two_loaders_are_two_means_counted_or_not(run_ranks: Ranks) -> None:
+    expected = run_ranks(_two_loaders, 2, False)[0]
+    for found in run_ranks(_two_loaders, 2, True):
+        assert all(torch.allclose(found[name], expected[name], rtol=1e-11, atol=1e-13) for name in expected)
+
+
+def test_a_loss_scaler_does_not_leave_a_step_out_without_a_word() -> None:
+    world = world_of(Workers(alone(), torch.device("cpu")))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    model, optimizer, _ = world.wrap(*make(), scaler)
+    for x, y in world.loader(DataLoader(data(), batch_size=8)):
+        world.backward(scaler.scale(F.mse_loss(model(x), y)), more=True)
+        with pytest.raises(SettingError, match=r"^GradScaler.step\(optimizer\) was called after world.backward"):
+            scaler.step(optimizer)
+        break
 
 
 def _average_beside(workers: Workers) -> list[float]:

@@ -97,7 +97,9 @@ def test_every_script_is_bash_and_no_other_golden_file_is_there() -> None:
 
 def test_the_page_shows_the_script() -> None:
     page = Path(__file__).parents[2] / "docs" / "clusters" / "slurm.md"
-    assert f"```bash\n{render(PLAIN)}```" in page.read_text(encoding="utf-8")
+    assert f"```bash\n{render(replace(PLAIN, slurm=Slurm(time='02:00:00', partition='gpu')))}```" in page.read_text(
+        encoding="utf-8"
+    )
 
 
 class Node:
