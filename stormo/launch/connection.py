@@ -115,8 +115,16 @@ class Pipe:
             chunk = os.read(self.fd, 64 * 1024)
         except BlockingIOError:
             return []
-        self.closed = not chunk
-        blocks = self._lines.feed(chunk) if chunk else self._lines.finish()
+        if not chunk:
+            return self.finish()
+        return self._told(self._lines.feed(chunk))
+
+    def finish(self) -> list[tuple[bytes, bytes]]:
+        """The line that was not ended, as nothing more is read."""
+        self.closed = True
+        return self._told(self._lines.finish())
+
+    def _told(self, blocks: list[bytes]) -> list[tuple[bytes, bytes]]:
         prefix = self.connection.prefix
         # Without a prefix the lines come in one block.
         lines = blocks if prefix else [line for block in blocks for line in block.splitlines(keepends=True)]

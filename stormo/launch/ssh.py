@@ -129,7 +129,10 @@ class _Job:
                 connection.send(_NAMES[self._asked] + b"\n")
 
     def _read(self, pipe: Pipe) -> None:
-        for bare, line in pipe.read():
+        self._show(pipe, pipe.read())
+
+    def _show(self, pipe: Pipe, lines: list[tuple[bytes, bytes]]) -> None:
+        for bare, line in lines:
             if pipe.target_fd == 2 and (self._cause_shown or self._was_said(bare, pipe.connection)):
                 continue
             # A line that names its rank needs no host.
@@ -190,6 +193,8 @@ class _Job:
                 poll.register(pipe, select.POLLIN)
                 while not pipe.closed and time.monotonic() < deadline and poll.poll(_NEXT_PIECE_MS):
                     self._read(pipe)
+                if not pipe.closed:
+                    self._show(pipe, pipe.finish())
 
     def _explain_silence(self) -> None:
         """Say what is known where a host ended without a word of stormo's."""

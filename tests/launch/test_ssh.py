@@ -86,6 +86,14 @@ def test_lines_are_whole_and_name_their_host_where_they_need_one(
     assert "quota" not in err
 
 
+def test_last_words_without_an_end_are_shown_while_something_keeps_the_output_open(
+    environ: dict[str, str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = "import subprocess, sys; subprocess.Popen(['sleep', '3']); sys.stderr.write('no end')"
+    assert run_on_hosts([on("a", "pass"), on("b", program)], environ) == 0
+    assert capfd.readouterr().err == "[b] no end\n"
+
+
 def test_a_host_that_cannot_be_reached_is_named_and_ends_all(
     environ: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
