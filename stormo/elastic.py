@@ -81,8 +81,8 @@ def run_agent(
     """Start the workers of this node, again and again as nodes come and go or fail; the exit code of the training."""
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.ERROR)  # torch's agent reports every end at length; what matters is said here
-    # torch keeps the address of the first round in nodes that stay, where workers of a later one would wait in vain.
     settle_hashes(os.environ)
+    # torch keeps the address of the first round in nodes that stay, where workers of a later one would wait in vain.
     os.environ |= {AGENT: str(os.getpid()), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in _SIGNALS)
     for number in _SIGNALS:

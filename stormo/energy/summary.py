@@ -9,8 +9,8 @@ from stormo.config import Energy
 from stormo.energy.ledger import JOULES_PER_KWH, Bill, cost
 
 _OFF = "measuring was turned off (--no-energy)"
-_SMALLEST_SHOWN_SHARE = 0.005
-JOULES_PER_WH = JOULES_PER_KWH / 1e3
+SMALLEST_SHOWN_SHARE = 0.005
+_JOULES_PER_WH = JOULES_PER_KWH / 1e3
 _PREFIXES = (("GJ", 1e9), ("MJ", 1e6), ("kJ", 1e3))
 _KIND_NAMES = {"gpu": "GPUs", "cpu": "CPUs", "dram": "memory"}
 
@@ -46,12 +46,11 @@ def energy_sentence(summary: Mapping[str, Any]) -> str | None:
     if total_j is None:
         reasons = "; ".join(summary["energy_reasons"])
         return None if reasons == _OFF else f"Energy: {reasons}."
-    text = f"Energy: {joules_text(total_j)} ± {joules_text(summary['energy_error_j'])}"
-    text += f" = {rounded(total_j / JOULES_PER_WH)} Wh{kinds_text(summary['energy_kinds_j'])}"
+    text = f"Energy: {amount_text(total_j, summary['energy_error_j'], summary['energy_kinds_j'])}"
     if summary["energy_j_per_sample"] is not None:
         text += f", {rounded(summary['energy_j_per_sample'])} J a sample"
     shares = {part: joules / total_j for part, joules in summary["energy_parts_j"].items()} if total_j else {}
-    shown = [f"{part} {100 * share:.0f} %" for part, share in shares.items() if share >= _SMALLEST_SHOWN_SHARE]
+    shown = [f"{part} {100 * share:.0f} %" for part, share in shares.items() if share >= SMALLEST_SHOWN_SHARE]
     text += f"; {', '.join(shown)}" if shown else ""
     meanings = []
     if summary["co2e_g"] is not None:
@@ -61,7 +60,14 @@ def energy_sentence(summary: Mapping[str, Any]) -> str | None:
     return ". ".join([text, *([", ".join(meanings)] if meanings else [])]) + "."
 
 
-def kinds_text(kinds_j: Mapping[str, float]) -> str:
+def amount_text(joules: float, error_j: float, kinds_j: Mapping[str, float]) -> str:
+    """What was drawn, by how much that can be wrong, and by what."""
+    return (
+        f"{joules_text(joules)} ± {joules_text(error_j)} = {rounded(joules / _JOULES_PER_WH)} Wh{_kinds_text(kinds_j)}"
+    )
+
+
+def _kinds_text(kinds_j: Mapping[str, float]) -> str:
     """Of what the joules are, to be put behind their sum."""
     by_name = {_KIND_NAMES.get(kind, kind): joules for kind, joules in kinds_j.items()}
     if len(by_name) == 1:

@@ -11,7 +11,7 @@ from typing import Any
 
 from stormo.energy import Meter, own_meter
 from stormo.energy.attempts import owners
-from stormo.energy.summary import JOULES_PER_WH, joules_text, kinds_text, rounded
+from stormo.energy.summary import amount_text, rounded
 from stormo.energy.window import Window
 from stormo.keeper import Keeper
 from stormo.measuring import gpus_by_node, shared_clock
@@ -48,8 +48,7 @@ class Energy:
     def __str__(self) -> str:
         if self.joules is None:
             return f"Energy: {'; '.join(self.reasons)}."
-        text = f"Energy: {joules_text(self.joules)} ± {joules_text(self.error_j)}"
-        text += f" = {rounded(self.joules / JOULES_PER_WH)} Wh{kinds_text(self.kinds_j)} in {rounded(self.seconds)} s"
+        text = f"Energy: {amount_text(self.joules, self.error_j, self.kinds_j)} in {rounded(self.seconds)} s"
         num_all = self.num_nodes + self.num_silent
         if self.num_silent:
             return f"{text}, on {self.num_nodes} of {num_all} nodes: the others have not told what they drew."

@@ -7,12 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from stormo.energy import read_bill
-from stormo.energy.summary import JOULES_PER_WH, joules_text, kinds_text, rounded
+from stormo.energy.summary import SMALLEST_SHOWN_SHARE, amount_text
 from stormo.errors import counted
 from stormo.keeper import NoKeeper
 from stormo.measuring import AnyKeeper
-
-_SMALLEST_SHOWN_SHARE = 0.005
 
 
 class Starts:
@@ -71,10 +69,10 @@ class Starts:
         bill = read_bill(self._folder)
         if bill.total_j is None or len(bill.attempts) < 2:
             return None
-        text = f"Over all {len(bill.attempts)} starts: {joules_text(bill.total_j)} ± {joules_text(bill.total_error_j)}"
-        text += f" = {rounded(bill.total_j / JOULES_PER_WH)} Wh{kinds_text(bill.kinds_j)}"
+        drawn = amount_text(bill.total_j, bill.total_error_j, bill.kinds_j)
+        text = f"Over all {len(bill.attempts)} starts: {drawn}"
         share = bill.parts_j.get("recomputed", 0.0) / bill.total_j if bill.total_j else 0.0
-        if share >= _SMALLEST_SHOWN_SHARE:
+        if share >= SMALLEST_SHOWN_SHARE:
             text += f", {100 * share:.0f} % of it for work that had to be done again"
         if num_absent := sum(attempt.num_nodes - len(attempt.node_ids) for attempt in bill.attempts):
             text += f", without {counted(num_absent, 'file')} that a node did not write"
