@@ -12,7 +12,7 @@ from typing import TextIO
 from stormo.config import TrainConfig
 from stormo.errors import MissingPackageError, SettingError, counted
 from stormo.optim.schedule import make_schedule
-from stormo.plan import Plan, with_own_optimizer
+from stormo.plan import Plan, with_layers, with_own_optimizer
 
 _COLUMNS, _ROWS = 72, 10
 _MOST_POINTS = 20_000  # of a drawing, which shows no more; a table has every step
@@ -33,7 +33,9 @@ class Point:
 
 def show(config: TrainConfig, plan: Plan, out: TextIO, *, has_own: bool = False) -> None:
     """Write the plan and, where it was asked for, the curve; `has_own` for a task that may bring an optimizer."""
-    for line in (with_own_optimizer(config, plan) if has_own else plan).lines():
+    facts, told = plan.facts, with_own_optimizer(config, plan) if has_own else plan
+    told = with_layers(config, told, has_convolutions=facts.has_convolutions, has_batch_norms=facts.has_batch_norms)
+    for line in told.lines():
         print(line, file=out)
     asked = config.command.plot_schedule
     if asked is None:

@@ -19,11 +19,16 @@ _OTHER_WORDS = {
     "gradient-accumulation-steps": ("accumulate",),
     "learning-rate": ("base-lr",),
     "lr": ("base-lr",),
+    "n": ("num-gpus",),
     "name": ("run-name",),
     "nnodes": ("num-nodes",),
     "nodes": ("num-nodes",),
+    "np": ("num-gpus",),
+    "nproc": ("num-gpus",),
     "nproc-per-node": ("num-gpus",),
+    "num-processes": ("num-gpus",),
     "num-workers": ("loader-workers",),
+    "workers": ("num-gpus",),
 }
 
 EXIT_FAILURE = 1

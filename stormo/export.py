@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import sys
 from collections.abc import Sequence
@@ -134,4 +135,5 @@ def _write(file: Path, encoded: Encoded) -> None:
             f"{file} was to be written", f"it cannot be ({error.strerror})", "make room, or name another place"
         ) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # of which all is said, as of a file system that is read-only
+            temporary.unlink(missing_ok=True)

@@ -144,7 +144,7 @@ def _start_by_mpi(
         variables={"MASTER_ADDR": address, "MASTER_PORT": str(port)} if len(hosts) > 1 else {"MASTER_PORT": str(port)},
         passed_on=tuple(_passed_on()),
     )
-    words = command_line(start, os.environ)
+    words = command_line(start, os.environ, is_shown=config.workers.print_commands)
     if config.workers.print_commands:
         print(shlex.join(words))  # noqa: T201
     else:

@@ -23,6 +23,8 @@ def main(named: str, kind: str) -> int:
     if not named or path.is_dir():
         what = f"the folder {path} was named" if named else "an empty name was given"
         raise SettingError(what, "a task is a Python file", f"name one, such as {path / 'my_task.py'}")
+    if named.startswith("-"):
+        raise SettingError(f"the file {path} was named", "it would be taken for a flag", f"name it {named.lstrip('-')}")
     if path.suffix != ".py":
         better = path.with_suffix(".py") if path.name != ".py" else path.with_name("my_task.py")
         raise SettingError(f"the file {path} was named", "a task is a Python file", f"name it {better}")

@@ -6,7 +6,8 @@ import os
 import sys
 
 from stormo.config import TrainConfig, least_nodes
-from stormo.errors import SettingError
+from stormo.errors import SettingError, counted
+from stormo.hardware import num_cores
 from stormo.launch import Node, Place
 from stormo.launch.allocation import check_alone, gpus_on_node, hints
 from stormo.launch.detect import LAUNCHERS, check_flags, detect
@@ -16,6 +17,7 @@ from stormo.layout import DEFAULT_PORT, Launched, Layout
 # How `stormo run` hands its own flags to the workers, whose script asks for the world.
 DEVICE, BACKEND, TIMEOUT = "STORMO_DEVICE", "STORMO_BACKEND", "STORMO_TIMEOUT"
 
+_MOST_WORKERS, _MOST_WORKERS_PER_CORE = 256, 16  # more of them are a slip of the hand, and would take the node down
 _FLAGS = ("num_nodes", "node_id", "num_gpus", "master_addr", "master_port")
 
 
@@ -67,7 +69,13 @@ def launched_by(place: Place | None) -> Launched | None:
 
 def node_of(config: TrainConfig, layout: Layout) -> Node:
     """This node, when stormo starts its workers."""
-    workers = config.workers
+    workers, cores = config.workers, num_cores()
+    if layout.workers_per_node > max(_MOST_WORKERS, _MOST_WORKERS_PER_CORE * cores):
+        raise SettingError(
+            f"--num-gpus {layout.workers_per_node} was set",
+            f"this node has {counted(cores, 'core')}, for which so many processes would wait in turn",
+            f"set --num-gpus {cores} or something near",
+        )
     return Node(
         num_workers=layout.workers_per_node,
         num_nodes=workers.num_nodes,

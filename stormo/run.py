@@ -11,7 +11,7 @@ from typing import Any
 
 from stormo import __version__, options
 from stormo.config import TrainConfig, Workers
-from stormo.errors import SettingError
+from stormo.errors import SettingError, suggestion
 from stormo.hardware import visible_gpus
 from stormo.hosts import hosts_of, start_on_hosts
 from stormo.launch import Patience, run_node
@@ -72,7 +72,7 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _command(script: str | None, flags: list[str]) -> list[str]:
-    if script is None:
+    if not script:
         raise SettingError("stormo run was given no script", "there is nothing to run", "name one: stormo run train.py")
     if script.endswith(".py") or "/" in script or script.startswith("."):
         if not Path(script).is_file():
@@ -86,6 +86,11 @@ def _command(script: str | None, flags: list[str]) -> list[str]:
             f"stormo run {script} was typed",
             "there is no such module, here or among the installed ones",
             "name a file that ends in .py, or a module",
+        )
+    folder = Path(script.replace(".", "/"))
+    if folder.is_dir() and not (folder / "__main__.py").is_file():
+        raise SettingError(
+            f"stormo run {script} was typed", "that folder has no __main__.py to run", "name a file that ends in .py"
         )
     return [sys.executable, "-m", script, *flags]
 
@@ -108,7 +113,8 @@ def _require_own_flags(arguments: list[str]) -> None:
             raise SettingError(
                 f"{argument} was set",
                 f"stormo run has no such flag (it has {', '.join(sorted(known))})",
-                f"put the script's own flags after --, as in: stormo run train.py -- {argument}",
+                f"{suggestion(flag, known)}put the script's own flags after --, as in: "
+                f"stormo run train.py -- {argument}",
             )
 
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from stormo.errors import StormoError
+from stormo.errors import SettingError, StormoError
 from stormo.telemetry.events import current_events, read_events, speed_of
 from stormo.telemetry.files import to_json
 from stormo.telemetry.finding import list_runs
@@ -52,6 +52,8 @@ class RunOverview:
 def main(folder: Path, *, json: bool) -> int:
     """List the runs of a folder."""
     now_unix_s = time.time()
+    if folder.exists() and not folder.is_dir():
+        raise SettingError(f"--runs-folder {folder} was set", "it is no folder", "name the folder that holds your runs")
     overviews = [overview(run, now_unix_s=now_unix_s) for run in list_runs(folder)]
     if json:
         content = [to_json(asdict(one)) for one in overviews]

@@ -101,7 +101,7 @@ def read_settings(arguments: list[str]) -> tuple[TrainConfig, type[Task]]:
     document = options.read_toml(Path(peeked["config"])) if "config" in peeked else {}
     run = document.get("run")
     resumed = run_to_resume((run if isinstance(run, dict) else {}) | peeked)
-    inherited = options.read_toml(resumed.config) if resumed else {}
+    inherited = options.read_toml(resumed.config, f"{resumed.config} is of the run to resume") if resumed else {}
     workers = inherited.get("workers", {})
     inherited["workers"] = inherited_workers(workers, document.get("workers"), peeked)
     names = (peeked.get("task"), document.get("task"), inherited.get("task"), TrainConfig.task)

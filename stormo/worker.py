@@ -28,7 +28,7 @@ from stormo.measuring import AnyKeeper, open_keeper
 from stormo.metrics import Validation
 from stormo.optim.schedule import make_schedule
 from stormo.out_of_memory import memory_explained, note_memory
-from stormo.plan import Plan, resolve, with_own_optimizer
+from stormo.plan import Plan, resolve, with_layers, with_own_optimizer
 from stormo.plan.profile import parse_profile
 from stormo.process import SetUp
 from stormo.profiling.ranges import record_for_nsight
@@ -176,7 +176,7 @@ def _train(
     set_up.done("first passes")
     spec = None if config.command.profile is None else parse_profile(config.command.profile)
     record_for_nsight(is_asked=spec is not None and spec.nvtx)  # refuses before there is a run folder
-    journal = Journal(config, plan, world, state, set_up, keeper)
+    journal = Journal(config, with_layers(config, plan, **strategy.layers_it_has()), world, state, set_up, keeper)
     if not _take_up(config, plan, journal, state, loader, rehearsed):
         loader.close()
         validation.close()

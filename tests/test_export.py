@@ -105,6 +105,7 @@ def test_a_file_that_is_there_is_replaced_only_by_force(run: Path, capsys: pytes
         (["other"], "run 'other' was asked for"),
         (["demo", "--step", "15"], "demo has no such checkpoint; choose one of: 10, 20, 30"),
         (["runs/demo/checkpoints/step-00000020", "--best"], "is one checkpoint"),
+        (["demo", "runs/demo/checkpoints/step-00000020/manifest.json/out"], "it cannot be (Not a directory)"),
         (["demo", "nowhere/out"], "it cannot be (No such file or directory)"),
         (["demo", "out", "--best", "--step", "3"], "not allowed with"),
         ([], "required: RUN"),

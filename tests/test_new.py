@@ -93,6 +93,7 @@ def test_the_kind_is_classification_unless_another_is_named(tmp_path: Path) -> N
     [
         (["there.py"], "the file there.py was named, but it is there already; name another one."),
         (["my_task"], "the file my_task was named, but a task is a Python file; name it my_task.py."),
+        (["--", "-my.py"], "the file -my.py was named, but it would be taken for a flag; name it my.py."),
         (["my_task.txt"], "the file my_task.txt was named, but a task is a Python file; name it my_task.py."),
         ([".py"], "the file .py was named, but a task is a Python file; name it my_task.py."),
         ([""], "an empty name was given, but a task is a Python file; name one, such as my_task.py."),

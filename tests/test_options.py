@@ -136,6 +136,8 @@ def test_a_wrong_value_is_refused_with_the_whole_sentence(arguments: list[str], 
         ("--task.widht", "did you mean --task.width? "),
         ("--width", "did you mean --task.width? "),
         ("--batch", "did you mean --batch-size? "),
+        ("-n", "did you mean --num-gpus? "),
+        ("--workers", "did you mean --num-gpus? "),
         ("--lr", "did you mean --base-lr? "),
         ("--quux", ""),
     ],
@@ -361,8 +363,8 @@ def test_a_file_that_cannot_be_read_or_parsed_is_named(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=r"it is not valid TOML \(.*line 1"):
         options.read_toml(tmp_path / "bad.toml")
     (tmp_path / "latin.toml").write_bytes(b'task = "\xe9"\n')
-    with pytest.raises(SettingError, match="it is not valid TOML"):
-        options.read_toml(tmp_path / "latin.toml")
+    with pytest.raises(SettingError, match=r"^latin is resumed, but it is not valid TOML.*; save it as UTF-8"):
+        options.read_toml(tmp_path / "latin.toml", "latin is resumed")
     (tmp_path / "task.toml").write_text('task = "fashion-mnist"\n[task]  # guessed\nwidth = 2\n')
     with pytest.raises(SettingError, match=r"; the section of a task's own options is \[task_options\]"):
         options.read_toml(tmp_path / "task.toml")

@@ -226,6 +226,9 @@ def test_a_loading_process_that_runs_the_script_again_is_told(tmp_path: Path) ->
 
 SENTENCES: dict[tuple[str, ...], str] = {
     (): "stormo run was given no script, but there is nothing to run; name one: stormo run train.py.",
+    ("",): "stormo run was given no script, but there is nothing to run; name one: stormo run train.py.",
+    ("folder",): "stormo run folder was typed, but that folder has no __main__.py to run; name a file that ends in .py",
+    ("s.py", "--num-gpus", "99999999", "--device", "cpu"): "for which so many processes would wait in turn; set --num-",
     ("none.py",): "stormo run none.py was typed, but there is no such file; check the path.",
     ("none_such_module",): "stormo run none_such_module was typed, but there is no such module",
     ("s.txt",): "stormo run s.txt was typed, but s is a module that holds no others; name s.py.",
@@ -248,6 +251,7 @@ def test_what_cannot_be_run_is_refused_before_a_worker_starts(
 ) -> None:
     tmp_path.joinpath("s.py").write_text("raise AssertionError('it was run')\n")
     tmp_path.joinpath("there.txt").write_text("no program\n")
+    tmp_path.joinpath("folder").mkdir()
     tmp_path.joinpath("task.py").write_text("from stormo import Task\nWIDTH = 2\nclass Mine(Task): ...\n")
     monkeypatch.chdir(tmp_path)
     assert main(["run", *words]) == 2

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from stormo import runs
+from stormo.errors import SettingError
 from stormo.journal.opening import lock_folder
 from stormo.telemetry.events import EventFile
 from stormo.telemetry.files import write_json
@@ -220,6 +221,9 @@ def test_a_folder_without_runs_gives_one_helpful_line(
     assert str(tmp_path / name) in out
     assert "stormo train" in out
     assert listed(capsys, tmp_path / name) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(SettingError, match="file was set, but it is no folder; name the folder that holds your runs"):
+        runs.main(tmp_path / "file", json=False)
 
 
 def test_json_output_is_strict_json_with_the_whole_overview(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

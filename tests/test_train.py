@@ -162,6 +162,8 @@ def test_the_run_folder_holds_what_happened(whole: tuple[Path, subprocess.Comple
     assert checkpoints(run)[-2:] == ["step-00000015", "step-00000016"]
     started = read_events(run / "events.jsonl")[0]
     assert started["explanation"] == done.stdout.splitlines()[: len(started["explanation"])]
+    said = [line.partition("  ")[0] for line in started["explanation"]]
+    assert ("batch norm" in said, "channels last" in said) == (True, False), "the model has no convolution"
     assert json.loads((run / "environment.json").read_text(encoding="utf-8"))["world_size"] == 2
     page = Path(__file__).parents[1].joinpath("docs", "run-folder.md").read_text(encoding="utf-8")
     files = {f"{path.name}{'/' * path.is_dir()}" for path in run.iterdir()}

@@ -83,6 +83,21 @@ def cut(batch: Any, start: int, stop: int) -> Any:
     return _cut(batch, slice(start, stop), _ROOT)
 
 
+def samples_first(batch: Any, dim: int, *, undo: bool = False) -> Any:
+    """The same batch with its samples along the first dimension, which are along `dim` of what has so many."""
+    if dim == 0 or isinstance(batch, _PLAIN):
+        return batch
+    if isinstance(batch, Tensor | numpy.ndarray):
+        places = (0, dim) if undo else (dim, 0)
+        if batch.ndim <= dim:
+            return batch
+        return batch.movedim(*places) if isinstance(batch, Tensor) else numpy.moveaxis(batch, *places)
+    parts = _parts(batch, _ROOT)
+    return (
+        batch if parts is None else _rebuilt(batch, [samples_first(each, dim, undo=undo) for _, each in parts], _ROOT)
+    )
+
+
 def repeat_rows(batch: Any, num_rows: int) -> Any:
     """The rows of a batch over and over until there are so many, in memory of their own."""
     _check_rows(batch)

@@ -79,11 +79,12 @@ def _rest_of_hydra(start: Start) -> list[str]:
 FLAVOURS: Mapping[str, Render] = {"Intel": intel, "Open MPI": open_mpi, "OpenRTE": open_mpi, "HYDRA": hydra}
 
 
-def command_line(start: Start, environ: Mapping[str, str]) -> list[str]:
-    """The whole command of the mpirun that is installed here."""
+def command_line(start: Start, environ: Mapping[str, str], *, is_shown: bool = False) -> list[str]:
+    """The whole command of the mpirun that is installed here, which is to be run unless it is only shown."""
     program = _program(environ)
-    flavour, render = _flavour(program)
-    if flavour in ("Open MPI", "OpenRTE") and os.geteuid() == 0 and not all(environ.get(name) for name in _ROOT):
+    render = _flavour(program)
+    is_refused = render is open_mpi and os.geteuid() == 0 and not all(environ.get(name) for name in _ROOT)
+    if is_refused and not is_shown:
         raise SettingError(
             "--launcher mpi was set by root",
             "Open MPI starts nothing for root unless it is told to twice",
@@ -105,7 +106,7 @@ def _program(environ: Mapping[str, str]) -> list[str]:
     return [found, *said[1:]]
 
 
-def _flavour(program: Sequence[str]) -> tuple[str, Render]:
+def _flavour(program: Sequence[str]) -> Render:
     try:
         asked = subprocess.run([program[0], "--version"], capture_output=True, timeout=_ANSWER_WITHIN_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -113,7 +114,7 @@ def _flavour(program: Sequence[str]) -> tuple[str, Render]:
     said = (asked.stdout + asked.stderr).decode(errors="replace")  # whatever the locale
     for word, render in FLAVOURS.items():
         if word in said:
-            return word, render
+            return render
     raise _unknown(program[0], f"{program[0]} --version says {said.strip().partition(chr(10))[0]!r}")
 
 

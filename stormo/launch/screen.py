@@ -6,6 +6,7 @@ Lines on stderr are held for a moment: a survivor often complains before the dea
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Callable
@@ -15,6 +16,10 @@ from stormo.launch.relay import write_all
 from stormo.launch.worker import Stream, Worker
 
 _STDOUT, _STDERR = 1, 2
+# How a script begins to say that it does not know a flag. It ends then, and all workers say the same; but the end of a
+# process that has loaded torch takes its time.
+_USAGE = re.compile(rb"(?:\[rank \d+\] )?usage: ", re.IGNORECASE)
+_USAGE_HOLD_S = 5.0
 
 
 class Screen:
@@ -22,7 +27,7 @@ class Screen:
 
     def __init__(self, hold_s: float) -> None:
         self._hold_s = hold_s
-        self._held: deque[tuple[float, Stream, bytes]] = deque()
+        self._held: deque[tuple[float, Stream, bytes]] = deque()  # with the time until which
         self._cause_shown = False
 
     @property
@@ -35,13 +40,14 @@ class Screen:
         if stream.target_fd == _STDOUT:
             write_all(_STDOUT, b"".join(lines))
         elif not self._cause_shown:  # afterwards only consequences come
-            now = time.monotonic()
-            self._held.extend((now, stream, line) for line in lines)
+            hold_s = max(self._hold_s, _USAGE_HOLD_S if any(map(_USAGE.match, lines)) else 0.0)
+            until = time.monotonic() + hold_s
+            self._held.extend((until, stream, line) for line in lines)
 
     def show_held_lines(self, *, at_once: bool = False) -> None:
         """Show the lines that have waited long enough."""
         now = time.monotonic()
-        while self._held and (at_once or now - self._held[0][0] >= self._hold_s):
+        while self._held and (at_once or now >= self._held[0][0]):
             _, stream, line = self._held.popleft()
             stream.worker.last_lines.append(line)
             write_all(_STDERR, line)

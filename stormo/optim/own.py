@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from stormo import config
 from stormo.errors import SettingError
-from stormo.optim.table import spare_compiler
+from stormo.optim.table import lighten, spare_compiler
 
 # Settings that say nothing of such an optimizer.
 _ITS_OWN = ("optimizer", "momentum", "beta2", "eps", "trust_coefficient", "grad_averaging", "nesterov", "weight_decay")
@@ -50,6 +50,7 @@ def own_optimizer(make: Callable[[nn.Module], Any], model: nn.Module) -> Optimiz
     for name in left_out(optimizer, model):
         # Never stepped: its gradients would only add up and count when clipped.
         model.get_parameter(name).requires_grad_(False)
+    lighten(optimizer)
     return optimizer
 
 

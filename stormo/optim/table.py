@@ -7,6 +7,7 @@ that does not compile has no use for it: `_light` and `spare_compiler` take the 
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import sys
 from collections.abc import Callable
@@ -41,10 +42,30 @@ def parameter_groups(model: nn.Module, weight_decay: float, *, layerwise: bool =
     return [group for group in groups if group["params"]]
 
 
-@functools.cache
 def _light(base: type[Optimizer]) -> Callable[..., Optimizer]:
     """The same optimizer with its undecorated step; the decorator only serves `differentiable`, which is off here."""
+    return _light_kind(base)
+
+
+def _light_kind(base: type[Optimizer]) -> type[Optimizer]:
     return type(base.__name__, (base,), {"step": torch.no_grad()(inspect.unwrap(base.step))})
+
+
+def lighten(optimizer: Optimizer) -> None:
+    """Give an optimizer that is made already the light step too; a step that goes on to torch's loads the compiler now.
+
+    It would do so in the first step, whose time counts as training.
+    """
+    kind = type(optimizer)
+    heirs_of = [base for base in kind.__mro__ if base.__module__.startswith("torch.optim.") and base is not Optimizer]
+    if "torch._dynamo" in sys.modules or not heirs_of:
+        return
+    is_wrapped = "step" in vars(optimizer) or optimizer.defaults.get("differentiable")
+    if kind is heirs_of[0] and not is_wrapped:
+        optimizer.__class__ = _light_kind(kind)
+        optimizer._patch_step_function()  # hooks and profiles, as its own step has them
+    else:
+        importlib.import_module("torch._dynamo")
 
 
 def spare_compiler(owner: type = Optimizer) -> None:

@@ -4,7 +4,7 @@
 the configuration that they come to, `belonging` what one leaves of another, `words` a command line made of them.
 """
 
-from stormo.options.belonging import left_below, left_unasked
+from stormo.options.belonging import left_below, left_unasked, without_effect
 from stormo.options.declared import Option, defaults_of_task, options_of, train_options
 from stormo.options.flags import Parser, Positional, UsageError, build_parser, parse_flags, peek_flags, take_flags
 from stormo.options.settings import flat_settings, make_config
@@ -32,5 +32,6 @@ __all__ = [
     "take_flags",
     "to_toml",
     "train_options",
+    "without_effect",
     "without_flags",
 ]

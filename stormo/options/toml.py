@@ -14,21 +14,20 @@ from stormo.options.belonging import without_effect
 from stormo.options.declared import Option
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """A TOML file of settings as plain values; see `settings_from_toml`."""
+def read_toml(path: Path, what: str | None = None) -> dict[str, Any]:
+    """A TOML file of settings as plain values (`settings_from_toml`); `what` is said of one that nobody has named."""
     import tomllib
 
+    what = what or f"--config {path} was set"
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise SettingError(
-            f"--config {path} was set", f"it cannot be read ({error.strerror})", "check the path"
-        ) from None
+        raise SettingError(what, f"it cannot be read ({error.strerror})", "check the path") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        instead = "mend that line"
+        instead = "save it as UTF-8" if isinstance(error, UnicodeDecodeError) else "mend that line"
         if any(line.partition(b"#")[0].strip() == b"[task]" for line in path.read_bytes().splitlines()):
             instead += "; the section of a task's own options is [task_options], as task names what is trained"
-        raise SettingError(f"--config {path} was set", f"it is not valid TOML ({error})", instead) from None
+        raise SettingError(what, f"it is not valid TOML ({error})", instead) from None
 
 
 def settings_from_toml(document: Mapping[str, Any], options: Sequence[Option], source: str) -> dict[str, Any]:

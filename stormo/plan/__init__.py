@@ -5,6 +5,7 @@ Pure functions of numbers; every check of a user's settings is here, so that it 
 
 from stormo.plan.batch import no_validation_samples, num_ghosts
 from stormo.plan.facts import Facts
+from stormo.plan.layers import with_layers
 from stormo.plan.plan import Plan, check_settings, resolve, with_own_optimizer, with_passes
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "no_validation_samples",
     "num_ghosts",
     "resolve",
+    "with_layers",
     "with_own_optimizer",
     "with_passes",
 ]

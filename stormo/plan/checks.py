@@ -12,6 +12,7 @@ from stormo.plan.batch import per_worker
 from stormo.plan.facts import Facts
 
 _MAX_NAME_BYTES = 200
+_MOST_LOADERS = 1024
 
 
 def check_numbers(config: TrainConfig) -> None:
@@ -23,6 +24,7 @@ def check_numbers(config: TrainConfig) -> None:
             f"set --target-accuracy {config.stop.target_accuracy / 100:g}",
         )
     optimizer, stop, run = config.optimizer, config.stop, config.run
+    at_least("--target-accuracy", stop.target_accuracy, 0)
     at_least("--batch-size", per_worker(config), 1)
     at_least("--accumulate", config.batch.accumulate, 1)
     _check_ghosts(config)
@@ -49,6 +51,7 @@ def check_numbers(config: TrainConfig) -> None:
     _check_rollbacks(config)
     at_least("--validation-batch-size", config.speed.validation_batch_size, 1)
     at_least("--loader-workers", config.speed.loader_workers, 0)
+    _check_loaders(config.speed.loader_workers or 0)
     at_least("--keep-checkpoints", run.keep_checkpoints, 1)
     at_least("--grid-intensity", config.energy.grid_intensity, 0)
     at_least("--energy-price", config.energy.energy_price, 0)
@@ -136,6 +139,15 @@ def _check_belongs(config: TrainConfig) -> None:
 
 def _either(names: Sequence[str]) -> str:
     return " or ".join([*([", ".join(names[:-1])] if names[1:] else []), names[-1]])
+
+
+def _check_loaders(count: int) -> None:
+    if count > _MOST_LOADERS:
+        raise SettingError(
+            f"--loader-workers {count} was set",
+            f"so many processes are started by each worker, and more than {_MOST_LOADERS} read no faster",
+            "set about as many as a worker has cores",
+        )
 
 
 def _check_ghosts(config: TrainConfig) -> None:

@@ -18,5 +18,7 @@ class Facts:
     unit: str = "samples"  # what speed is counted in: images, tokens, ...
     units_per_sample: int = 1
     has_accuracy: bool | None = None  # whether metrics() reports an `accuracy`; None is not known beforehand
+    has_convolutions: bool | None = None  # whether the model has any; None is not known beforehand
+    has_batch_norms: bool | None = None
     data: str = ""  # what the training set is, in words
     data_sha256: str | None = None  # of all data, where it is known beforehand: it must be the same on every node

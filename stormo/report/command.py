@@ -38,6 +38,9 @@ def main(arguments: Sequence[str]) -> int:
     check_plotly()
     if asked.png is not None:
         check_matplotlib()
+    for option in ("output", "csv", "png"):
+        if getattr(asked, option) == "":
+            raise SettingError(f"--{option} was set to an empty name", "nothing is written there", "name a place")
     parent = Path(asked.runs_folder)
     folders = list({run.path.resolve(): run for run in (find_run(parent, name) for name in asked.runs)}.values())
     labels = run_labels(folders)

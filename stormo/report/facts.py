@@ -99,7 +99,10 @@ def fact_panels(histories: Sequence[History]) -> list[Panel]:
 
 
 def _environment(environment: Line) -> Iterator[tuple[str, str]]:
+    absent = {f"{key}_reason" for key, value in environment.items() if value is None}
     for key, value in environment.items():
+        if value is None or key in absent:  # no repository, nothing to say of one
+            continue
         if key == "time_unix_s":
             yield "time", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(float(value)))
         elif isinstance(value, dict):

@@ -23,20 +23,26 @@ function fillTable(entry) {
   if (stride > 1) box.append(el("p", { class: "note", text: `every ${stride}th of ${body.length} rows; all are in the CSV` }));
 }
 
+// A browser would break a line after the dashes of a flag.
+const withFlags = (text) => String(text).split(/(--\S+)/).map((part, index) => (index % 2 ? el("span", { class: "flag", text: part }) : part));
+
 function tableNode(table, panel) {
   const hasRuns = isCompared() || table.columns[0] !== "run";
   const from = hasRuns ? 0 : 1; // with one run its name in each row says nothing
   const headColumn = table.columns[0] === "run" && isCompared() ? 1 : 0;
-  const head = el("tr", {}, ...table.columns.slice(from).map((text, column) =>
-    el("th", { scope: "col", class: column + from >= table.first_figure ? "figure" : undefined, text })));
+  const isHead = (column) => column === headColumn && !table.is_code;
+  // What names a row, and its kind, are not broken: what they name has room to be.
+  const isWhole = (column) => isHead(column) || table.columns[column + from] === "kind";
+  const look = (column) => (column + from >= table.first_figure ? "figure" : isWhole(column) ? "whole" : undefined);
+  const head = el("tr", {}, ...table.columns.slice(from).map((text, column) => el("th", { scope: "col", class: look(column), text })));
   const body = table.rows.map((row, index) => {
     const isMarked = table.marked.includes(index);
     const isTotal = table.id === "ledger" && row[1] === "all";
     return el("tr", { class: isMarked ? "marked" : isTotal ? "total" : undefined }, ...row.slice(from).map((text, column) =>
-      el(column === headColumn && !table.is_code ? "th" : "td", {
-        scope: column === headColumn && !table.is_code ? "row" : undefined,
-        class: column + from >= table.first_figure ? "figure" : table.is_code && column + from === row.length - 1 ? "code" : undefined, text,
-      })));
+      el(isHead(column) ? "th" : "td", {
+        scope: isHead(column) ? "row" : undefined,
+        class: table.is_code && column + from === row.length - 1 ? "code" : look(column),
+      }, ...withFlags(text))));
   });
   const box = el("div", { class: "scroll tall", tabindex: "0", role: "region", "aria-label": table.title },
     el("table", { class: table.first_figure > table.columns.length ? "facts" : undefined }, el("caption", { text: table.title }), el("thead", {}, head), el("tbody", {}, ...body)));
@@ -86,11 +92,11 @@ async function savePicture(entry) {
 // ---- the page ---------------------------------------------------------------------------------------------------
 
 function summary() {
-  const figureNodes = ([value, words]) => [el("span", { class: "value", text: value }), words ? el("span", { class: "words", text: words }) : null];
+  const figureNodes = ([value, words]) => [el("span", { class: "value", text: value }), words ? el("span", { class: "words" }, ...withFlags(words)) : null];
   if (!isCompared()) {
     return el("dl", { class: "tiles" }, ...Object.entries(doc.runs[0].figures).map(([title, [value, words]]) =>
       el("div", { class: "tile" }, el("dt", { text: title }),
-        el("dd", { class: value.length > 14 ? "value long" : "value", text: value }), words ? el("dd", { class: "words", text: words }) : null)));
+        el("dd", { class: value.length > 14 ? "value long" : "value", text: value }), words ? el("dd", { class: "words" }, ...withFlags(words)) : null)));
   }
   const titles = Object.keys(doc.runs[0].figures);
   const colours = palette();

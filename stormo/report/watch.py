@@ -65,6 +65,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _find(parent: Path, name: str, *, waits: bool) -> RunFolder:
+    if not name:
+        raise SettingError("an empty name was given", "no run has it", "name one: stormo runs lists them")
     for candidate in (parent / name, Path(name)):
         if candidate.is_dir():
             return RunFolder(candidate)

@@ -7,10 +7,7 @@ from collections.abc import Sequence
 from stormo.config import TrainConfig
 from stormo.layout import OF_SEVERAL
 from stormo.mesh import Mesh, parse_mesh
-from stormo.options import without_flags
-
-# Settings that only such strategies have.
-_THEIRS = ("strategy", "mesh", "zero", "servers", "staleness", "micro_batches", "schedule", "shard_modules", "offload")
+from stormo.options import flat_settings, train_options, without_effect, without_flags
 
 
 def lone_note(config: TrainConfig) -> str:
@@ -27,7 +24,7 @@ def _note(asked: str) -> str:
 
 def lone_arguments(arguments: Sequence[str], config: TrainConfig) -> tuple[str, ...]:
     """What `stormo train` is told for one worker instead."""
-    has_units = config.sharding.checkpoint_activations or config.speed.compile  # of which one worker may name some
-    theirs = set(_THEIRS) - ({"shard_modules"} if has_units else set())
-    kept = without_flags(arguments, {f"--{key.replace('_', '-')}": int(key != "offload") for key in theirs})
-    return (*kept, "--strategy", "single")  # which takes back what a file of settings says of another
+    alone = {"strategy": "single", "mesh": None}
+    theirs = {*alone, *without_effect({**flat_settings(config), **alone})}
+    flags = {option.flag: int(option.kind is not bool) for option in train_options() if option.key in theirs}
+    return (*without_flags(arguments, flags), "--strategy", "single")  # over what a file of settings says of another

@@ -17,8 +17,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from stormo.errors import SettingError, StormoError
@@ -30,7 +28,6 @@ from stormo.world.world import World
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _STANDARD_LIBRARY = str(Path(contextlib.__file__).parent)
 _MODULE = nn.Module.__call__.__code__.co_filename
-_KIND, _NUMBER, _FLAG = range(3)  # columns of an announcement
 _REFUSAL = -1  # a kind that no words have
 
 
@@ -48,9 +45,9 @@ class Agreement:
     def __init__(self, world: World, flag: Callable[[], int]) -> None:
         self._world = world
         self._flag = flag  # what this worker wants known, with its next announcement
-        self._table = torch.zeros(world.size, 3, dtype=torch.int64)
-        self._row = self._table[0]
-        self._work: dist.Work | None = None
+        self._board = world.board() if world.size > 1 else None
+        self._heard = Agreed([0] * world.size, 0)  # the last announcements of all
+        self._is_open = False  # something was announced, and the others have not been heard yet
         self._said = ""
         self._number = 0
         self._broken: StormoError | None = None
@@ -81,31 +78,31 @@ class Agreement:
         self._send(zlib.crc32(what.encode()))
 
     def _send(self, kind: int) -> None:
-        # New ones every time: the last exchange may still be read from by a slower worker.
-        self._row = torch.tensor([kind, self._number, self._flag()])
-        self._table = torch.empty(self._world.size, 3, dtype=torch.int64)
-        # Half the messages of a sum.
-        self._work = self._guard(lambda: dist.all_gather([*self._table], self._row, async_op=True))
+        assert self._board is not None, "one worker has nobody to tell"
+        board, said = self._board, (kind, self._number, self._flag())
+        self._is_open = True
+        self._guard(lambda: board.post(said))
 
     def settle(self) -> Agreed:
         """Wait for the others' announcements, or raise what all of them raise."""
         self.require_worker("something of stormo.World")
         if self._broken is not None:
             raise self._broken
-        if self._world.size == 1:
+        if self._board is None:
             return Agreed([self._number], self.agreed_flag)
-        work, self._work = self._work, None
-        if work is not None:
-            self._guard(work.wait)
-            kinds: Tensor = self._table[:, _KIND]
-            if bool((kinds != kinds[0]).any()) or int(kinds[0]) == _REFUSAL:
-                self._raise_difference(kinds.tolist())
-            self.agreed_flag = max(self.agreed_flag, int(self._table[:, _FLAG].max()))
-        return Agreed(self._table[:, _NUMBER].tolist(), self.agreed_flag)
+        if self._is_open:
+            self._is_open = False
+            said: Tensor = self._guard(self._board.read)
+            kinds, numbers, flags = said.T.tolist()
+            if kinds[0] == _REFUSAL or any(kind != kinds[0] for kind in kinds):
+                self._raise_difference(kinds)
+            self.agreed_flag = max(self.agreed_flag, *flags)
+            self._heard = Agreed(numbers, self.agreed_flag)
+        return self._heard
 
     def is_settled(self) -> bool:
         """Whether `settle` would not have to wait."""
-        return self._work is None or self._work.is_completed()
+        return not self._is_open or self._board is None or bool(self._guard(self._board.is_complete))
 
     def exchange(self, what: str, where: str = "", number: int = 0) -> Agreed:
         """Announce something and hear the others."""

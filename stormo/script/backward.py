@@ -15,7 +15,8 @@ from stormo.errors import SettingError, StormoError
 from stormo.script.agreement import call_site
 from stormo.script.choosing import Loaded
 from stormo.script.collating import Thinned
-from stormo.script.loop import Given, Giver, Loop
+from stormo.script.giving import Giver
+from stormo.script.loop import Given, Loop
 from stormo.script.refusals import check_loss
 from stormo.script.stepping import Group
 
@@ -119,6 +120,8 @@ class Backward:
             )
         if count is None and found and isinstance(thinned := found[-1], Thinned):
             thinned.tell(self._loop)
+        for giver in givers[-1:]:
+            giver.begin_backward(is_counted=count is not None)
         return givers[-1] if givers else None
 
     def _weight(self, giver: Giver | None, count: float | None, *, is_last: bool) -> float:

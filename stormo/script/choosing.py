@@ -9,8 +9,9 @@ from typing import Any
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
 
 from stormo.errors import SettingError, counted
-from stormo.script.indexed import IndexedLoader, PlainOrder, SamplerOrder, taken_settings
+from stormo.script.indexed import IndexedLoader, taken_settings
 from stormo.script.loop import Loop
+from stormo.script.orders import PlainOrder, SamplerOrder
 from stormo.script.samples import require_same_samples
 from stormo.script.streams import ShardedLoader, StreamLoader
 
@@ -29,9 +30,16 @@ def make_loader(
     num_workers: int,
     collate_fn: Callable[[list[Any]], Any] | None,
     seed: int,
+    batch_dim: int = 0,
 ) -> Loaded:
     """The loader for a torch DataLoader, a map-style data set or a stream."""
     _at_least("accumulate", accumulate)
+    if batch_dim < 0:
+        raise SettingError(
+            f"batch_dim={batch_dim} was passed to world.loader()",
+            "tensors of a batch may have different numbers of dimensions",
+            "count it from the first, which is 0",
+        )
     if isinstance(data, DataLoader):
         if batch_size is not None or global_batch_size is not None or shuffle or num_workers or collate_fn is not None:
             raise SettingError(
@@ -39,7 +47,7 @@ def make_loader(
                 "batch size, order and reading are the DataLoader's",
                 "set them there, or pass its data set instead",
             )
-        return _of_loader(loop, data, accumulate=accumulate, sharded=sharded, seed=seed)
+        return _of_loader(loop, data, accumulate=accumulate, sharded=sharded, seed=seed, batch_dim=batch_dim)
     total = _global_size(loop, batch_size, global_batch_size, accumulate, sharded=sharded)
     is_stream = isinstance(data, IterableDataset) or not hasattr(data, "__getitem__")
     if is_stream or sharded:
@@ -64,16 +72,19 @@ def make_loader(
             pin_memory=loop.world.device.type == "cuda",
         )
         kind = ShardedLoader if sharded else StreamLoader
-        return kind(loop, reader, data, accumulate=accumulate, seed=seed)
+        return kind(loop, reader, data, accumulate=accumulate, seed=seed, batch_dim=batch_dim)
+    _require_no_dim(batch_dim)
     _require_samples(loop, data, accumulate, num_workers)
     order = PlainOrder(data, total, shuffle=shuffle, seed=seed)
     settings = {"num_workers": num_workers, "collate_fn": collate_fn, "persistent_workers": num_workers > 0}
     return IndexedLoader(loop, data, order, accumulate=accumulate, seed=seed, **settings)
 
 
-def _of_loader(loop: Loop, data: DataLoader[Any], *, accumulate: int, sharded: bool, seed: int) -> Loaded:
+def _of_loader(
+    loop: Loop, data: DataLoader[Any], *, accumulate: int, sharded: bool, seed: int, batch_dim: int
+) -> Loaded:
     if sharded:
-        return ShardedLoader(loop, data, data.dataset, accumulate=accumulate, seed=seed)
+        return ShardedLoader(loop, data, data.dataset, accumulate=accumulate, seed=seed, batch_dim=batch_dim)
     if isinstance(data.sampler, DistributedSampler):
         raise SettingError(
             "world.loader() was given a DataLoader with a DistributedSampler",
@@ -81,7 +92,8 @@ def _of_loader(loop: Loop, data: DataLoader[Any], *, accumulate: int, sharded: b
             "leave the sampler out (shuffle=True does)",
         )
     if isinstance(data.dataset, IterableDataset) or data.batch_sampler is None:
-        return StreamLoader(loop, data, data.dataset, accumulate=accumulate, seed=seed)
+        return StreamLoader(loop, data, data.dataset, accumulate=accumulate, seed=seed, batch_dim=batch_dim)
+    _require_no_dim(batch_dim)
     _require_plain(data)
     _require_samples(loop, data.dataset, accumulate, data.num_workers)
     _require_end(data.batch_sampler)
@@ -97,6 +109,15 @@ def _require_plain(loader: DataLoader[Any]) -> None:
             f"world.loader() was given a {kind.__name__}, a DataLoader with an __iter__ of its own",
             "the workers read their shares of the data set themselves, and what it may do to a batch would be left out",
             "do that in the data set, in collate_fn or in the loop, and pass a DataLoader of torch's own",
+        )
+
+
+def _require_no_dim(batch_dim: int) -> None:
+    if batch_dim:
+        raise SettingError(
+            f"world.loader(batch_dim={batch_dim}) was set for a data set that is read by number",
+            "a worker's samples are chosen there before they are put together, so that no batch is cut",
+            "leave batch_dim out",
         )
 
 

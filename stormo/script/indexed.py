@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-import operator
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -13,92 +10,17 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
 from stormo.data.batches import move
-from stormo.data.order import derive_seed, epoch_order, part
+from stormo.data.order import derive_seed, part
 from stormo.data.streaming import Key, Seeded
 from stormo.errors import SettingError, counted
 from stormo.script.agreement import call_site
 from stormo.script.collating import Thinned, Watched, watched
-from stormo.script.loop import Given, Giver, Loop
+from stormo.script.giving import Giver
+from stormo.script.loop import Given, Loop
+from stormo.script.orders import PlainOrder, SamplerOrder
 
 # Settings of a user's own loader that ours takes over.
 _TAKEN = ("num_workers", "collate_fn", "timeout", "worker_init_fn", "multiprocessing_context", "persistent_workers")
-
-
-class PlainOrder:
-    """Equal batches over a permutation that is a pure function of (seed, epoch), or over the data as it lies."""
-
-    def __init__(self, data: Any, global_batch_size: int, *, shuffle: bool, seed: int) -> None:
-        self.seed = seed
-        self.global_batch_size = global_batch_size
-        self.own: DataLoader[Any] | None = None
-        self._data = data
-        self._shuffle = shuffle
-
-    def __call__(self, epoch: int, position: int, num_samples: int) -> tuple[Tensor, Tensor]:
-        """The samples of an epoch one after the other, and the length of each batch: cut from the position on."""
-        order = epoch_order(num_samples, self.seed, epoch) if self._shuffle else torch.arange(num_samples)
-        # What is behind us is one stretch: it may have been cut into batches of another size.
-        full, rest = divmod(num_samples - position, self.global_batch_size)
-        sizes = [position] * (position > 0) + [self.global_batch_size] * full + [rest] * (rest > 0)
-        return order, torch.tensor(sizes, dtype=torch.int64)
-
-    def generators(self) -> list[torch.Generator]:
-        """None of its own."""
-        return []
-
-    def __len__(self) -> int:
-        return math.ceil(len(self._data) / self.global_batch_size)
-
-
-class SamplerOrder:
-    """The batches of a user's own loader, drawn on the main worker exactly as that loader would, and shared."""
-
-    def __init__(self, loader: DataLoader[Any], loop: Loop) -> None:
-        self.own = loader
-        self.global_batch_size = loader.batch_size
-        self._loop = loop
-
-    def __call__(self, epoch: int, _position: int, _num_samples: int) -> tuple[Tensor, Tensor]:
-        """The samples of an epoch one after the other, and the length of each batch, wherever the position is."""
-        drawn = self._draw(epoch) if self._loop.world.is_main else None
-        shared = self._loop.world.share_tensors(drawn)
-        return shared["order"], shared["sizes"]
-
-    def _draw(self, epoch: int) -> dict[str, Tensor]:
-        assert self.own.batch_sampler is not None
-        # A torch loader draws this seed before its sampler draws anything: the numbers after it must be the same.
-        if epoch == 0 or not self.own.persistent_workers:
-            torch.empty((), dtype=torch.int64).random_(generator=self.own.generator)
-        # A length may be an estimate; what goes far beyond it would fill the memory before the first batch is given.
-        limit = 2 * len(self) + 1
-        batches = [list(batch) for batch in itertools.islice(self.own.batch_sampler, limit + 1)]
-        if len(batches) > limit:
-            raise SettingError(
-                f"a loader was passed to world.loader() whose sampler has len {len(self)} in batches",
-                f"it gave more than {limit} and did not end, and the workers agree on an epoch's order at its start",
-                "let the sampler end after its len, or make it an iterable data set",
-            )
-        flat = [index for batch in batches for index in batch]
-        wrong = next((index for index in flat if not hasattr(index, "__index__")), None)
-        if wrong is not None:
-            raise SettingError(
-                f"a loader whose sampler gives {type(wrong).__name__} was passed to world.loader()",
-                "the workers agree on samples by their number",
-                "let the sampler give whole numbers",
-            )
-        sizes = torch.tensor([len(batch) for batch in batches], dtype=torch.int64)
-        numbers = [operator.index(index) for index in flat]  # NumPy's and torch's whole numbers, too
-        return {"order": torch.tensor(numbers, dtype=torch.int64), "sizes": sizes}
-
-    def generators(self) -> list[torch.Generator]:
-        """Those the user has given to the loader and its sampler."""
-        batch_sampler = self.own.batch_sampler
-        owners = (self.own, batch_sampler, getattr(batch_sampler, "sampler", None))
-        found = [getattr(owner, "generator", None) for owner in owners]
-        return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
-
-    def __len__(self) -> int:
-        return len(self.own.batch_sampler)  # type: ignore[arg-type]
 
 
 class _Shares(Sampler[list[Key]]):
@@ -134,6 +56,8 @@ class IndexedLoader(Giver):
         self._drawn: tuple[Tensor, Tensor] | None = None  # of the epoch under way
         self._position = 0
         self._step_stop = 0
+        self._is_made = False  # an iteration, of which no batch was asked for yet,
+        self._was_made = False  # when the checkpoint was saved
 
     def _make_reader(self) -> DataLoader[Any]:
         return DataLoader(
@@ -155,7 +79,17 @@ class IndexedLoader(Giver):
 
     def __iter__(self) -> Iterator[Any]:
         """The batches of the next epoch, or of the rest of the one that was saved, on the worker's device."""
-        with self._under_way(call_site()) as turn:
+        is_over = self._turn is not None or self._is_left  # the epoch under way, with this one
+        if self._turn is not None:
+            self._break_off()
+        if (is_over or self._drawn is None) and not self._was_made:
+            self._draw_order.begin(self.epoch + is_over)
+        self._is_made, self._was_made = True, False
+        return self._iterate(call_site())
+
+    def _iterate(self, where: str) -> Iterator[Any]:
+        with self._under_way(where) as turn:
+            self._is_made = False
             num_samples = self._count_samples()
             if self._drawn is None:
                 self._drawn = self._draw_order(self.epoch, self._position, num_samples)
@@ -172,6 +106,7 @@ class IndexedLoader(Giver):
             reader = iter(self._reader)
             for (start, stop), step in zip(steps, parts, strict=True):
                 self._step_stop = stop
+                self._num_begun += 1
                 if self._is_unannounced():
                     self._cast_batch(f"the batch at sample {start}")
                 for index, (a, b) in enumerate(step):
@@ -183,7 +118,7 @@ class IndexedLoader(Giver):
                     else:
                         batch, given = self._stand_in(order, start), Given(0, stop - start, is_last=is_last)
                     yield from self._give(move(batch, self.loop.world.device), given, turn)
-                self._position = stop
+                self._step_done()
 
     def _read(self, reader: Iterator[Any], num_samples: int, total: int, *, is_last: bool) -> tuple[Any, Given]:
         if not isinstance(self._reader.collate_fn, Watched):
@@ -236,7 +171,7 @@ class IndexedLoader(Giver):
     def _stand_in(self, order: Tensor, start: int) -> Any:
         return self.collate_fn([self._samples[self._keys(order, start, start + 1)[0]]])
 
-    def _step_done(self) -> None:
+    def _advance(self) -> None:
         self._position = self._step_stop
 
     def _position_state(self, *, goes_on: bool) -> dict[str, Any]:
@@ -250,8 +185,10 @@ class IndexedLoader(Giver):
         }
         if isinstance(self._draw_order, SamplerOrder):
             state["generators"] = [generator.get_state() for generator in self._draw_order.generators()]
-            if self._drawn is not None:
-                state["order"], state["sizes"] = self._drawn
+            state["is_made"] = self._is_made and self._turn is None
+            drawn = self._drawn or self._draw_order.early
+            if drawn is not None:
+                state["order"], state["sizes"] = drawn
         return state
 
     def _load_position(self, state: dict[str, Any]) -> None:
@@ -263,6 +200,7 @@ class IndexedLoader(Giver):
             raise self._other_data(counted(state["num_samples"], "sample"))
         self._position, self._seed, self._had = state["position"], state["seed"], state["num_samples"]
         self._drawn = (state["order"], state["sizes"]) if "order" in state else None
+        self._was_made = bool(state.get("is_made"))
         if isinstance(self._draw_order, PlainOrder):
             self._draw_order.seed = self._seed
             return
@@ -278,6 +216,9 @@ class IndexedLoader(Giver):
 
     def _rewind(self) -> None:
         self._drawn, self._position = None, 0
+
+    def _break_off(self) -> None:
+        self._draw_order.leave(self._num_begun)
 
 
 def taken_settings(loader: DataLoader[Any]) -> dict[str, Any]:

@@ -30,6 +30,8 @@ _Result = TypeVar("_Result")
 def save(loop: Loop, folder: Path, extra: dict[str, Any], *, keep: int) -> None:
     """Publish a checkpoint; all workers call it, the main one writes, and all raise what goes wrong there."""
     _require_whole(loop)
+    for loader in loop.iterating:
+        loader.end_batch()
     _require_same_places(loop)
     world = loop.world
     loop.announce("what is saved")
@@ -162,23 +164,36 @@ def _require_whole(loop: Loop) -> None:
 
 
 def _require_same_places(loop: Loop) -> None:
-    """Refuse to save where a loader is in another place on the main worker than on another, as all load the main's."""
-    gathered = loop.world.gather_json({str(number): loader.place() for number, loader in loop.loaders.items()})
-    differs: list[str] | None = None
-    for rank, theirs in enumerate(gathered or []):
-        assert gathered is not None
-        for number, here in gathered[0].items():
+    """Refuse to save where no place to go on from is known, or another one on the main worker, whose all load."""
+    ahead = next((loader.number + 1 for loader in loop.iterating if loader.held.is_ahead), 0)
+    places = {str(number): loader.place() for number, loader in loop.loaders.items()}
+    gathered = loop.world.gather_json([ahead, places])
+    refusal: list[str] | None = loop.world.share_json(None if gathered is None else _no_place(gathered))
+    if refusal is not None:
+        raise SettingError(*refusal)
+
+
+def _no_place(gathered: list[tuple[int, dict[str, str]]]) -> list[str] | None:
+    """What is wrong with the places of all workers' loaders, in the three parts of a sentence."""
+    if ahead := max(found for found, _ in gathered):
+        return [
+            f"world.save() was called in a loop that has fetched batches of loader {ahead} ahead",
+            "it holds several, and which of them are trained is not known, and a load could repeat or leave out one",
+            "train a batch before the next one is fetched (num_workers= reads ahead), save between two epochs, or "
+            "clone() the batches that are kept for later",
+        ]
+    main = gathered[0][1]
+    for rank, (_, theirs) in enumerate(gathered):
+        for number, here in main.items():
             # One that is no longer in use may be gone on some workers sooner than on others.
-            if theirs.get(number, here) != here and differs is None:
-                differs = [f"loader {int(number) + 1} in {here} on rank 0", f"it is in {theirs[number]} on rank {rank}"]
-    differs = loop.world.share_json(differs)
-    if differs is not None:
-        raise SettingError(
-            f"world.save() was called with {differs[0]}",
-            f"{differs[1]}, and a load goes on from one place",
-            "let all workers leave their loops alike: an iterator that is kept in a variable is still under way, "
-            "and its close() ends it",
-        )
+            if theirs.get(number, here) != here:
+                return [
+                    f"world.save() was called with loader {int(number) + 1} in {here} on rank 0",
+                    f"it is in {theirs[number]} on rank {rank}, and a load goes on from one place",
+                    "let all workers leave their loops alike: an iterator that is kept in a variable is still under "
+                    "way, and its close() ends it",
+                ]
+    return None
 
 
 def _require_front(loop: Loop, folder: Path) -> None:

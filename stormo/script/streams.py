@@ -12,12 +12,13 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from stormo.data.batches import batch_length, cut, move
+from stormo.data.batches import batch_length, cut, move, samples_first
 from stormo.data.generators import generators_kept, host_states, seed_host, set_host_states
 from stormo.data.order import derive_seed, part
 from stormo.errors import SettingError, counted
 from stormo.script.agreement import call_site
-from stormo.script.loop import Given, Giver, Loop
+from stormo.script.giving import Giver
+from stormo.script.loop import Given, Loop
 from stormo.script.samples import require_same_start
 
 _END = object()
@@ -43,8 +44,11 @@ class _Generators:
 class _Reading(Giver):
     """What both kinds of streams do: read under generators of their own, and find a position again by reading."""
 
-    def __init__(self, loop: Loop, batches: DataLoader[Any], dataset: Any, *, accumulate: int, seed: int) -> None:
+    def __init__(
+        self, loop: Loop, batches: DataLoader[Any], dataset: Any, *, accumulate: int, seed: int, batch_dim: int
+    ) -> None:
         super().__init__(loop, dataset, accumulate, global_batch_size=batches.batch_size, own=batches)
+        self._batch_dim = batch_dim
         self.num_workers, self.collate_fn = batches.num_workers, batches.collate_fn
         self._batches = batches
         self._seed = seed
@@ -64,6 +68,8 @@ class _Reading(Giver):
         while True:
             with generators:
                 batch = next(source, _END)
+            if batch is not _END:
+                batch = samples_first(batch, self._batch_dim)
             if num_read < position:
                 self._require_more(batch, num_read, position)
                 start, num_read = position - num_read, num_read + batch_length(batch)
@@ -75,6 +81,9 @@ class _Reading(Giver):
                 return
             yield batch
 
+    def _to_give(self, rows: Any) -> Any:
+        return move(samples_first(rows, self._batch_dim, undo=True), self.loop.world.device)
+
     def _require_more(self, batch: Any, num_read: int, position: int) -> None:
         if batch is _END:
             raise SettingError(
@@ -83,7 +92,7 @@ class _Reading(Giver):
                 "give it the same data as before",
             )
 
-    def _step_done(self) -> None:
+    def _advance(self) -> None:
         self._position = self._under_way_position
 
     def _position_state(self, *, goes_on: bool) -> dict[str, Any]:
@@ -152,7 +161,8 @@ class StreamLoader(_Reading):
                 self._require_some(length)
                 if not any(self._position):
                     require_same_start(world, batch, self._reads_again)
-                self._under_way_position = behind = [self._position[0] + length]
+                self._under_way_position = [self._position[0] + length]
+                self._num_begun += 1
                 share = part(0, length, world.rank, world.size)
                 for index in range(self.accumulate):
                     a, b = part(*share, index, self.accumulate)
@@ -160,8 +170,8 @@ class StreamLoader(_Reading):
                         continue
                     rows = cut(batch, a, b) if b > a else cut(batch, 0, 1)
                     given = Given(b - a, length, is_last=index == self.accumulate - 1)
-                    yield from self._give(move(rows, world.device), given, turn)
-                self._position = behind
+                    yield from self._give(self._to_give(rows), given, turn)
+                self._step_done()
 
     @property
     def _reads_again(self) -> Callable[[], Any] | None:
@@ -193,8 +203,10 @@ class StreamLoader(_Reading):
 class ShardedLoader(_Reading):
     """A stream for each worker: every batch counts, however unequally long the streams are."""
 
-    def __init__(self, loop: Loop, batches: DataLoader[Any], dataset: Any, *, accumulate: int, seed: int) -> None:
-        super().__init__(loop, batches, dataset, accumulate=accumulate, seed=seed)
+    def __init__(
+        self, loop: Loop, batches: DataLoader[Any], dataset: Any, *, accumulate: int, seed: int, batch_dim: int
+    ) -> None:
+        super().__init__(loop, batches, dataset, accumulate=accumulate, seed=seed, batch_dim=batch_dim)
         self.global_batch_size = None  # what the workers' streams happen to give at the same time
 
     @property
@@ -227,6 +239,7 @@ class ShardedLoader(_Reading):
                 total = sum(lengths)
                 self._under_way_position = behind = [n + length for n, length in zip(behind, lengths, strict=True)]
                 is_last = number % self.accumulate == 0 or not any(lengths_ahead)
+                self._num_begun += is_last
                 last = last if batch is _END else batch
                 if batch is not _END or self.trains:
                     if last is _END:
@@ -238,9 +251,9 @@ class ShardedLoader(_Reading):
                         pass_samples=total,
                         lacking=lengths.index(0) if 0 in lengths else None,
                     )
-                    yield from self._give(move(last, world.device), given, turn)
+                    yield from self._give(self._to_give(last), given, turn)
                 if is_last:
-                    self._position = behind
+                    self._step_done()
                 batch, lengths = ahead, lengths_ahead
 
     def _next(self, source: Iterator[Any], number: int) -> tuple[Any, list[int]]:

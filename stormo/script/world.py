@@ -145,6 +145,7 @@ class World(Together):
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         seed: int | None = None,
+        batch_dim: int = 0,
     ) -> Loaded:
         """This worker's share of every batch, on its device; nothing is dropped or repeated.
 
@@ -159,6 +160,8 @@ class World(Together):
             num_workers: processes that read the data set, for each worker.
             collate_fn: makes a batch of a list of samples.
             seed: of the order and of what a data set draws; default: from the script's own random state.
+            batch_dim: along which dimension the samples of a stream's batches lie, to be cut there; 1 where they are
+                time-major. Tensors with fewer dimensions have them along the first.
         """
         self._agree("world.loader")
         seed = self._workers.share_json(seed_here() if seed is None else seed)
@@ -173,6 +176,7 @@ class World(Together):
             num_workers=num_workers,
             collate_fn=collate_fn,
             seed=seed,
+            batch_dim=batch_dim,
         )
 
     def backward(

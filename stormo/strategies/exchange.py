@@ -233,9 +233,9 @@ class GradientExchange:
         with self._lock:
             if self._before is not None and not self._before._has_left:
                 return
-            if self._num_sent == 0 and not self._may_send():
-                return
             while self._num_sent < len(self._buckets) and not self._buckets[self._num_sent].num_awaited:
+                if self._num_sent == 0 and not self._may_send():
+                    return
                 self._send_next()
         if self._after is not None and self._has_left:
             self._after._send_full()

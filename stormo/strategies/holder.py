@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from stormo import config
 from stormo.layers.ghost_batch_norm import convert_ghost_batch_norm
-from stormo.layers.sync_batch_norm import convert_sync_batch_norm
+from stormo.layers.sync_batch_norm import LocalNorm, SynchronisedNorm, convert_sync_batch_norm
 from stormo.optim.own import group_rates, left_out, notice, own_optimizer
 from stormo.optim.table import make_optimizer
 from stormo.plan import Plan
@@ -79,6 +79,16 @@ class ModelHolder:
         """The devices that this worker computes on."""
         count = self._plan.layout.devices_per_worker
         return [self.world.device] if count == 1 else [torch.device("cuda", index) for index in range(count)]
+
+    def layers_it_has(self) -> dict[str, bool | None]:
+        """Which kinds of layers the model has of those that the plan speaks of; None where another worker has them."""
+        if self._plan.layout.mesh.pipeline > 1:
+            return {"has_convolutions": None, "has_batch_norms": None}
+        norms = (nn.modules.batchnorm._BatchNorm, SynchronisedNorm, LocalNorm)
+        return {
+            "has_convolutions": any(parameter.ndim == 4 for parameter in self.module.parameters()),
+            "has_batch_norms": any(isinstance(layer, norms) for layer in self.module.modules()),
+        }
 
     def stepped(self) -> list[nn.Parameter]:
         """The tensors that the optimizer steps on this worker, as far as it holds all."""

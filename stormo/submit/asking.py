@@ -165,7 +165,13 @@ def _name(config: TrainConfig, *, is_sweep: bool) -> str:
 
 
 def _setup(slurm: Slurm) -> str:
-    of_file = Path(slurm.setup_file).read_text(encoding="utf-8") if slurm.setup_file is not None else ""
+    try:
+        of_file = Path(slurm.setup_file).read_text(encoding="utf-8") if slurm.setup_file is not None else ""
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        raise SettingError(
+            f"--setup-file {slurm.setup_file} was set", f"it cannot be read ({why})", "name a file of shell lines"
+        ) from None
     return "\n".join(filter(None, (of_file.strip(), (slurm.setup or "").strip())))
 
 

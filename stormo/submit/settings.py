@@ -183,6 +183,8 @@ def _check_files(slurm: Slurm) -> None:
             raise SettingError(f"{flag} {name} was set", "there is no such file", "check the path")
     if slurm.log is not None and not Path(slurm.log).parent.is_dir():
         raise SettingError(f"--log {slurm.log} was set", "there is no such folder", "make it, or set another file")
+    if slurm.log is not None and Path(slurm.log).is_dir():
+        raise SettingError(f"--log {slurm.log} was set", "that is a folder", "name a file in it")
     if slurm.bind is not None and slurm.apptainer is None:
         raise SettingError(
             f"--bind {slurm.bind} was set", "there is no image that could see it", "set it with --apptainer IMAGE.sif"

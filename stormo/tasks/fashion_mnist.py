@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from stormo.data.tensors import TensorData
 
 _SIZES = {"train": 60_000, "validation": 10_000}
+_MOST_WIDTH = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,8 @@ class FashionMnist(Task):
             train_bytes=num_train * (28 * 28 + 8),
             unit="images",
             has_accuracy=True,
+            has_convolutions=True,
+            has_batch_norms=True,
         )
 
     def fetch(self) -> Path:
@@ -165,6 +168,12 @@ def _check(options: FashionMnistOptions) -> None:
             f"--task.width {options.width:g} was set",
             f"16 × {options.width:g} channels are less than one",
             "set --task.width 10, or something from 0.0625 up",
+        )
+    if options.width > _MOST_WIDTH:
+        raise SettingError(
+            f"--task.width {options.width:g} was set",
+            f"weights grow with its square, and {_MOST_WIDTH} are 17.1 M × ({_MOST_WIDTH} / 10)² = 171 G of them",
+            f"set --task.width 10, or something up to {_MOST_WIDTH}",
         )
     for flag, value in (("dropout", options.dropout), ("label-smoothing", options.label_smoothing)):
         if not 0 <= value < 1:

@@ -78,6 +78,8 @@ class LanguageModel(Task):
             unit="tokens",
             units_per_sample=self.block,
             has_accuracy=False,
+            has_convolutions=False,
+            has_batch_norms=False,
             data=f"{num_train * self.block} bytes of the {counted(corpus.num_files, 'file')} of {corpus.origin}",
             data_sha256=corpus.sha256,
         )

@@ -40,7 +40,7 @@ def collect_environment(extra: Mapping[str, Any]) -> dict[str, Any]:
         "python": platform.python_version(),
         "stormo": stormo.__version__,
         "pid": os.getpid(),
-        "command": mask_secrets(sys.argv),
+        "command": mask_secrets(_typed(sys.argv)),
         "working_folder": str(Path.cwd()),
         **_git_state(Path.cwd()),
         "variables": {
@@ -50,6 +50,13 @@ def collect_environment(extra: Mapping[str, Any]) -> dict[str, Any]:
         },
     }
     return {**environment, **extra}
+
+
+def _typed(arguments: Sequence[str]) -> list[str]:
+    """A command line as it can be typed again, wherever stormo is installed: by its name, not by its path."""
+    program = Path(arguments[0])
+    is_ours = program.name == "stormo" or program == Path(stormo.__file__).with_name("__main__.py")
+    return ["stormo" if is_ours else arguments[0], *arguments[1:]]
 
 
 def mask_secrets(arguments: Sequence[str]) -> list[str]:

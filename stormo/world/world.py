@@ -24,6 +24,7 @@ from stormo.errors import SettingError
 from stormo.launch.address import interface_towards
 from stormo.launch.place import Place
 from stormo.mesh import Mesh
+from stormo.world.board import Board
 from stormo.world.grid import DATA, Grid
 from stormo.world.store import PeerFailedError, Store
 
@@ -51,6 +52,7 @@ class World:
         self.device = device
         self.is_main = place.rank == 0
         self._num_fetches = 0
+        self._boards: list[Board] = []
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self._store = store.shared("world") if store else None
@@ -160,12 +162,18 @@ class World:
         """The main worker's JSON-able value, on all workers."""
         if self.size == 1:
             return value
-        payload = json.dumps(value).encode() if self.is_main else b""
-        length = self.broadcast(torch.tensor([len(payload)]))
-        content = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else torch.empty(0).byte()
-        if not self.is_main:
-            content = torch.empty(int(length), dtype=torch.uint8)
-        return json.loads(bytes(self.broadcast(content).numpy()))
+        payload = bytearray(json.dumps(value).encode()) if self.is_main else bytearray()
+        content = torch.frombuffer(payload, dtype=torch.uint8) if payload else None
+        return json.loads(bytes(self.share_vector(content, torch.uint8).numpy()))
+
+    def share_vector(self, vector: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """The main worker's vector of this type, on the CPU of all workers, which need not know its length."""
+        if self.size == 1:
+            assert vector is not None
+            return vector
+        length = self.broadcast(torch.tensor([0 if vector is None else len(vector)]))
+        received = torch.empty(int(length), dtype=dtype) if vector is None else vector
+        return self.broadcast(received) if len(received) else received
 
     def share_tensors(self, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
         """The main worker's named tensors, on the CPU of all workers."""
@@ -236,8 +244,15 @@ class World:
                 found.append(None)
         return found
 
+    def board(self) -> Board:
+        """A new place for a few numbers from all to all. All workers call it."""
+        self._boards.append(Board(self))
+        return self._boards[-1]
+
     def close(self) -> None:
         """Leave the process group."""
+        for board in self._boards:
+            board.close()
         if self._has_group and dist.is_initialized():
             dist.destroy_process_group()
 

@@ -56,7 +56,9 @@ def test_open_mpi_keeps_its_rule_for_root(tmp_path: Path, monkeypatch: pytest.Mo
         "--launcher mpi was set by root, but Open MPI starts nothing for root unless it is told to twice; "
         "set OMPI_ALLOW_RUN_AS_ROOT=1 and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1, or work as another user."
     )
-    assert "--host" in command_line(START, {**environ, **allowed})
+    words = command_line(START, {**environ, **allowed})
+    assert words == command_line(START, environ, is_shown=True), "what is only shown is refused to nobody"
+    assert "--host" in words
 
 
 def test_a_missing_or_unknown_mpirun_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

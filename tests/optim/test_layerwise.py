@@ -300,6 +300,7 @@ def test_a_compiled_step_is_the_eager_one(kind: Any) -> None:
 def test_no_compiler_is_loaded_for_a_run_that_does_not_compile() -> None:
     program = (
         "import sys, torch\nfrom stormo import config\nfrom stormo.optim.table import OPTIMIZERS, make_optimizer\n"
+        "from stormo.optim.own import own_optimizer\n"
         "from stormo.strategies.replicate import replica\n"
         "torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)\n"
         "for name in OPTIMIZERS:\n"
@@ -308,7 +309,17 @@ def test_no_compiler_is_loaded_for_a_run_that_does_not_compile() -> None:
         "    model(torch.ones(1, 2)).sum().backward()\n"
         "    optimizer.step()\n"
         "    optimizer.zero_grad()\n"
+        "for kind in (torch.optim.AdamW, torch.optim.RMSprop):\n"
+        "    model, hooked = torch.nn.Linear(2, 2), []\n"
+        "    optimizer = own_optimizer(lambda model: kind(model.parameters()), model)\n"
+        "    optimizer.register_step_pre_hook(lambda *_: hooked.append(1))\n"
+        "    model(torch.ones(1, 2)).sum().backward()\n"
+        "    optimizer.step()\n"
+        "    assert type(optimizer).__name__ == kind.__name__ and hooked == [1]\n"
         "was_loaded = 'torch._dynamo' in sys.modules\n"
+        "class Heir(torch.optim.SGD):\n    def step(self):\n        super().step()\n"
+        "own_optimizer(lambda model: Heir(model.parameters(), lr=0.1), model)\n"
+        "assert 'torch._dynamo' in sys.modules, 'it would be loaded in the first step, and counted as training'\n"
         "torch._dynamo.reset()\n"  # can be had for all that
         "sys.exit(was_loaded or not replica(torch.nn.Linear(2, 2))(torch.ones(1, 2)).requires_grad)"
     )

@@ -18,7 +18,7 @@ from stormo.data.order import part
 from stormo.errors import SettingError
 from stormo.hardware import Gpu
 from stormo.layout import Launched, Layout, resolve_layout
-from stormo.plan import Facts, Plan, choices, resolve, with_own_optimizer, with_passes
+from stormo.plan import Facts, Plan, choices, resolve, with_layers, with_own_optimizer, with_passes
 
 H200 = Gpu(name="NVIDIA H200", memory_bytes=141 * 2**30, capability=(9, 0))
 V100 = Gpu(name="Tesla V100-SXM2-16GB", memory_bytes=16 * 2**30, capability=(7, 0))
@@ -103,6 +103,15 @@ def said(plan: Plan | Layout, label: str) -> str:
         (
             {"validation_batch_size": 0},
             "--validation-batch-size 0 was set, but it must be at least 1; set --validation-batch-size 1 or more.",
+        ),
+        (
+            {"target_accuracy": -1.0},
+            "--target-accuracy -1 was set, but it must be at least 0; set --target-accuracy 0 or more.",
+        ),
+        (
+            {"loader_workers": 99999},
+            "--loader-workers 99999 was set, but so many processes are started by each worker, and more than 1024 read "
+            "no faster; set about as many as a worker has cores.",
         ),
         (
             {"loader_workers": -1},
@@ -734,6 +743,17 @@ def test_checkpoints_by_steps_and_by_epochs(text: str, steps: int | None, words:
     plan = plan_of(checkpoint_every=text)
     assert plan.checkpoint_steps == steps
     assert said(plan, "checkpoints") == words
+
+
+def test_of_layers_that_the_model_has_not_nothing_is_said_unless_they_were_asked_for() -> None:
+    flags: dict[str, Any] = {"num_gpus": 2, "sync_batch_norm": True}
+    plan, config = plan_of(**flags), configured(**flags)
+    assert with_layers(config, plan, has_convolutions=True, has_batch_norms=True) == plan
+    without = with_layers(config, plan, has_convolutions=False, has_batch_norms=False)
+    assert said(without, "batch norm") == "as set, without effect: the model has no batch norm"
+    assert {label for label, _ in plan.explanation} - {label for label, _ in without.explanation} == {"channels last"}
+    unknown = with_layers(config, plan, has_convolutions=None, has_batch_norms=None)
+    assert said(unknown, "batch norm") == "statistics over all 2 workers, where the model has a batch norm"
 
 
 def test_the_lines_are_aligned_and_hold_every_label_once() -> None:

@@ -103,6 +103,24 @@ def test_every_panel_is_there_and_an_empty_one_says_why(tmp_path: Path) -> None:
     assert content["runs"][0]["figures"]["State"] == ("waiting", "nothing written yet")
 
 
+def test_what_is_not_known_of_the_environment_is_left_out(tmp_path: Path) -> None:
+    folder = MadeRun(epochs=1).write(tmp_path)
+    known = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+
+    def shown(more: dict[str, Any]) -> dict[str, str]:
+        (folder / "environment.json").write_text(json.dumps({**known, **more}), encoding="utf-8")
+        [table] = next(panel["tables"] for panel in document(folder)["panels"] if panel["id"] == "environment")
+        return dict(table["rows"])
+
+    reason = {"git_commit_reason": "fatal: not a git repository"}
+    assert shown({"git_commit": None, **reason}) == shown({})
+    assert shown({"git_commit": "abc", "git_has_changes": False}) == {
+        **shown({}),
+        "git_commit": "abc",
+        "git_has_changes": "False",
+    }
+
+
 def test_the_figures_are_those_of_the_run(tmp_path: Path) -> None:
     content = document(MadeRun(epochs=4, resumed_after_epoch=2).write(tmp_path))
     found = charts(content)
@@ -228,6 +246,9 @@ def test_errors_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(SettingError, match=r"^the page was to be .*report\.html, but .* another place by --output"):
         command.main(["made", *place])
     (folder / "report.html").rmdir()
+    for option in ("--output", "--csv", "--png"):
+        with pytest.raises(SettingError, match=f"{option} was set to an empty name, but nothing is written there"):
+            command.main(["made", *place, option, ""])
     with pytest.raises(SettingError, match=r"--csv .* cannot be written"):
         command.main(["made", *place, "--csv", str(folder / "config.toml")])
     events = folder / "events.jsonl"

@@ -134,5 +134,7 @@ def test_errors_are_one_sentence(served: Served, tmp_path: Path) -> None:
         watch.main([*place, "--host", "192.0.2.1"])
     with pytest.raises(SettingError, match=r"--host a\.\.b was set, but that is no name of a host"):
         watch.main([*place, "--host", "a..b"])
+    with pytest.raises(SettingError, match="an empty name was given, but no run has it"):
+        watch.main(["", "--wait", "--runs-folder", str(tmp_path)])
     with pytest.raises(SettingError, match="run 'absent' was asked for"):
         watch.main(["absent", "--runs-folder", str(tmp_path)])

@@ -22,26 +22,56 @@ from tests import programs
 from tests.script.loops import Ranks, Weights, data, make, plain_loop, world_loop, world_of
 
 
-def _left_in(workers: Workers, folder: str, saves: bool) -> str:
-    """Gradients of a worker's own are stepped by an optimizer that was not wrapped."""
+def _part(workers: Workers, folder: str, how: str, found_by: str) -> str:
+    """Weights part in the last batch before they are compared."""
     world = world_of(workers)
     model, optimizer = make(has_norm=False)
     world.wrap(model)
     loader = world.loader(DataLoader(data(), batch_size=8))
-    for x, y in loader:
+    try:
+        for number, (x, y) in enumerate(loader, 1):
+            if number == (5 if found_by == "the end" else 2):
+                _move(model, optimizer, F.mse_loss(model(x), y), how, world.rank)
+                if number == 2:
+                    break
+        assert found_by != "the end"
+        world.save(folder) if found_by == "a save" else next(iter(loader))
+    except SettingError as error:
+        return str(error)
+    return ""
+
+
+def _move(model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, how: str, rank: int) -> None:
+    if how == "left in":  # gradients of a worker's own are stepped by an optimizer that was not wrapped
         optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
+        loss.backward()
         optimizer.step()
-    with pytest.raises(SettingError) as caught:
-        world.save(folder) if saves else next(iter(loader))
-    return str(caught.value)
+    if how == "by hand":
+        for parameter in model.parameters():
+            (gradient,) = torch.autograd.grad(loss, parameter, retain_graph=True)
+            parameter.data -= 0.1 * gradient
+    if how == "noise":  # after which the norms are what they were
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(rank), dtype=parameter.dtype)
+            norm = parameter.data.norm()
+            parameter.data += 1e-5 * norm * noise
+            parameter.data *= norm / parameter.data.norm()
 
 
-@pytest.mark.parametrize("saves", [False, True])
-def test_weights_that_have_parted_are_refused_by_the_next_loop_and_by_a_save(
-    run_ranks: Ranks, tmp_path: Path, saves: bool
+@pytest.mark.parametrize(
+    ("how", "found_by"),
+    [
+        ("left in", "the next loop"),
+        ("left in", "a save"),
+        ("left in", "the end"),
+        ("by hand", "the end"),
+        ("noise", "the next loop"),
+    ],
+)
+def test_weights_that_have_parted_are_refused_by_the_next_loop_by_its_end_and_by_a_save(
+    run_ranks: Ranks, tmp_path: Path, how: str, found_by: str
 ) -> None:
-    first, second = run_ranks(_left_in, 2, str(tmp_path), saves)
+    first, second = run_ranks(_part, 2, str(tmp_path), how, found_by)
     assert first == second
     assert first.startswith("the parameter first.weight is another one on rank 1 than on rank 0, but every worker trai")
     assert not list(tmp_path.iterdir())
@@ -116,10 +146,13 @@ def test_an_optimizer_that_was_not_wrapped_is_told_once(tmp_path: Path, how: str
     script = tmp_path / "script.py"
     script.write_text(STRAYS)
     done = programs.run([str(script), how], tmp_path, 2)
-    assert done.returncode == 0, done.stderr
+    # Alone, it has no gradient that is the same everywhere.
+    assert (done.returncode == 0) is (how != "alone"), done.stderr
+    assert ("the parameter weight is another one on rank 1 than on rank 0" in done.stderr) is (how == "alone")
     line = STRAYS.splitlines().index("        other.step()") + 1
     start = f"stormo: the Adam that steps in script.py line {line} was not passed to world.wrap(), and is not saved; "
-    assert done.stderr.count(start) == done.stderr.count("stormo:") == num_told, done.stderr
+    assert done.stderr.count(start) == num_told, done.stderr
+    assert done.stderr.count("stormo: the") == num_told, done.stderr
 
 
 def test_a_buffer_of_each_workers_own_samples_is_told_once(run_ranks: Ranks) -> None:

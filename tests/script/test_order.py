@@ -295,23 +295,37 @@ def test_gradients_cleared_by_hand_are_clear(world: World) -> None:
         optimizer.step()
 
 
-def test_breaking_off_starts_a_new_epoch_as_with_any_loader(world: World) -> None:
+def _orders(make: Callable[[DataLoader[Any]], Any], how: str, num_workers: int) -> list[list[float]]:
+    """The first values of batches of two loaders: broken off, begun side by side, or with an iteration that is kept."""
     torch.manual_seed(3)
-    ours, plain = [], []
-    loader = _loader(world)
+    generators = [torch.Generator().manual_seed(number) if how != "no generator" else None for number in (1, 2)]
+    loaders = [
+        make(DataLoader(data(), batch_size=8, shuffle=True, generator=generator, num_workers=num_workers))
+        for generator in generators
+    ]
+    seen, kept = [], []
     for _ in range(3):
-        for number, (x, _) in enumerate(loader):
-            ours.append(x)
-            if number == 1:
+        both = [iter(loader) for loader in loaders]
+        for number in range(1, 4):
+            seen += [next(batches)[0][:, 0].tolist() for batches in both]
+            if number == (2 if how == "broken off" else 3):
                 break
-    torch.manual_seed(3)
-    other = DataLoader(data(), batch_size=8, shuffle=True)
-    for _ in range(3):
-        for number, (x, _) in enumerate(other):
-            plain.append(x)
-            if number == 1:
-                break
-    assert torch.equal(torch.cat(ours), torch.cat(plain))
+        if how == "kept":
+            kept.append(both)
+        if how == "no generator":  # to the end
+            seen += [x[:, 0].tolist() for batches in both for x, _ in batches]
+        del both
+    return [*seen, torch.rand(2).tolist()]
+
+
+@pytest.mark.parametrize(
+    ("how", "num_workers"),
+    [("no generator", 0), ("broken off", 0), ("kept", 0), ("broken off", 1)],
+)
+def test_loaders_that_are_broken_off_or_begun_side_by_side_draw_what_those_of_torch_do(
+    world: World, how: str, num_workers: int
+) -> None:
+    assert _orders(world.loader, how, num_workers) == _orders(lambda loader: loader, how, num_workers)
 
 
 def test_a_first_look_at_a_batch_changes_nothing_of_what_follows(world: World) -> None:

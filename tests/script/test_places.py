@@ -56,9 +56,9 @@ def _train(workers: Workers, folder: str, kind: str, batch_size: int, accumulate
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     world.wrap(model, optimizer)
     loader = _make_loader(world, kind, batch_size, accumulate)
-    world.load(folder)
+    step = world.load(folder).get("step", 0)
+    assert loader.num_behind == step * accumulate
     seen: list[float] = []
-    step = 0
     for batch in loader:
         x = batch[0] if isinstance(batch, list) else batch
         optimizer.zero_grad()
@@ -67,7 +67,7 @@ def _train(workers: Workers, folder: str, kind: str, batch_size: int, accumulate
         seen += x[: loader.num_samples].flatten().tolist()
         step += not world._loop.is_partial
         if save_at and step == save_at:
-            world.save(folder)
+            world.save(folder, step=step)
             break
     return seen
 
@@ -103,6 +103,21 @@ def test_the_rest_of_a_batch_that_the_place_is_inside_of_is_given() -> None:
     loader = _alone().loader(DataLoader(_numbers(20), batch_size=8))
     loader.load_state(loader.state() | {"position": 5})
     assert [x.flatten().tolist() for (x,) in loader] == [[5.0, 6.0, 7.0], [*range(8, 16)], [*range(16, 20)]]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_iteration_that_was_made_before_a_save_gives_the_same_after_a_load(num_workers: int) -> None:
+    def make(seed: int) -> Any:
+        generator = torch.Generator().manual_seed(seed)
+        data = DataLoader(_numbers(), batch_size=20, shuffle=True, generator=generator, num_workers=num_workers)
+        return _alone().loader(data)
+
+    loader, other = make(1), make(2)
+    batches = iter(loader)
+    other.load_state(loader.state())
+    for _ in range(2):
+        assert [x.flatten().tolist() for (x,) in batches] == [x.flatten().tolist() for (x,) in other]
+        batches = iter(loader)
 
 
 def test_streams_go_on_after_the_shorter_one_has_ended(run_ranks: Ranks, tmp_path: Path) -> None:
@@ -236,3 +251,43 @@ def test_an_iterator_that_one_worker_keeps_does_not_change_what_is_saved(
         assert sentence.startswith(
             f"world.save() was called with loader 1 in {places[0]} on rank 0, but it is in {places[1]} on rank 1,"
         )
+
+
+class _TimeMajor(IterableDataset[Any]):
+    """Batches of four times by six samples, with one length for each sample."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(3):
+            x = torch.arange(24.0).view(4, 6) + 100 * number
+            yield {"x": x.unsqueeze(2), "lengths": x[0].long()}
+
+
+def _columns(workers: Workers, folder: str, save_at: int) -> list[Any]:
+    world = world_of(workers)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    world.wrap(model, optimizer)
+    loader = world.loader(DataLoader(_TimeMajor(), batch_size=None), batch_dim=1)
+    world.load(folder)
+    seen: list[Any] = []
+    for number, batch in enumerate(loader, 1):
+        assert batch["x"].shape[:2] == (4, loader.num_samples)
+        seen += zip(batch["lengths"].tolist(), batch["x"].squeeze(2).t().tolist(), strict=True)
+        optimizer.zero_grad()
+        world.backward(model(batch["x"]).square().mean())
+        optimizer.step()
+        if number == save_at:
+            world.save(folder)
+            break
+    return seen
+
+
+def test_a_time_major_stream_is_cut_along_its_samples(run_ranks: Ranks, tmp_path: Path) -> None:
+    seen = run_ranks(_columns, 3, str(tmp_path), 1) + run_ranks(_columns, 2, str(tmp_path), 0)
+    whole = [
+        (int(x), [x + 6 * time for time in range(4)])
+        for x in (float(100 * number + sample) for number in range(3) for sample in range(6))
+    ]
+    assert sorted(each for rank in seen for each in rank) == whole
+    with pytest.raises(SettingError, match=r"batch_dim=1\) was set for a data set that is read by number, but"):
+        _alone().loader(DataLoader(_numbers(), batch_size=4), batch_dim=1)

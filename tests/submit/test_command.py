@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,9 @@ def test_every_setting_that_is_given_is_told_to_the_training_and_nothing_else(
         (["--apptainer", "no.sif"], "--apptainer no.sif was set, but there is no such file"),
         (["--bind", "/data"], "--bind /data was set, but there is no image that could see it"),
         (["--sbatch", "--nodes=3"], "--nodes is said by --num-nodes"),
+        (["--setup-file", "bin"], "--setup-file bin was set, but it cannot be read (Is a directory); name a file of"),
+        (["--setup-file", sys.executable], "was set, but it cannot be read (it is no text in UTF-8); name a file of"),
+        (["--log", "bin"], "--log bin was set, but that is a folder; name a file in it"),
         (["--log", "no/where.txt"], "--log no/where.txt was set, but there is no such folder"),
         (["--partition", 'a"b'], "--partition was set to 'a\"b'"),
         (["--no-slurm"], "--no-slurm was set"),

@@ -118,6 +118,11 @@ def test_augmentation_is_off_unless_asked_for() -> None:
             "--task.width 0 was set, but 16 × 0 channels are less than one; "
             "set --task.width 10, or something from 0.0625 up.",
         ),
+        (
+            {"width": 1e9},
+            "--task.width 1e+09 was set, but weights grow with its square, and 1000 are 17.1 M × (1000 / 10)² = 171 G "
+            "of them; set --task.width 10, or something up to 1000.",
+        ),
         ({"dropout": 1.0}, "--task.dropout 1 was set, but it must lie in [0, 1); set --task.dropout 0.01."),
         (
             {"label_smoothing": -0.1},

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import stormo
 from stormo.telemetry.environment import collect_environment, mask_secrets
 from stormo.telemetry.files import write_json
 from stormo.telemetry.folder import RunFolder, read_environment
@@ -52,6 +53,15 @@ def test_the_environment_holds_the_selected_variables_and_masks_credentials(
     run = RunFolder(tmp_path)
     write_json(run.environment, environment)
     assert read_environment(run) == environment
+
+
+def test_the_command_is_what_can_be_typed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    rest = ["train", "my task.py", "--run-name", "a b"]
+    for program in ("stormo", "/opt/venv/bin/stormo", str(Path(stormo.__file__).parent / "__main__.py")):
+        monkeypatch.setattr(sys, "argv", [program, *rest])
+        assert collect_environment({})["command"] == ["stormo", *rest]
+    monkeypatch.setattr(sys, "argv", ["/home/me/my program.py", *rest])
+    assert collect_environment({})["command"] == ["/home/me/my program.py", *rest]
 
 
 def test_the_git_commit_is_that_of_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
