@@ -91,7 +91,10 @@ def samples_first(batch: Any, dim: int, *, undo: bool = False) -> Any:
         places = (0, dim) if undo else (dim, 0)
         if batch.ndim <= dim:
             return batch
-        return batch.movedim(*places) if isinstance(batch, Tensor) else numpy.moveaxis(batch, *places)
+        if not isinstance(batch, Tensor):
+            return numpy.moveaxis(batch, *places)
+        moved = batch.movedim(*places)
+        return moved.contiguous() if undo else moved  # a script may want views of it
     parts = _parts(batch, _ROOT)
     return (
         batch if parts is None else _rebuilt(batch, [samples_first(each, dim, undo=undo) for _, each in parts], _ROOT)

@@ -18,7 +18,7 @@ from stormo.launch.worker import Stream, Worker
 _STDOUT, _STDERR = 1, 2
 # How a script begins to say that it does not know a flag. It ends then, and all workers say the same; but the end of a
 # process that has loaded torch takes its time.
-_USAGE = re.compile(rb"(?:\[rank \d+\] )?usage: ", re.IGNORECASE)
+_USAGE = re.compile(rb"(?:\[rank \d+\] )?usage: .*\[", re.IGNORECASE)  # [-h], [OPTIONS]
 _USAGE_HOLD_S = 5.0
 
 

@@ -42,12 +42,9 @@ def parameter_groups(model: nn.Module, weight_decay: float, *, layerwise: bool =
     return [group for group in groups if group["params"]]
 
 
-def _light(base: type[Optimizer]) -> Callable[..., Optimizer]:
+@functools.cache
+def _light(base: type[Optimizer]) -> type[Any]:
     """The same optimizer with its undecorated step; the decorator only serves `differentiable`, which is off here."""
-    return _light_kind(base)
-
-
-def _light_kind(base: type[Optimizer]) -> type[Optimizer]:
     return type(base.__name__, (base,), {"step": torch.no_grad()(inspect.unwrap(base.step))})
 
 
@@ -56,13 +53,13 @@ def lighten(optimizer: Optimizer) -> None:
 
     It would do so in the first step, whose time counts as training.
     """
-    kind = type(optimizer)
+    kind: type = type(optimizer)
     heirs_of = [base for base in kind.__mro__ if base.__module__.startswith("torch.optim.") and base is not Optimizer]
     if "torch._dynamo" in sys.modules or not heirs_of:
         return
     is_wrapped = "step" in vars(optimizer) or optimizer.defaults.get("differentiable")
     if kind is heirs_of[0] and not is_wrapped:
-        optimizer.__class__ = _light_kind(kind)
+        optimizer.__class__ = _light(kind)
         optimizer._patch_step_function()  # hooks and profiles, as its own step has them
     else:
         importlib.import_module("torch._dynamo")
@@ -80,13 +77,13 @@ def spare_compiler(owner: type = Optimizer) -> None:
 
 
 def _sgd(groups: list[dict[str, Any]], settings: config.Optimizer, fused: bool) -> Optimizer:
-    return _light(torch.optim.SGD)(
-        groups, lr=settings.base_lr, momentum=settings.momentum, nesterov=settings.nesterov, fused=fused
-    )
+    kind: type[torch.optim.SGD] = _light(torch.optim.SGD)
+    return kind(groups, lr=settings.base_lr, momentum=settings.momentum, nesterov=settings.nesterov, fused=fused)
 
 
 def _adamw(groups: list[dict[str, Any]], settings: config.Optimizer, fused: bool) -> Optimizer:
-    return _light(torch.optim.AdamW)(groups, lr=settings.base_lr, **_betas_and_eps(settings), fused=fused)
+    kind: type[torch.optim.AdamW] = _light(torch.optim.AdamW)
+    return kind(groups, lr=settings.base_lr, **_betas_and_eps(settings), fused=fused)
 
 
 def _lars(

@@ -50,7 +50,9 @@ class Backward:
         check_loss(loss)
         giver = self._giver(loader, count)
         given = None if giver is None else giver.given
-        self._check_order(given, more=more)
+        # A loss without a name is of all loaders that are under way, as in a zip() of them.
+        others = [each.given for each in self._loop.iterating] if loader is None else []
+        self._check_order(given, [one for one in others if one is not None and one is not given], more=more)
         if not self._loop.is_partial:  # a new step, whatever became of the last one
             self._terms, self._passes = {}, {}
         groups = self._loop.groups
@@ -85,12 +87,14 @@ class Backward:
         if is_last:
             self._finish()
 
-    def _check_order(self, given: Given | None, *, more: bool) -> None:
+    def _check_order(self, given: Given | None, others: list[Given], *, more: bool) -> None:
         for giver in self._loop.iterating:
-            if giver.given is None or giver.given is not given or giver.trains:
+            if giver.given is None or giver.trains or not (giver.given is given or giver.given in others):
                 continue
-            giver.check_first(given)
+            giver.check_first(giver.given)
             giver.trains = True
+        for one in others:
+            one.is_trained = not more
         if given is None:
             return
         if given.is_trained and not given.is_last:

@@ -122,7 +122,7 @@ class Copies:
         return rates + [
             _Number(kind, name, value, slack)
             for (kind, name, tensor), (norm, signed) in zip(named, found, strict=True)
-            for value, slack in ((norm, _TOLERANCE * norm), (signed, _rounding(tensor) * norm))
+            for value, slack in ((norm, _norm_rounding(tensor) * norm), (signed, _rounding(tensor) * norm))
         ]
 
 
@@ -139,6 +139,11 @@ def _has_norm(tensor: Tensor) -> bool:
     return not (is_lazy(tensor) or tensor.is_inference()) and tensor.dtype in _DTYPES and tensor.layout == torch.strided
 
 
+def _norm_rounding(tensor: Tensor) -> float:
+    """A value of two bytes that is rounded otherwise may be more than the tolerance by itself."""
+    return max(_TOLERANCE, float(torch.finfo(tensor.dtype).eps))
+
+
 def _rounding(tensor: Tensor) -> float:
     """What roundings may add up to over a long training on machines that differ in them: half of the digits."""
     return float(torch.finfo(tensor.dtype).eps ** 0.5)
@@ -150,10 +155,11 @@ def _summed_up(tensors: list[Tensor]) -> list[tuple[float, float]]:
     found = [(0.0, 0.0)] * len(tensors)
     for device in dict.fromkeys(tensor.device for tensor in tensors):
         places = [index for index, tensor in enumerate(tensors) if tensor.device == device]
-        both = [
-            torch.stack([torch.linalg.vector_norm(each, dtype=_wide(each)).double(), _signed_sum(each)])
-            for each in (tensors[index] for index in places)
-        ]
+        with torch.autocast(device.type, enabled=False):  # the script may loop inside of one
+            both = [
+                torch.stack([torch.linalg.vector_norm(each, dtype=_wide(each)).double(), _signed_sum(each)])
+                for each in (tensors[index] for index in places)
+            ]
         for index, (norm, signed) in zip(places, torch.stack(both).tolist(), strict=True):
             found[index] = norm, signed
     return found

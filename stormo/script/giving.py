@@ -106,9 +106,9 @@ class Giver:
 
     def _compare_weights(self, turn: object) -> None:
         """At the end of what may have been training, also by hand: nothing may follow that would compare them."""
-        may_train = torch.is_grad_enabled() and any(group.model.training for group in self.loop.groups)
-        if self._turn is turn and may_train and self.loop.world.size > 1:
-            self.loop.announce(f"the end of {self._name()}", self._where)
+        if self._turn is turn and self.loop.groups and self.loop.world.size > 1:
+            may_train = torch.is_grad_enabled() and any(group.model.training for group in self.loop.groups)
+            self.loop.announce(f"the end of {self._name()}", self._where, compares=may_train)
 
     def _end_turn(self, *, is_whole: bool) -> None:
         self._turn = self.given = self.stepped = None
@@ -155,7 +155,7 @@ class Giver:
             self._step_done()
 
     def begin_backward(self, *, is_counted: bool) -> None:
-        """Refuse to weigh a loss that may be of an earlier batch, where that one weighs otherwise than the last."""
+        """Tell of a loss that may be of an earlier batch, where that one weighs otherwise than the last."""
         last = self.given
         if last is None:
             return
@@ -167,14 +167,14 @@ class Giver:
         other = next((each for each, weight in weights.items() if weight != weights[last]), None)
         if other is None or self.loop.world.size == 1:
             return
-        self.loop.agreement.refuse(
-            SettingError(
-                f"world.backward() was called when loader {self.number + 1} had given a batch ahead",
-                f"the loss may be of the batch before, which has {other.num_samples} of {other.step_samples} samples "
-                f"here, where the last has {last.num_samples} of {last.step_samples}",
-                "train a batch before the next one is fetched, or "
-                + ("leave the last batch out" if is_counted else "set count= to what the loss is a mean over"),
-            )
+        self.loop.tell(
+            f"weight {self.number}",
+            f"loader {self.number + 1} had given a batch ahead when world.backward() was called: the loss counts as "
+            f"one of the last batch, which has {last.num_samples} of {last.step_samples} samples here, where the one "
+            f"before has {other.num_samples} of {other.step_samples}. If it is of the one before, train a batch before "
+            "the next one is fetched"
+            + ("." if is_counted else ", or set count= to what the loss is a mean over.")
+            + " If that batch is only kept, keep a clone() of it.",
         )
 
     def end_batch(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -56,8 +57,8 @@ class IndexedLoader(Giver):
         self._drawn: tuple[Tensor, Tensor] | None = None  # of the epoch under way
         self._position = 0
         self._step_stop = 0
-        self._is_made = False  # an iteration, of which no batch was asked for yet,
-        self._was_made = False  # when the checkpoint was saved
+        self._made: weakref.ref[Iterator[Any]] | None = None  # an iteration of which no batch was asked for yet
+        self._was_made = False  # there was one when the checkpoint was saved
 
     def _make_reader(self) -> DataLoader[Any]:
         return DataLoader(
@@ -79,17 +80,20 @@ class IndexedLoader(Giver):
 
     def __iter__(self) -> Iterator[Any]:
         """The batches of the next epoch, or of the rest of the one that was saved, on the worker's device."""
-        is_over = self._turn is not None or self._is_left  # the epoch under way, with this one
-        if self._turn is not None:
-            self._break_off()
-        if (is_over or self._drawn is None) and not self._was_made:
-            self._draw_order.begin(self.epoch + is_over)
-        self._is_made, self._was_made = True, False
-        return self._iterate(call_site())
+        if self._turn is not None:  # a newer iteration takes over
+            self._end_turn(is_whole=False)
+        if self._made is not None and self._drawn is not None and self._position >= len(self._drawn[0]):
+            self._next_epoch()  # a zip() of loaders ends with the first of them, when nothing was left after a load
+        if (self._is_left or self._drawn is None) and not self._was_made:
+            self._draw_order.begin(self.epoch + self._is_left)
+        self._was_made = False
+        made = self._iterate(call_site())
+        self._made = weakref.ref(made)
+        return made
 
     def _iterate(self, where: str) -> Iterator[Any]:
         with self._under_way(where) as turn:
-            self._is_made = False
+            self._made = None
             num_samples = self._count_samples()
             if self._drawn is None:
                 self._drawn = self._draw_order(self.epoch, self._position, num_samples)
@@ -185,10 +189,13 @@ class IndexedLoader(Giver):
         }
         if isinstance(self._draw_order, SamplerOrder):
             state["generators"] = [generator.get_state() for generator in self._draw_order.generators()]
-            state["is_made"] = self._is_made and self._turn is None
+            state["is_made"] = self._turn is None and self._made is not None and self._made() is not None
             drawn = self._drawn or self._draw_order.early
             if drawn is not None:
                 state["order"], state["sizes"] = drawn
+                state["num_notes"] = self._draw_order.num_notes
+                state["since"] = [since for since, _ in self._draw_order.states]
+                state["states"] = [states for _, states in self._draw_order.states]
         return state
 
     def _load_position(self, state: dict[str, Any]) -> None:
@@ -206,6 +213,9 @@ class IndexedLoader(Giver):
             return
         for generator, saved in zip(self._draw_order.generators(), state.get("generators", []), strict=False):
             generator.set_state(saved)
+        if self.loop.world.is_main:  # which alone draws
+            self._draw_order.num_notes = state.get("num_notes", 0)
+            self._draw_order.states = list(zip(state.get("since", []), state.get("states", []), strict=True))
 
     def _other_data(self, had: str) -> SettingError:
         return SettingError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -55,6 +56,7 @@ class Loop:
     sums_in_models: bool = False  # such as those of synchronised batch norm: nobody may come to them alone
     told_to_stop: bool = False  # the script has seen that it should
     num_loaders: int = 0
+    told: set[str] = field(default_factory=set)  # what a person was told
     folders: set[Path] = field(default_factory=set)  # of checkpoints that this script has loaded from or saved to
     _loaders: dict[int, weakref.ref[Giver]] = field(default_factory=dict)
 
@@ -86,9 +88,18 @@ class Loop:
         """
         return self.world.device.type == "cuda" or self.agreement.is_settled()
 
-    def announce(self, what: str, where: str = "") -> None:
-        """Announce something that all workers begin with the same rates and weights; refuse it where they have not."""
-        numbers = self.agreement.exchange(what, where, self._copies.look()).numbers
+    def tell(self, about: str, sentence: str) -> None:
+        """Say something once, on the main worker."""
+        if self.world.is_main and about not in self.told:
+            self.told.add(about)
+            print(f"stormo: {sentence}", file=sys.stderr, flush=True)  # noqa: T201
+
+    def announce(self, what: str, where: str = "", *, compares: bool = True) -> None:
+        """Announce something that all workers begin with the same rates and weights; refuse it where they have not.
+
+        They are compared where all workers want that.
+        """
+        numbers = self.agreement.exchange(what, where, self._copies.look() if compares else 0).numbers
         if self._copies.may_differ(numbers):
             first = self.agreement.exchange("rates and weights", number=self._copies.first_difference())
             self._copies.answer(list(first.numbers))

@@ -15,7 +15,7 @@ from stormo.data.order import epoch_order
 from stormo.errors import SettingError
 from stormo.script.loop import Loop
 
-_MOST_STATES = 10_000  # a sampler that draws for every batch of a long epoch would fill the memory with them
+_MOST_STATES = 200  # a sampler that draws for every batch of a long epoch would fill memory and checkpoints
 
 
 class PlainOrder:
@@ -58,8 +58,9 @@ class SamplerOrder:
         self.global_batch_size = loader.batch_size
         self._loop = loop
         self.early: tuple[Tensor, Tensor] | None = None  # drawn before the first batch is asked for
-        self._states: list[list[Tensor]] = []  # of the generators, before the first batch, after each, and at the end
-        self._num_states = 0  # that differ
+        # Of the generators: from which number of batches on they were so. It ends with the end of the epoch.
+        self.states: list[tuple[int, list[Tensor]]] = []
+        self.num_notes = 0
 
     def begin(self, epoch: int) -> None:
         """Draw what a torch loader draws when an iteration over it is made: the numbers after it must be the same."""
@@ -72,12 +73,10 @@ class SamplerOrder:
     def leave(self, num_batches: int) -> None:
         """Take back what was drawn for batches that a torch loader would not have asked its sampler for."""
         asked = num_batches + self.own.num_workers * (self.own.prefetch_factor or 0)
-        if self._states:
-            for generator, state in zip(
-                self.generators(), self._states[min(asked, len(self._states) - 1)], strict=True
-            ):
-                generator.set_state(state)
-        self._states = []
+        before = [states for since, states in self.states if since <= min(asked, self.num_notes - 1)]
+        for generator, state in zip(self.generators(), before[-1] if before else [], strict=False):
+            generator.set_state(state)
+        self.states = []
 
     def __call__(self, _epoch: int, _position: int, _num_samples: int) -> tuple[Tensor, Tensor]:
         """The samples of an epoch one after the other, and the length of each batch, wherever the position is."""
@@ -89,27 +88,26 @@ class SamplerOrder:
         return shared[start:], shared[1:start]
 
     def _note(self) -> None:
-        if self._num_states > _MOST_STATES:
-            return
         here = [generator.get_state() for generator in self.generators()]
-        before = self._states[-1] if self._states else []
-        is_same = len(before) == len(here) and all(torch.equal(a, b) for a, b in zip(before, here, strict=True))
-        self._num_states += not is_same
-        self._states.append(before if is_same else here)
-        if self._num_states > _MOST_STATES:
-            self._states.clear()
+        last = self.states[-1][1] if self.states else []
+        is_same = len(last) == len(here) and all(torch.equal(a, b) for a, b in zip(last, here, strict=True))
+        if not is_same and len(self.states) <= _MOST_STATES:
+            self.states.append((self.num_notes, here))
+        self.num_notes += 1
 
     def _draw(self) -> tuple[Tensor, Tensor]:
         assert self.own.batch_sampler is not None
         # A length may be an estimate; what goes far beyond it would fill the memory before the first batch is given.
         limit = 2 * len(self) + 1
         batches: list[list[Any]] = []
-        self._states, self._num_states = [], 0
+        self.states, self.num_notes = [], 0
         self._note()
         for batch in itertools.islice(self.own.batch_sampler, limit + 1):
             batches.append(list(batch))
             self._note()
         self._note()
+        if len(self.states) > _MOST_STATES:
+            self.states = []
         if len(batches) > limit:
             raise SettingError(
                 f"a loader was passed to world.loader() whose sampler has len {len(self)} in batches",

@@ -164,24 +164,25 @@ def _require_whole(loop: Loop) -> None:
 
 
 def _require_same_places(loop: Loop) -> None:
-    """Refuse to save where no place to go on from is known, or another one on the main worker, whose all load."""
+    """Refuse to save where a loader is in another place on the main worker than on another, as all load the main's."""
     ahead = next((loader.number + 1 for loader in loop.iterating if loader.held.is_ahead), 0)
     places = {str(number): loader.place() for number, loader in loop.loaders.items()}
     gathered = loop.world.gather_json([ahead, places])
     refusal: list[str] | None = loop.world.share_json(None if gathered is None else _no_place(gathered))
     if refusal is not None:
         raise SettingError(*refusal)
+    if gathered is not None and (number := max(found for found, _ in gathered)):
+        loop.tell(
+            f"place {number}",
+            f"world.save() was called in a loop that has fetched batches of loader {number} ahead: it holds several, "
+            "and which of them are trained is not known. A load goes on behind the last one that was given. If that "
+            "one is not trained yet, train a batch before the next one is fetched (num_workers= reads ahead), or save "
+            "between two epochs. If batches are only kept, keep a clone() of them.",
+        )
 
 
 def _no_place(gathered: list[tuple[int, dict[str, str]]]) -> list[str] | None:
     """What is wrong with the places of all workers' loaders, in the three parts of a sentence."""
-    if ahead := max(found for found, _ in gathered):
-        return [
-            f"world.save() was called in a loop that has fetched batches of loader {ahead} ahead",
-            "it holds several, and which of them are trained is not known, and a load could repeat or leave out one",
-            "train a batch before the next one is fetched (num_workers= reads ahead), save between two epochs, or "
-            "clone() the batches that are kept for later",
-        ]
     main = gathered[0][1]
     for rank, (_, theirs) in enumerate(gathered):
         for number, here in main.items():

@@ -146,6 +146,15 @@ def _share(world: World) -> tuple[Page | None, list[list[int]]]:
             name = new_page()
         except OSError:
             name = ""  # not to be opened
+    try:
+        return _open_page(world, name)
+    finally:
+        if name:
+            Path(name).unlink(missing_ok=True)
+
+
+def _open_page(world: World, name: str) -> tuple[Page | None, list[list[int]]]:
+    place = world.place
     told = world.share_json(world.gather_json([place.node_id, place.local_rank, name]))
     nodes: dict[int, list[int]] = {}
     for rank, (node, _, _) in enumerate(told):
@@ -163,8 +172,6 @@ def _share(world: World) -> tuple[Page | None, list[list[int]]]:
     world.barrier()
     seen = [] if page is None else [line[0] for line in page.lines(0) or []]
     num_blind = world.sum(torch.tensor([int(len(mine) > 1 and seen != mine)]))
-    if name:
-        Path(name).unlink(missing_ok=True)
     if not num_blind:
         return page, list(nodes.values())
     if page is not None:

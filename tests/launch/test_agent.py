@@ -176,11 +176,11 @@ def test_exit_codes_combine(start_agent: StartAgent, codes: tuple[int, int], exp
 
 def test_a_script_chooses_its_exit_code_as_it_does_alone(start_agent: StartAgent) -> None:
     # A process with many libraries takes a while to end.
-    wrong = [["err", "usage: my.py\n"], ["err", "my.py: error: no such flag\n"], ["sleep", 0.5], ["exit", 2]]
+    wrong = [["err", "usage: my.py [-h]\n"], ["err", "my.py: error: no such flag\n"], ["sleep", 0.5], ["exit", 2]]
     job = start_agent({"*": wrong}, patience=OF_SCRIPT)
     assert job.wait() == 2
     assert "ended with exit code 2" in first_line(job)
-    for line in ("usage: my.py", "my.py: error: no such flag"):
+    for line in ("usage: my.py [-h]", "my.py: error: no such flag"):
         assert job.err.count(line) == 1, "all workers say it"
 
 
