@@ -56,7 +56,7 @@ class Loop:
     sums_in_models: bool = False  # such as those of synchronised batch norm: nobody may come to them alone
     told_to_stop: bool = False  # the script has seen that it should
     num_loaders: int = 0
-    told: set[str] = field(default_factory=set)  # what a person was told
+    told: set[str] = field(default_factory=set)  # about what a person was told
     folders: set[Path] = field(default_factory=set)  # of checkpoints that this script has loaded from or saved to
     _loaders: dict[int, weakref.ref[Giver]] = field(default_factory=dict)
 

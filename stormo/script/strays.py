@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from typing import Any
 
@@ -17,7 +16,7 @@ from stormo.strategies.buckets import is_summed
 
 def watch(loop: Loop) -> None:
     """Look at every optimizer of this process that steps, as long as the loop is there."""
-    reference, told = weakref.ref(loop), set[str]()
+    reference = weakref.ref(loop)
 
     def look(optimizer: Optimizer, _: tuple[Any, ...], __: dict[str, Any]) -> None:
         here = reference()
@@ -28,16 +27,12 @@ def watch(loop: Loop) -> None:
         if any(optimizer is each for each in wrapped) or not _matters(optimizer, here, has_others=bool(wrapped)):
             return
         where = call_site()
-        if here.world.is_main and where not in told:  # a script may make one for every batch
-            name = type(optimizer).__name__
-            told.add(where)
-            print(  # noqa: T201
-                f"stormo: the {name} that steps in {where} was not passed to world.wrap(), and is not saved; of "
-                "several workers each moves what was not wrapped, or got its gradient by loss.backward(), by its own "
-                "samples alone. Pass it along with its module: world.wrap(module, optimizer).",
-                file=sys.stderr,
-                flush=True,
-            )
+        here.tell(
+            where,  # and not of each: a script may make one for every batch
+            f"the {type(optimizer).__name__} that steps in {where} was not passed to world.wrap(), and is not saved; "
+            "of several workers each moves what was not wrapped, or got its gradient by loss.backward(), by its own "
+            "samples alone. Pass it along with its module: world.wrap(module, optimizer).",
+        )
 
     register_optimizer_step_pre_hook(look)
 
