@@ -21,11 +21,13 @@ from stormo.strategies.halves import HALVES, Halves
 from stormo.strategies.low_rank import LowRank
 from stormo.strategies.strategy import Strategy
 
-# Buffers are averaged before validation instead of overwritten in every pass. torch 2.13 renamed the switch.
-_NEW_NAME, _OLD_NAME = "forward_sync_buffers", "broadcast_buffers"
-KEEP_BUFFERS: dict[str, Any] = {
-    _NEW_NAME if _NEW_NAME in inspect.signature(DistributedDataParallel.__init__).parameters else _OLD_NAME: False
-}
+# Buffers start as rank 0's and are averaged before validation, not overwritten in every forward. Before torch 2.13 one
+# switch stands for both, so there it is turned off once the replica is made.
+_KEEP_BUFFERS: dict[str, Any] = (
+    {"forward_sync_buffers": False}
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+    else {}
+)
 
 
 def replica(model: nn.Module, **options: Any) -> DistributedDataParallel:
@@ -36,7 +38,7 @@ def replica(model: nn.Module, **options: Any) -> DistributedDataParallel:
         stand_in = SimpleNamespace(utils=SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer"))
         vars(torch)["_dynamo"] = stand_in
         try:
-            return DistributedDataParallel(model, **options, **KEEP_BUFFERS)
+            return _replica(model, **options)
         except AttributeError as error:
             if error.obj is not stand_in and error.obj is not stand_in.utils:
                 raise
@@ -44,7 +46,14 @@ def replica(model: nn.Module, **options: Any) -> DistributedDataParallel:
         finally:
             if vars(torch).get("_dynamo") is stand_in:
                 del vars(torch)["_dynamo"]
-    return DistributedDataParallel(model, **options, **KEEP_BUFFERS)
+    return _replica(model, **options)
+
+
+def _replica(model: nn.Module, **options: Any) -> DistributedDataParallel:
+    made = DistributedDataParallel(model, **options, **_KEEP_BUFFERS)
+    if not _KEEP_BUFFERS:
+        made.broadcast_buffers = False
+    return made
 
 
 def _arithmetic(device: torch.device) -> dict[str, Any]:

@@ -272,7 +272,11 @@ def test_a_busy_port_is_named_and_a_free_one_suggested(start_node: Start, free_p
         pass
 
 
-@pytest.mark.parametrize("words", [b"SSH-2.0-OpenSSH_9.6\r\n", b"[1]\n", b"x" * 300_000, b'{"type":"beat"}\n'])
+@pytest.mark.parametrize(
+    "words",
+    [b"SSH-2.0-OpenSSH_9.6\r\n", b"[1]\n", b"x" * 300_000, b'{"type":"beat"}\n'],
+    ids=["ssh", "list", "long line", "beat"],
+)
 def test_a_program_that_is_not_stormo_on_the_port_is_recognised_at_once(
     start_node: Start, foreign_listener: Callable[[bytes | None], None], free_port: int, words: bytes
 ) -> None:

@@ -5,6 +5,7 @@ import hashlib
 import os
 import signal
 import sys
+import warnings
 import time
 
 import torch
@@ -57,7 +58,9 @@ for epoch in range(extra.get("epoch", 0), flags.epochs):
             if flags.how == "break":
                 break
             if flags.how == "fork":
-                child = os.fork()
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads
+                    child = os.fork()
                 if not child:
                     sys.exit(0)
                 os.waitpid(child, 0)

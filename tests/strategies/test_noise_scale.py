@@ -157,7 +157,8 @@ def _resume(world: World) -> None:
     assert parts.strategy.noise_scale is not None
     assert resumed.strategy.noise_scale is not None
     found = parts.strategy.noise_scale.state()
-    assert resumed.strategy.noise_scale.state() == found
+    # DDP lays its buckets out anew after a resume, so norms over them are summed in another order.
+    assert resumed.strategy.noise_scale.state() == pytest.approx(found, rel=1e-6)
     assert found[0] == pytest.approx(sum((1 - 1 / 512) ** age for age in range(51)), rel=0.02)  # all steps count
     unmeasured = build(world, noise_scale=False, **flags)
     unmeasured.state.restore(world, parts.state.snapshot(world, 0), 0)  # what is not wanted is left aside
