@@ -5,8 +5,8 @@ import hashlib
 import os
 import signal
 import sys
-import warnings
 import time
+import warnings
 
 import torch
 import torch.nn.functional as F
