@@ -6,6 +6,7 @@ A class is a TOML section and a heading of `--help`; a field is a key and a flag
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -29,13 +30,21 @@ Strategy = Literal[
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
 
-def option(default: Any, help_text: str, *, metavar: str | None = None, optional_value: bool = False) -> Any:
-    """A field with its line of help."""
-    return field(default=default, metadata={"help": help_text, "metavar": metavar, "optional_value": optional_value})
+def option(
+    default: Any,
+    help_text: str,
+    *,
+    metavar: str | None = None,
+    optional_value: bool = False,
+    dropped: Mapping[str, str] | None = None,
+) -> Any:
+    """A field with its line of help; `dropped` maps a value that it once took to what to do instead."""
+    metadata = {"help": help_text, "metavar": metavar, "optional_value": optional_value, "dropped": dropped or {}}
+    return field(default=default, metadata=metadata)
 
 
 class NodeRange(int):
-    """Nodes that may come and go: as a number the most there may be, as text `least:most`."""
+    """How many nodes a job that is submitted may get: as a number the most, as text `least:most`."""
 
     least: int
 
@@ -65,13 +74,13 @@ class Workers:
 
     num_gpus: int | None = option(None, "workers on this node: GPUs, or processes on a machine without; default all")
     num_nodes: int | NodeRange = option(
-        1, "nodes that take part; start the same command on each; 1:4 lets them come and go", metavar="N|MIN:MAX"
+        1, "nodes that take part; start the same command on each; stormo submit also takes 1:4", metavar="N"
     )
-    max_restarts: int | None = option(
-        None, "restarts from the last checkpoint after a failure; default 0, or 3 for a range of nodes"
-    )
-    launcher: Literal["auto", "mpi", "ssh"] = option(
-        "auto", "start the workers of all --hosts from here, by mpirun or over ssh; auto is for this node alone"
+    max_restarts: int = option(0, "how often all workers start again from the last checkpoint after a failure")
+    launcher: Literal["auto", "ssh"] = option(
+        "auto",
+        "start the workers of all --hosts from here, over ssh; auto is for this node alone",
+        dropped={"mpi": "type mpirun yourself, whose ranks join by themselves: mpirun -n 8 stormo train"},
     )
     hosts: str | None = option(None, "with --launcher: node1,node2 or node[1-4]", metavar="NAMES")
     hostfile: str | None = option(None, "with --launcher: a file of hosts, as mpirun reads it", metavar="FILE")
@@ -99,16 +108,6 @@ class Workers:
     zero: int | None = option(
         None, "what the axis shard of a --mesh cuts: 1 optimizer state, 2 gradients too, 3 weights too (default)"
     )
-
-    @property
-    def restarts(self) -> int:
-        """How often the workers are restarted after a failure."""
-        return (3 if isinstance(self.num_nodes, NodeRange) else 0) if self.max_restarts is None else self.max_restarts
-
-    @property
-    def is_elastic(self) -> bool:
-        """Whether an agent of torch is to start the workers again when one fails or a node comes or goes."""
-        return isinstance(self.num_nodes, NodeRange) or self.restarts > 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 from types import FrameType
 
 from stormo.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE
 
-RESTARTING = "STORMO_RESTARTING"  # names a file that is there while an agent ends its workers on its own account
 _held: list[int] = []
 _listened: list[bool] = []  # somebody has, once
 
@@ -57,9 +55,6 @@ def _leave(number: int, _: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
         return
-    told_by = os.environ.get(RESTARTING)
-    if told_by is not None and Path(told_by).exists():
-        os._exit(EXIT_RESUMABLE)  # it starts the next ones, or has said why it does not
     _end_resumable(signal.SIGTERM)
 
 

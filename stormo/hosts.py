@@ -1,18 +1,15 @@
-"""`--launcher`: one command started on several hosts from here, by mpirun or over ssh."""
+"""`--launcher`: one command started on several hosts from here, over ssh."""
 
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from stormo.config import OF_ONE_CALL, NodeRange, TrainConfig
-from stormo.early_signals import leave_if_warned
+from stormo.config import OF_ONE_CALL, TrainConfig
 from stormo.errors import SettingError, counted
-from stormo.hardware import visible_gpus
 from stormo.launch.connection import HostCommand
 from stormo.launch.hostfile import (
     ListedHost,
@@ -22,9 +19,7 @@ from stormo.launch.hostfile import (
     parse_hosts,
     read_hostfile,
     slots_of,
-    this_one_first,
 )
-from stormo.launch.mpirun import Start, command_line
 from stormo.launch.place import derived_port
 from stormo.launch.ssh import run_on_hosts
 
@@ -43,9 +38,7 @@ def hosts_of(config: TrainConfig) -> tuple[ListedHost, ...]:
         given = next((name for name in OF_ONE_CALL[1:] if getattr(workers, name)), None)
         if given is not None and "launcher" not in config.given:
             flag = f"--{given.replace('_', '-')}"
-            raise SettingError(
-                f"{flag} was set without --launcher", "it is for mpi and ssh", "set --launcher ssh or mpi"
-            )
+            raise SettingError(f"{flag} was set without --launcher", "it is for ssh", "set --launcher ssh")
         return ()
     if workers.hosts and workers.hostfile:
         raise SettingError("--hosts and --hostfile were set", "one of them names the hosts", "leave one of them out")
@@ -57,22 +50,12 @@ def hosts_of(config: TrainConfig) -> tuple[ListedHost, ...]:
         raise SettingError(
             f"--launcher {workers.launcher} was set", "no host was named", "set --hosts node1,node2 or --hostfile FILE"
         )
-    if workers.launcher == "mpi":  # mpirun starts rank 0 where it runs itself, if that is one of the hosts
-        hosts = this_one_first(hosts)
     _check_hosts(config, hosts)
     return hosts
 
 
 def _check_hosts(config: TrainConfig, hosts: tuple[ListedHost, ...]) -> None:
     workers = config.workers
-    if workers.is_elastic:
-        is_range = isinstance(workers.num_nodes, NodeRange)
-        asked = f"--num-nodes {workers.num_nodes}" if is_range else f"--max-restarts {workers.restarts}"
-        raise SettingError(
-            f"--launcher {workers.launcher} was set with {asked}",
-            "it ends the job when a node does",
-            "start such a training on every node by itself",
-        )
     if "node_id" in config.given:
         raise SettingError(
             f"--node-id {workers.node_id} was set with --launcher {workers.launcher}",
@@ -112,8 +95,6 @@ def start_on_hosts(config: TrainConfig, hosts: tuple[ListedHost, ...], verb: str
     if config.command.config is not None:
         own += ["--launcher", "auto"]  # the file may say otherwise
     command = [sys.executable, "-m", "stormo", verb, *own]
-    if workers.launcher == "mpi":
-        return _start_by_mpi(config, hosts, address, port, [*command, *theirs])
     num_gpus = slots_of(hosts, workers.num_gpus)
     told = [] if num_gpus is None else ["--num-gpus", str(num_gpus)]
     told += ["--master-addr", address, "--master-port", str(port), "--num-nodes", str(len(hosts))]
@@ -132,38 +113,6 @@ def start_on_hosts(config: TrainConfig, hosts: tuple[ListedHost, ...], verb: str
             print(f"# on {one.host}\n{one.by_hand()}")  # noqa: T201
         return 0
     return run_on_hosts(commands, os.environ)
-
-
-def _start_by_mpi(
-    config: TrainConfig, hosts: tuple[ListedHost, ...], address: str, port: int, command: list[str]
-) -> int:
-    start = Start(
-        hosts=tuple(host.name for host in hosts),
-        workers_per_host=slots_of(hosts, config.workers.num_gpus) or _all_visible(config),
-        command=tuple(command),
-        variables={"MASTER_ADDR": address, "MASTER_PORT": str(port)} if len(hosts) > 1 else {"MASTER_PORT": str(port)},
-        passed_on=tuple(_passed_on()),
-    )
-    words = command_line(start, os.environ, is_shown=config.workers.print_commands)
-    if config.workers.print_commands:
-        print(shlex.join(words))  # noqa: T201
-    else:
-        sys.stdout.flush()
-        leave_if_warned()  # nobody would hear it any more
-        os.execv(words[0], words)
-    return 0
-
-
-def _all_visible(config: TrainConfig) -> int:
-    """Workers on a host where nobody said how many: one for each GPU that is visible here."""
-    count = 1 if config.workers.device == "cpu" else len(visible_gpus())
-    if count == 0:
-        raise SettingError(
-            "--launcher mpi was set without --num-gpus",
-            "no GPU is visible here that would tell how many workers a host is to start",
-            "set --num-gpus, or list the hosts with slots=4",
-        )
-    return count
 
 
 def _passed_on() -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stormo.config import NodeRange, TrainConfig
+from stormo.config import TrainConfig
 from stormo.errors import SettingError, counted
 from stormo.hardware import Gpu
 from stormo.mesh import CUTS, PRESETS, ZERO_STAGES, Mesh, mesh_of, parse_mesh, preset_mesh
@@ -95,8 +95,7 @@ def resolve_layout(config: TrainConfig, gpus: Sequence[Gpu], launched: Launched 
     strategy, mesh, zero, strategy_reason = _strategy(config, world_size, per_node, devices_per_worker, origin)
     unit = "GPU" if device_type == "cuda" else "CPU process"
     count = per_node * devices_per_worker
-    most = "at most " if isinstance(num_nodes, NodeRange) else ""
-    total = f"{most}{world_size} = {counted(num_nodes, 'node')} × {counted(count, unit)}"
+    total = f"{world_size} = {counted(num_nodes, 'node')} × {counted(count, unit)}"
     if strategy_is_dp:
         total = f"1 process that drives {counted(count, 'GPU')}"
     elif world_size != per_node * num_nodes:
@@ -277,8 +276,8 @@ def _by_mesh(config: TrainConfig, text: str, world_size: int, origin: str) -> tu
 
 
 def _may_become_one(config: TrainConfig) -> bool:
-    """Whether it is a run of several workers that has one now: it goes on, or its nodes come and go."""
-    return config.resumed is not None or isinstance(config.workers.num_nodes, NodeRange)
+    """Whether it is a run of several workers that has one now: it goes on."""
+    return config.resumed is not None
 
 
 def _server_reason(config: TrainConfig, world_size: int, origin: str) -> str:

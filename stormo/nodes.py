@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
-from stormo.config import TrainConfig, least_nodes
+from stormo.config import NodeRange, TrainConfig
 from stormo.errors import SettingError, counted
 from stormo.hardware import num_cores
 from stormo.launch import Node, Place
 from stormo.launch.allocation import check_alone, gpus_on_node, hints
 from stormo.launch.detect import LAUNCHERS, check_flags, detect
-from stormo.launch.elastic import becomes_agent
+from stormo.launch.torchrun import check_restarts as check_restarts_of_torchrun
 from stormo.layout import DEFAULT_PORT, Launched, Layout
 
 # How `stormo run` hands its own flags to the workers, whose script asks for the world.
@@ -27,13 +28,20 @@ def find_place(config: TrainConfig, *, is_meant_alone: bool = False) -> Place | 
     Args:
         is_meant_alone: whether one process is what the user wants even in a Slurm job of several tasks.
     """
+    if isinstance(config.workers.num_nodes, NodeRange):
+        nodes = str(config.workers.num_nodes)
+        raise SettingError(
+            f"--num-nodes {nodes} was set",
+            "stormo starts a fixed number of nodes",
+            f"let torchrun start it where nodes come and go: torchrun --nnodes {nodes} --max-restarts 3 "
+            "--rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-id NAME -m stormo train (or your script)",
+        )
     flags = {name: getattr(config.workers, name) if name in config.given else None for name in _FLAGS}
     place = detect(os.environ, master_addr=flags["master_addr"], master_port=flags["master_port"])
     launcher = config.workers.launcher
     if place is None:
         if launcher == "auto" and not is_meant_alone:
-            num_nodes = None if flags["num_nodes"] is None else least_nodes(flags["num_nodes"])
-            _say(check_alone(os.environ, num_gpus=flags["num_gpus"], num_nodes=num_nodes))
+            _say(check_alone(os.environ, num_gpus=flags["num_gpus"], num_nodes=flags["num_nodes"]))
         return None
     if launcher != "auto":
         raise SettingError(
@@ -41,12 +49,39 @@ def find_place(config: TrainConfig, *, is_meant_alone: bool = False) -> Place | 
             f"{LAUNCHERS[place.launcher].command} has started this process already",
             f"drop --launcher, or type the command without {LAUNCHERS[place.launcher].command}",
         )
-    if not becomes_agent(config, place):
-        check_flags(place, **flags)
+    check_flags(place, **flags)
     if place.launcher == "slurm" and place.is_main:
         for hint in hints(os.environ, place, os.getpid()):
             _say(hint)
     return place
+
+
+def check_restarts(config: TrainConfig, place: Place | None) -> None:
+    """Refuse restarts that nobody would do, or that would not find the run."""
+    restarts, run = config.workers.max_restarts, config.run
+    if place is not None and place.launcher == "torchrun" and "max_restarts" in config.given:
+        check_restarts_of_torchrun(os.environ, restarts)
+    if restarts < 1 or (place is not None and place.launcher in ("local", "torchrun")):
+        return
+    if place is not None:
+        command = LAUNCHERS[place.launcher].command
+        raise SettingError(
+            f"--max-restarts {restarts} was set",
+            f"{command} started the workers, and it starts none again",
+            "leave it out, and type the same command with --run-name NAME --resume after a failure",
+        )
+    if config.workers.num_nodes > 1 and run.run_name is None:
+        raise SettingError(
+            f"--max-restarts {restarts} was set without --run-name",
+            "every node must find the run to go on with",
+            "set the same --run-name on every node",
+        )
+    if run.resume and (Path(run.resume) / "manifest.json").is_file():
+        raise SettingError(
+            f"--resume {run.resume} was set with --max-restarts {restarts}",
+            "every restart would go back to that one checkpoint",
+            "name the run instead of the checkpoint",
+        )
 
 
 def _say(sentence: str | None) -> None:
@@ -59,7 +94,7 @@ def launched_by(place: Place | None) -> Launched | None:
     if place is None or place.launcher == "local":
         return None
     return Launched(
-        launcher="torch's elastic agent" if place.launcher == "elastic" else place.launcher,
+        launcher=place.launcher,
         world_size=place.world_size,
         local_size=place.local_size,
         num_nodes=place.num_nodes,

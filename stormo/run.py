@@ -44,9 +44,9 @@ def main(arguments: list[str]) -> int:
     settings = options.parse_flags("stormo run", own, _OPTIONS, "", _SCRIPT)
     command = _command(settings.pop("script", None), theirs)
     config = options.make_config(settings, None)
-    if config.workers.is_elastic:
+    if config.workers.max_restarts:
         raise SettingError(
-            f"--num-nodes {config.workers.num_nodes} and --max-restarts {config.workers.restarts} were set",
+            f"--max-restarts {config.workers.max_restarts} was set",
             "stormo run starts a script once, and only the script could go on with what it has saved",
             "start it by torchrun, whose workers stormo.World joins, or train a task with stormo train",
         )

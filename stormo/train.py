@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from stormo import __version__, dry_run, options
-from stormo.config import NodeRange, TrainConfig, least_nodes
+from stormo.config import TrainConfig
 from stormo.early_signals import leave_if_warned
 from stormo.errors import EXIT_FAILURE, StormoError, full_disk
 from stormo.hardware import visible_gpus
 from stormo.hosts import hosts_of, on_hosts, start_on_hosts
 from stormo.launch import Place, alone, open_lifeline, run_node
-from stormo.launch.elastic import (
-    becomes_agent,
-    check_elastic,
-    elastic_node,
-    open_meeting_point,
-    wait_for_meeting_point,
-)
-from stormo.launch.torchrun import check_restarts, end_with_agent, note_failure
+from stormo.launch.lifeline import die_with_parent
+from stormo.launch.restarts import run_with_restarts
+from stormo.launch.torchrun import note_failure
 from stormo.layout import Layout, resolve_layout
-from stormo.nodes import find_place, launched_by, node_of
+from stormo.nodes import check_restarts, find_place, launched_by, node_of
 from stormo.plan import check_settings, resolve
 from stormo.process import STARTED, process_start_unix_s
 from stormo.resuming.changes import changes, require_task
 from stormo.resuming.finding import run_to_resume
 from stormo.resuming.inherited import (
     OF_COPIES,
-    SPREAD,
     inherited_effect,
     inherited_workers,
     lost_with_strategy,
@@ -43,7 +37,7 @@ from stormo.staging import of_task as staging
 from stormo.tasks.check import check_made, check_options, check_task, note_method
 from stormo.tasks.find import TASKS, find_task
 from stormo.tasks.task import Task
-from stormo.telemetry.finding import default_run_name, require_new_run
+from stormo.telemetry.finding import default_run_name
 
 
 def main(arguments: list[str]) -> int:
@@ -52,11 +46,11 @@ def main(arguments: list[str]) -> int:
     check_task(task_class)
     place = find_place(config)
     hosts = hosts_of(config)
+    check_restarts(on_hosts(config, hosts), place)
     if hosts and not config.command.dry_run:
         return start_on_hosts(config, hosts, "train", arguments)
     config = on_hosts(config, hosts)
     layout, task = checked(config, task_class, place)
-    is_agent = becomes_agent(config, place)
     if config.command.dry_run:
         if place is None or place.is_main:
             if task.needs_data_for_facts():
@@ -64,10 +58,7 @@ def main(arguments: list[str]) -> int:
             has_own = task_class.optimizer is not Task.optimizer
             dry_run.show(config, resolve(config, layout, task.facts()), sys.stdout, has_own=has_own)
         return 0
-    if is_agent:
-        with staging.cleaned_up(config.command):
-            return _start_agent(arguments, config, layout, task, place)
-    if place is None and layout.world_size > 1:
+    if place is None and (layout.world_size > 1 or config.workers.max_restarts):
         if not task.needs_data_for_facts():
             resolve(config, layout, task.facts())  # whatever is wrong is said before any process starts
         with staging.cleaned_up(config.command):
@@ -77,17 +68,12 @@ def main(arguments: list[str]) -> int:
 
 def checked(config: TrainConfig, task_class: type[Task], place: Place | None = None) -> tuple[Layout, Task]:
     """Refuse, before any process starts, what cannot hold whatever the data are; give who takes part, and the task."""
-    is_agent = becomes_agent(config, place)
-    if place is not None and place.launcher == "torchrun" and "max_restarts" in config.given:
-        check_restarts(os.environ, config.workers.restarts)
-    layout = resolve_layout(config, visible_gpus(), None if is_agent else launched_by(place))
+    layout = resolve_layout(config, visible_gpus(), launched_by(place))
     check_settings(config, layout)
     task = task_class(config.task_options)
     check_made(task)
     dry_run.check(config)
     staging.check(config.command, task)
-    if is_agent:
-        check_elastic(config, place)
     if config.run.prometheus is not None:
         from stormo.telemetry import prometheus
 
@@ -138,50 +124,25 @@ def _looks_like_task(argument: str) -> bool:
 def _start_workers(arguments: list[str], config: TrainConfig, layout: Layout) -> int:
     """Become the agent of this node: the workers run this very command again, told who they are."""
     leave_if_warned()
-    os.environ[STARTED] = str(process_start_unix_s())
-    same, timeout_s = _same_on_all(config, layout), config.workers.timeout
-    return run_node(_command(arguments), node_of(config, layout), timeout_s=timeout_s, **same)
+    workers, run, signals = config.workers, config.run, set[int]()
+    # Restarts go on with the run of the first attempt, so that its name is settled here.
+    named = [*arguments, "--runs-folder", run.runs_folder, "--run-name", run.run_name or default_run_name(config.task)]
+    first = named if workers.max_restarts and run.resume is None else arguments
 
+    def attempt(number: int) -> int:
+        words = [*named, "--resume"] if number else first
+        os.environ[STARTED] = str(time.time() if number else process_start_unix_s())
+        same = _same_on_all(read_settings(words)[0] if number else config, layout)
+        command = [sys.executable, "-m", "stormo", "train", *words]
+        return run_node(command, node_of(config, layout), timeout_s=workers.timeout, signals=signals, **same)
 
-def _command(arguments: list[str]) -> list[str]:
-    return [sys.executable, "-m", "stormo", "train", *arguments]
-
-
-def _start_agent(arguments: list[str], config: TrainConfig, layout: Layout, task: Task, outer: Place | None) -> int:
-    """Become torch's elastic agent of this node: every start of the workers goes on with one run."""
-    nodes = least_nodes(config.workers.num_nodes)
-    least = replace(config.workers, num_nodes=NodeRange(nodes, nodes))
-    for sized in (replace(config, workers=least), config):
-        at_size = resolve_layout(sized, visible_gpus())
-        if not task.needs_data_for_facts():
-            resolve(sized, at_size, task.facts())
-    run = config.run
-    name = run.run_name or default_run_name(config.task)
-    node = elastic_node(config, layout.workers_per_node, Path(run.runs_folder) / name, outer)
-    meeting_point = open_meeting_point(node)
-    if run.resume is None and meeting_point is not None:  # the first node: who comes later finds the run begun
-        with contextlib.ExitStack() as opened:
-            opened.enter_context(meeting_point)
-            require_new_run(Path(run.runs_folder), name)
-            opened.pop_all()
-    if meeting_point is None:
-        wait_for_meeting_point(node)
-    os.environ[STARTED] = str(process_start_unix_s())
-    from stormo.elastic import run_agent
-
-    settings: dict[str, str] = _same_on_all(config, layout)["options"]
-    in_run = {*SPREAD, *OF_COPIES, "num_gpus"}  # where a node finds them
-    own = config.given | vars(config.workers).keys() - in_run
-    flags = {f"--{key.replace('_', '-')}" for key in own if key != "resume"}
-    given = {flag: value for flag, value in settings.items() if flag in flags}
-    command = [*_command(arguments), "--runs-folder", run.runs_folder, "--run-name", name, "--resume"]
-    return run_agent(node, meeting_point, command, settings=settings, given=given)
+    return run_with_restarts(attempt, restarts=workers.max_restarts, signals=signals, join_s=workers.timeout)
 
 
 def _work(config: TrainConfig, layout: Layout, task: Task, place: Place) -> int:
     """Be a worker; whatever goes wrong is told to the others before this process ends."""
-    if place.launcher in ("torchrun", "elastic"):
-        end_with_agent(os.environ)
+    if place.launcher == "torchrun":
+        die_with_parent()  # nobody else would end it
     # Taken up before torch is imported where it can be: an agent wants signs of life from the start.
     lifeline = open_lifeline(place) if place.launcher in ("local", "alone") else None
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's sockets warn of every name they cannot look up

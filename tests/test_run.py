@@ -241,7 +241,7 @@ SENTENCES: dict[tuple[str, ...], str] = {
     ("s.py", "--zero=1"): "--zero=1 was set, but stormo run leaves the model of a script as it is; leave it out, or ",
     ("s.py", "--strategy", "fsdp"): "--strategy was set, but stormo run leaves the model of a script as it is; ",
     ("s.py", "--staleness", "4"): "--staleness was set, but stormo run leaves the model of a script as it is; ",
-    ("s.py", "--max-restarts", "1"): "--max-restarts 1 were set, but stormo run starts a script once",
+    ("s.py", "--max-restarts", "1"): "--max-restarts 1 was set, but stormo run starts a script once",
 }
 
 

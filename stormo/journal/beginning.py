@@ -28,7 +28,7 @@ def _all_done(name: str, plan: Plan) -> Notice:
 
 
 def notices_of_start(
-    config: TrainConfig, plan: Plan, progress: Progress, name: str, summary: Mapping[str, Any], *, is_first: bool
+    config: TrainConfig, plan: Plan, progress: Progress, name: str, summary: Mapping[str, Any]
 ) -> Iterator[Notice]:
     """What the user should know of a run named so, as far as it goes on.
 
@@ -38,13 +38,12 @@ def notices_of_start(
         progress: how far it is.
         name: of the run.
         summary: how it ended the last time; empty where that is not known.
-        is_first: it was told to go on where it begins, as an elastic one always is.
     """
     goes_on = config.run.resume is not None
     if progress.num_resumes and progress.epoch > plan.epochs:
         yield _all_done(name, plan)
     lost_at = summary.get("diverged_at_step") if summary.get("stopped_by") == "divergence" else None
-    if goes_on and not progress.num_resumes and lost_at is None and not is_first:
+    if goes_on and not progress.num_resumes and lost_at is None:
         yield Notice(kind="info", text=f"{name} has no checkpoint yet: it starts from the beginning")
     if progress.num_rollbacks:
         times = counted(progress.num_rollbacks, "rollback")

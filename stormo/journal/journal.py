@@ -191,8 +191,7 @@ class Journal:
         )
         if self._metrics is not None:
             self.record(Notice(kind="info", text=f"Prometheus finds this run at {self._metrics.address}"))
-        is_first = self._world.place.launcher == "elastic" and config.resumed is None  # told to go on from the start
-        for notice in notices_of_start(config, plan, progress, self.folder.name, summary, is_first=is_first):
+        for notice in notices_of_start(config, plan, progress, self.folder.name, summary):
             self.record(notice)
 
     def _console(self) -> list[Sink]:

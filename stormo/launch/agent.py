@@ -44,6 +44,7 @@ def run_node(
     timeout_s: float = 600.0,
     environ: Mapping[str, str] | None = None,
     patience: Patience | None = None,
+    signals: set[int] | None = None,
 ) -> int:
     """Run the workers of one node to their end and return the exit code of the whole job.
 
@@ -53,6 +54,7 @@ def run_node(
         digest: stands for everything that must be the same on all nodes.
         options: what the digest is made of, to name a difference.
         timeout_s: for all nodes to come together, and for a worker without a sign of life.
+        signals: takes the signals that were passed on to the workers.
     """
     patience = patience or Patience()
     hello = Hello(
@@ -79,7 +81,10 @@ def run_node(
         agent = Agent(node, hello.host, meeting, inbox=inbox, screen=screen, timeout_s=timeout_s, patience=patience)
         stack.callback(agent.close)
         agent.start(command, os.environ if environ is None else environ)
-        return agent.watch()
+        code = agent.watch()
+        if signals is not None:
+            signals |= agent.passed_on
+        return code
 
 
 class Agent:
@@ -139,6 +144,11 @@ class Agent:
                 self._screen.show_held_lines()  # else the cause of what is about to fail comes first
             self._decide()
         return self._exit_code
+
+    @property
+    def passed_on(self) -> set[int]:
+        """The signals that the workers were sent."""
+        return self._evidence.passed_on
 
     def close(self) -> None:
         """Leave no process behind, whatever happened, and no line of theirs unshown."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from stormo.config import least_nodes
 from stormo.errors import SettingError, counted
-from stormo.launch import elastic, local, mpi, slurm, torchrun
+from stormo.launch import local, mpi, slurm, torchrun
 from stormo.launch.place import Place
 
 
@@ -30,15 +29,6 @@ LAUNCHERS: Mapping[str, Launcher] = {
     "local": Launcher(
         detect=local.detect,
         place=local.place,
-        command="stormo",
-        worker="worker",
-        set_local_size="--num-gpus {}",
-        set_num_nodes="--num-nodes {}",
-        names_master=True,
-    ),
-    "elastic": Launcher(
-        detect=elastic.detect,
-        place=elastic.place,
         command="stormo",
         worker="worker",
         set_local_size="--num-gpus {}",
@@ -109,7 +99,7 @@ def check_flags(
             f"{command} started {counted(place.local_size, launcher.worker)} on this node",
             f"drop --num-gpus or start {command} with {launcher.set_local_size.replace('{}', str(num_gpus))}",
         )
-    if num_nodes is not None and not least_nodes(num_nodes) <= place.num_nodes <= num_nodes:
+    if num_nodes is not None and num_nodes != place.num_nodes:
         raise SettingError(
             f"--num-nodes {num_nodes} was set",
             f"{command} started the job on {counted(place.num_nodes, 'node')}",
@@ -121,7 +111,7 @@ def check_flags(
             f"{command} made host {place.host} node {place.node_id}",
             f"drop --node-id, since {command} numbers the nodes itself",
         )
-    if place.launcher in ("local", "elastic"):
+    if place.launcher == "local":
         return  # the master flags name the meeting point of the agents there, not that of the ranks
     for flag, given, actual in (
         ("--master-addr", master_addr, place.master_addr),

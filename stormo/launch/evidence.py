@@ -15,7 +15,7 @@ from stormo.launch.failure import Failure, of_early_exit, of_exit, of_exit_befor
 from stormo.launch.patience import Patience
 from stormo.launch.screen import Screen
 from stormo.launch.verdict import Ending, Sign, Weight, cause, decide_at, is_orderly, weigh
-from stormo.launch.waiting import Absent, missed_in, named_after_wait, rank_of
+from stormo.launch.waiting import Absent, named_after_wait
 from stormo.launch.worker import Worker
 
 
@@ -141,12 +141,12 @@ class Evidence:
     def explained(self, sign: Sign) -> Failure:
         """The failure to show: a wait that was given up with whom it was for, as far as this node knows."""
         complaints = [one.failure for one in self._signs if one.weight is Weight.SECONDARY]
-        missed = [missed_in(one.what) for one in complaints]
-        if sign.weight is not Weight.SECONDARY or all(one is None or one.waited_s is None for one in missed):
+        losses = [one.loss for one in complaints]
+        if sign.weight is not Weight.SECONDARY or all(one is None or one.waited_s is None for one in losses):
             return sign.failure
         others = [worker for worker in self._crew if worker.running and worker.failure is None]
         absent = [Absent(rank=one.rank, state=self._state(one), has_joined=self._has_joined(one)) for one in others]
-        heard = {rank_of(one) for one in complaints} | {worker.rank for worker in self._crew}
+        heard = {one.rank for one in complaints} | {worker.rank for worker in self._crew}
         knows_all = self._node.node_id == 0  # to which all complaints go
         elsewhere = [rank for rank in range(self._node.world_size) if knows_all and rank not in heard]
         limit = "--timeout or World(timeout_s=...)" if self._patience.is_of_script else "--timeout"

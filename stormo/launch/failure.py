@@ -9,14 +9,14 @@ import re
 import signal
 import traceback
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from stormo.errors import EXIT_DIVERGED, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USAGE, StormoError
+from stormo.launch.peer_loss import PeerLoss, peer_loss
 
 MAX_DETAILS_CHARACTERS = 24_000
 _MAX_SENTENCE_CHARACTERS = 4_000
-_GAVE_UP = re.compile(r"(?:Timed out waiting|wait timeout after) (\d+)ms")  # Gloo's, and the store's
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _OUT_OF_MEMORY = "The kernel's out-of-memory killer may have done this; dmesg would say so.\n"
 ORDERLY_EXIT_CODES = (0, EXIT_DIVERGED, EXIT_RESUMABLE, EXIT_INTERRUPTED)
@@ -36,6 +36,8 @@ class Failure:
     exit_code: int = EXIT_FAILURE
     secondary: bool = False  # a survivor that misses its peer, not the cause
     printed: bool = False  # the one who failed has shown it already
+    rank: int = -1  # of the worker that failed; -1 for a node
+    loss: PeerLoss | None = None  # whom it misses, where that is what it says
 
     def __post_init__(self) -> None:
         assert self.kind in _KINDS, self.kind
@@ -52,16 +54,19 @@ class Failure:
 
     def to_message(self) -> dict[str, Any]:
         """As JSON-ready values."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+        loss = None if self.loss is None else asdict(self.loss)
+        return {name: getattr(self, name) for name in self.__dataclass_fields__} | {"loss": loss}
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Failure | None:
         """Out of a message from anyone: None unless every value has its type."""
         texts = {name: message.get(name) for name in ("kind", "who", "host", "what", "details")}
         flags = {name: message.get(name) for name in ("secondary", "printed")}
-        exit_code = message.get("exit_code")
+        exit_code, rank = message.get("exit_code"), message.get("rank")
         codes = range(1, 256) if texts["kind"] == "exit" else _EXIT_CODES
         if texts["kind"] not in _KINDS or not isinstance(exit_code, int) or exit_code not in codes:
+            return None
+        if not isinstance(rank, int):
             return None
         if not all(isinstance(text, str) for text in texts.values()):
             return None
@@ -76,6 +81,8 @@ class Failure:
             exit_code=int(exit_code),
             secondary=bool(flags["secondary"]),
             printed=bool(flags["printed"]),
+            rank=rank,
+            loss=_loss_of(message.get("loss")),
         )
 
     def with_last_lines(self, lines: str) -> Failure:
@@ -104,7 +111,14 @@ def of_exception(error: BaseException, *, rank: int, host: str, secondary: bool)
         lines = traceback.format_exception(error)
         details = printable("".join(lines), MAX_DETAILS_CHARACTERS)
     return Failure(
-        kind="exception", who=who, host=host, what=f"failed: {summary}", details=details, secondary=secondary
+        kind="exception",
+        who=who,
+        host=host,
+        what=f"failed: {summary}",
+        details=details,
+        secondary=secondary,
+        rank=rank,
+        loss=peer_loss(error),
     )
 
 
@@ -124,12 +138,6 @@ def of_exit(code: int, *, rank: int, host: str, is_of_script: bool = False) -> F
     what = f"ended with exit code {code} and did not report why"
     exit_code = code if is_of_script else EXIT_FAILURE
     return Failure(kind="exit", who=f"rank {rank}", host=host, what=what, exit_code=exit_code)
-
-
-def given_up_after_s(error: str) -> float | None:
-    """How long was waited for another worker, where that is what an error of a library's is about."""
-    waited = _GAVE_UP.search(error)
-    return None if waited is None else int(waited[1]) / 1000
 
 
 def of_exit_before_world(code: int, *, rank: int, host: str, waiting: int) -> Failure:
@@ -153,6 +161,18 @@ def of_stop(number: int, *, rank: int, host: str) -> Failure:
         what=f"was ended by {signal_name(number)}, which reached it before it was ready to stop in order",
         exit_code=EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_RESUMABLE,
     )
+
+
+def _loss_of(message: Any) -> PeerLoss | None:
+    """What a message says of whom a worker misses: None unless every value has its type."""
+    if not isinstance(message, Mapping):
+        return None
+    waited_s, at, remark = (message.get(name) for name in ("waited_s", "at", "remark"))
+    if isinstance(waited_s, bool) or not isinstance(waited_s, int | float | None):
+        return None
+    if not isinstance(at, str) or not isinstance(remark, str):
+        return None
+    return PeerLoss(waited_s, printable(at, _MAX_SENTENCE_CHARACTERS), printable(remark, _MAX_SENTENCE_CHARACTERS))
 
 
 def combined_exit_code(codes: Iterable[int]) -> int:

@@ -103,11 +103,6 @@ def _merged(hosts: Iterable[ListedHost], source: str) -> tuple[ListedHost, ...]:
     return tuple(merged.values())
 
 
-def this_one_first(hosts: Iterable[ListedHost]) -> tuple[ListedHost, ...]:
-    """The same hosts, but the one on which this runs before all others."""
-    return tuple(sorted(hosts, key=lambda host: not _is_here(host.address)))  # the order of the others stays
-
-
 def all_here(hosts: Iterable[ListedHost]) -> bool:
     """Whether all of them are this machine, as far as their names tell."""
     return all(_is_here(host.address) for host in hosts)

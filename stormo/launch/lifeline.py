@@ -22,7 +22,6 @@ from stormo.launch.link import Link
 from stormo.launch.local import CHANNEL_FD
 from stormo.launch.place import Place
 from stormo.launch.ranks import RanksLifeline
-from stormo.launch.torchrun import note_meeting
 
 _INSTALLED = (str(Path(__file__).parents[1]) + os.sep, str(Path(contextlib.__file__).parent), "<")
 _PR_SET_PDEATHSIG = 1
@@ -140,10 +139,7 @@ def open_lifeline(
         return NoLifeline()
     assert publish is not None
     assert lookup is not None
-    lifeline = RanksLifeline(place, publish=publish, lookup=lookup, timeout_s=timeout_s, digest=digest, options=options)
-    if place.launcher == "elastic":
-        note_meeting(os.environ if environ is None else environ)
-    return lifeline
+    return RanksLifeline(place, publish=publish, lookup=lookup, timeout_s=timeout_s, digest=digest, options=options)
 
 
 def _line_of_script() -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from stormo.errors import SettingError, counted
 
-LAUNCHERS = ("local", "elastic", "torchrun", "slurm", "mpi", "alone")
+LAUNCHERS = ("local", "torchrun", "slurm", "mpi", "alone")
 
 # Derived ports stay above the services sites commonly run and below Linux' outgoing range (32768 and up), so that
 # neither a daemon nor somebody's outgoing connection sits on one. The span is a prime, see `derived_port`.
@@ -26,7 +26,7 @@ DEFAULT_MASTER_PORT = 29_600
 class Place:
     """Who this process is among all processes of the job."""
 
-    launcher: str  # "local", "elastic", "torchrun", "slurm", "mpi" or "alone"
+    launcher: str  # one of LAUNCHERS
     rank: int
     world_size: int
     local_rank: int

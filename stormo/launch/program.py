@@ -1,4 +1,4 @@
-"""Programs that a variable of the environment may name, with options of theirs: STORMO_SSH, STORMO_MPIRUN."""
+"""Programs that a variable of the environment may name, with options of theirs: STORMO_SSH."""
 
 from __future__ import annotations
 

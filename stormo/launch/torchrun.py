@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
-import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from stormo.errors import EXIT_FAILURE, SettingError
+from stormo.errors import SettingError
 from stormo.launch.place import Place, host_name, read_int
 
-AGENT = "STORMO_ELASTIC"  # the process id of stormo's own elastic agent, for the workers that it starts
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where the agent looks for a worker's last word
 _NO_ID = "none"  # what torchrun calls a job without --rdzv-id
-_PR_SET_PDEATHSIG = 1
 
 
 def detect(environ: Mapping[str, str]) -> bool:
@@ -73,23 +69,3 @@ def note_failure(environ: Mapping[str, str], error: BaseException) -> None:
         text = json.dumps({"message": f"{type(error).__name__}: {error}", "timestamp": int(time.time())})
         with contextlib.suppress(OSError):
             Path(path).write_text(text, encoding="utf-8")
-
-
-def note_meeting(environ: Mapping[str, str]) -> None:
-    """Let the agent know that this worker has met the others: from now on they tell of its end, however it comes."""
-    if _ERROR_FILE in environ:
-        with contextlib.suppress(OSError):
-            met_file(environ[_ERROR_FILE]).touch()
-
-
-def met_file(error_file: str) -> Path:
-    """What is there once a worker has met the others."""
-    return Path(f"{error_file}.met")
-
-
-def end_with_agent(environ: Mapping[str, str]) -> None:
-    """Have the kernel kill this process the moment its agent is gone: nobody else would end it."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if environ.get(AGENT, str(os.getppid())) != str(os.getppid()):  # gone before that
-        os._exit(EXIT_FAILURE)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from stormo.launch.failure import ORDERLY_EXIT_CODES, Failure, given_up_after_s
+from stormo.launch.failure import ORDERLY_EXIT_CODES, Failure
 
 
 class Weight(IntEnum):
@@ -92,7 +92,7 @@ def cause(signs: Sequence[Sign], endings: Sequence[Ending]) -> Sign:
         )
     first = endings[0]
     complaint = likeliest.failure
-    waited_s = given_up_after_s(complaint.what)
+    waited_s = None if complaint.loss is None else complaint.loss.waited_s
     then = complaint.what if waited_s is None else f"waited {waited_s:g} s for it before it gave up"
     failure = Failure(
         kind="early",

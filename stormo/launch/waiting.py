@@ -2,42 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from stormo.launch.failure import Failure, given_up_after_s
+from stormo.launch.failure import Failure
+from stormo.launch.peer_loss import PeerLoss
 
 _MAX_NAMED = 4
-_RANK = re.compile(r"rank (\d{1,9})\b")
-_FAILED_OR_ENDED = "failed, or has ended before it"
-_TOLD = re.compile(
-    rf"rank \d+ is at: (.*); another rank has (?:not come within ([\d.]+(?:e\+\d+)?) s|{_FAILED_OR_ENDED})\.(.*)",
-    re.DOTALL,
-)
 
 
-@dataclass(frozen=True, slots=True)
-class Missed:
-    """Where a worker has waited for another in vain."""
-
-    at: str  # what it was about to do with the others; empty where it does not say
-    waited_s: float | None  # None where the other was found to be gone
-    remark: str = ""
-
-    def of_rank(self, rank: int) -> str:
-        """As the worker of a script says it, who knows no more."""
-        what = _FAILED_OR_ENDED if self.waited_s is None else f"not come within {self.waited_s:g} s"
-        return f"rank {rank} is at: {self.at}; another rank has {what}.{self.remark}"
-
-
-def missed_in(what: str) -> Missed | None:
-    """Where somebody has waited in vain, out of what a failure says; None if that is about something else."""
-    told = _TOLD.search(what)
-    if told is not None:
-        return Missed(told[1], None if told[2] is None else float(told[2]), told[3])
-    waited_s = given_up_after_s(what)
-    return None if waited_s is None else Missed("", waited_s)
+def waiting_text(rank: int, loss: PeerLoss) -> str:
+    """What the worker of a script says that misses another one."""
+    what = "failed, or has ended before it" if loss.waited_s is None else f"not come within {loss.waited_s:g} s"
+    return f"rank {rank} is at: {loss.at}; another rank has {what}.{loss.remark}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +38,7 @@ def named_after_wait(
         host: of this node.
         limit: what to set for a longer wait.
     """
-    waits = [(one, missed) for one in sorted(complaints, key=rank_of) if (missed := missed_in(one.what)) is not None]
+    waits = [(one, one.loss) for one in sorted(complaints, key=lambda one: one.rank) if one.loss is not None]
     first, missed, waited_s = next((one, it, it.waited_s) for one, it in waits if it.waited_s is not None)
     hint = f"set a larger {limit} if a step, a save or what comes before the first may take that long"
     states = [f"rank {one.rank} {one.state}" for one in absent[:_MAX_NAMED]]
@@ -81,14 +58,14 @@ def named_after_wait(
     )
 
 
-def _of_all(waits: Sequence[tuple[Failure, Missed]], waited_s: float, elsewhere: Sequence[int], hint: str) -> Failure:
+def _of_all(waits: Sequence[tuple[Failure, PeerLoss]], waited_s: float, elsewhere: Sequence[int], hint: str) -> Failure:
     """Where every worker that is known of waits: the place of the fewest comes first."""
-    places: dict[str, list[tuple[Failure, Missed]]] = {}
+    places: dict[str, list[tuple[Failure, PeerLoss]]] = {}
     for one, missed in waits:
         places.setdefault(missed.at or "something that was not announced", []).append((one, missed))
     at, *others = sorted(places, key=lambda place: len(places[place]))
     first, missed = places[at][0]
-    ways = [f"{_names([rank_of(one) for one, _ in places[place]])} at: {place}" for place in others[:_MAX_NAMED]]
+    ways = [f"{_names([one.rank for one, _ in places[place]])} at: {place}" for place in others[:_MAX_NAMED]]
     if elsewhere:
         parts = [*ways, f"{_names(elsewhere)} of another node did not come", hint]
     elif ways:
@@ -96,12 +73,6 @@ def _of_all(waits: Sequence[tuple[Failure, Missed]], waited_s: float, elsewhere:
     else:
         parts = ["another worker did not come", hint]
     return replace(first, what="; ".join([f"waited {waited_s:g} s at: {at}", *parts]) + _after(missed.remark))
-
-
-def rank_of(complaint: Failure) -> int:
-    """Of the worker that complains; -1 where what another machine has sent names none."""
-    found = _RANK.match(complaint.who)
-    return -1 if found is None else int(found[1])
 
 
 def _names(ranks: Sequence[int]) -> str:

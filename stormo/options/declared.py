@@ -34,6 +34,7 @@ class Option:
     help: str
     metavar: str | None
     optional_value: bool
+    dropped: Mapping[str, str] = dataclasses.field(default_factory=dict)  # values of before: what to do instead
 
     @property
     def flag(self) -> str:
@@ -51,6 +52,8 @@ class Option:
         if self.choices:
             if value in self.choices:
                 return value
+            if isinstance(value, str) and value in self.dropped:
+                raise SettingError(f"{source} {value} was set", "stormo no longer has it", self.dropped[value])
             raise unknown_name(source, str(value), self.choices)
         if value in self.words or (self.kind is bool and isinstance(value, bool)):
             return value
@@ -140,6 +143,7 @@ def _option(section: str, field: dataclasses.Field[Any], hint: Any) -> Option:
         help=field.metadata.get("help", ""),
         metavar=field.metadata.get("metavar"),
         optional_value=field.metadata.get("optional_value", False),
+        dropped=field.metadata.get("dropped", {}),
     )
 
 

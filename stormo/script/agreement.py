@@ -20,9 +20,9 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from stormo.errors import SettingError, StormoError
-from stormo.launch.failure import given_up_after_s
-from stormo.launch.waiting import Missed
-from stormo.world.store import PeerFailedError, is_secondary
+from stormo.launch.peer_loss import PeerLoss, peer_loss
+from stormo.launch.waiting import waiting_text
+from stormo.world.store import PeerFailedError
 from stormo.world.world import World
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
@@ -161,10 +161,11 @@ class Agreement:
         try:
             return call()
         except RuntimeError as error:
-            if not is_secondary(error):
+            found = peer_loss(error)
+            if found is None:
                 raise
-            missed = Missed(_brief(self._said) + where(), given_up_after_s(str(error)), self.remark)
-            self._broken = PeerFailedError(missed.of_rank(self._world.rank))
+            loss = PeerLoss(found.waited_s, _brief(self._said) + where(), self.remark)
+            self._broken = PeerFailedError(waiting_text(self._world.rank, loss), loss)
             raise self._broken from error
 
 

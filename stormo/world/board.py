@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stormo.launch.peer_loss import PeerLoss
 from stormo.world.page import NUM_VALUES, Line, Page, new_page
+from stormo.world.store import PeerMissingError
 
 if TYPE_CHECKING:
     from stormo.world.world import World
@@ -117,9 +119,10 @@ class Board:
     def _require_others(self, waited_s: float) -> None:
         """Raise what Gloo would where another worker has left, or does not come."""
         if self._has_lost():
-            raise dist.DistError("Connection closed by peer: a worker of this node has ended.")
+            raise PeerMissingError("a worker of this node has ended", PeerLoss())
         if waited_s > self._timeout_s:
-            raise dist.DistError(f"Timed out waiting {1000 * self._timeout_s:.0f}ms for the workers of this node.")
+            text = f"waited {self._timeout_s:g} s for the workers of this node"
+            raise PeerMissingError(text, PeerLoss(waited_s=self._timeout_s))
 
     def _has_lost(self) -> bool:
         assert self._page is not None, "a worker alone waits for none of its node"

@@ -14,7 +14,7 @@ from stormo.launch import Place
 from stormo.world.store import Store
 
 # Launchers that start the workers of a node from one process, in its own environment.
-_SHOW_ALL_THE_SAME = ("alone", "local", "torchrun", "elastic")
+_SHOW_ALL_THE_SAME = ("alone", "local", "torchrun")
 
 
 def device_of(device_type: str, place: Place, store: Store | None = None, *, may_share: bool = False) -> torch.device:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from stormo.errors import StormoError
 from stormo.launch import STORE_FD, Place
 from stormo.launch.address import listen, listening_address
+from stormo.launch.peer_loss import PeerLoss, peer_loss
 
 _LIFELINE = "lifeline"
 _WHERE = "stormo/where"
@@ -22,6 +23,18 @@ _BACKLOG = 4096
 
 class PeerFailedError(StormoError):
     """Another worker failed in something this one waited for."""
+
+    def __init__(self, text: str, loss: PeerLoss | None = None) -> None:
+        super().__init__(text)
+        self.peer_loss = loss or PeerLoss()
+
+
+class PeerMissingError(dist.DistError):
+    """Another worker is gone, or has not come in time, which torch would say in words alone."""
+
+    def __init__(self, text: str, loss: PeerLoss) -> None:
+        super().__init__(text)
+        self.peer_loss = loss
 
 
 class Store:
@@ -114,20 +127,6 @@ def _answers(number: str, port: int) -> bool:
     return True
 
 
-_PEER_IS_GONE = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Timed out waiting",
-    "Socket closed",
-    "no error",  # Gloo, when a pair was closed under it
-    "NCCL communicator was aborted",
-    "remote process exited",
-)
-
-
 def is_secondary(error: BaseException) -> bool:
     """Whether an error only says that another worker is gone, and so is not the cause of anything."""
-    if isinstance(error, PeerFailedError | dist.DistError):
-        return True
-    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in _PEER_IS_GONE)
+    return peer_loss(error) is not None

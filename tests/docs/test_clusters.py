@@ -17,14 +17,13 @@ PAGES = sorted((ROOT / "docs" / "clusters").glob("*.md"))
 # How a command on a page begins, the test that runs one of that form, and the words by which it does.
 RUN_BY = {
     "stormo train --launcher ssh": ("tests/system/test_ssh.py", '"--launcher", "ssh"'),
-    "stormo train --launcher mpi --hostfile": ("tests/system/test_mpi.py", '"--launcher", "mpi", "--hostfile"'),
-    "stormo train --launcher mpi --hosts": ("tests/launch/test_on_hosts.py", '"--launcher", "mpi", "--hosts"'),
     "mpirun -n": ("tests/system/test_mpi.py", '"-n", "2"'),
+    "mpirun --host": ("tests/system/test_mpi.py", '"--host"'),
+    "mpiexec -hosts": ("tests/system/test_mpi.py", '"-hosts"'),
     "stormo doctor --num-nodes": ("tests/system/test_preflight.py", '"--num-nodes", "3"'),
     "stormo doctor": ("tests/doctor/test_command.py", '"doctor"'),
     "stormo train --num-gpus 2 --preflight": ("tests/system/test_preflight.py", '"--num-gpus", "2", "--preflight"'),
     "stormo train --num-gpus 4 --max-restarts": ("tests/system/test_elastic.py", '"--max-restarts"'),
-    "stormo train --num-nodes 1:": ("tests/system/test_elastic.py", '"1:3"'),
     "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE": ("tests/system/test_elastic.py", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"),
     "torchrun --nnodes 1:4": ("tests/system/test_elastic.py", '"--nnodes", "1:2"'),
     "salloc": ("tests/system/test_slurm.py", '"salloc"'),
@@ -35,8 +34,6 @@ RUN_BY = {
     "stormo status": ("tests/system/test_submit.py", '"status"'),
     "stormo cancel": ("tests/system/test_submit.py", '"cancel"'),
     "stormo train --num-gpus 2 --task.width 1": ("tests/staging/test_training.py", '"--stage"'),
-    "torchx run -s local_cwd": ("tests/system/test_torchx.py", "local_cwd"),
-    "torchx run -s slurm stormo.train": ("tests/system/test_torchx.py", "-s slurm stormo.train"),
 }
 MARK = "not run here"
 NO_TRAINING = ("pip install", "less ")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stormo.errors import SettingError
-from stormo.launch.hostfile import ListedHost, hosts_of_job, parse_hosts, read_hostfile, slots_of, this_one_first
+from stormo.launch.hostfile import ListedHost, all_here, hosts_of_job, parse_hosts, read_hostfile, slots_of
 from stormo.launch.place import host_name
 
 OPEN_MPI = "# nodes\nnode1 slots=4\n\nnode2\tslots = 4 max_slots=8  # the second\n"
@@ -100,8 +100,9 @@ def test_workers_of_a_host_are_as_set_or_its_slots() -> None:
         slots_of(hosts(a=8, b=4), 8)
 
 
-def test_this_host_can_be_put_first() -> None:
+def test_this_host_is_known_by_its_names_and_addresses() -> None:
     own = host_name()
     for here in (own, f"{own}.site.org", "127.0.0.1", "localhost"):
-        listed = parse_hosts(f"nowhere1,192.0.2.7,{here},nowhere2")
-        assert [host.name for host in this_one_first(listed)] == [here, "nowhere1", "192.0.2.7", "nowhere2"]
+        assert all_here(parse_hosts(here))
+    assert not all_here(parse_hosts("nowhere1"))
+    assert not all_here(parse_hosts("192.0.2.7"))

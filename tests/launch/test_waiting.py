@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
 
-from stormo.launch.failure import Failure
-from stormo.launch.waiting import Absent, Missed, missed_in, named_after_wait
+from stormo.launch.failure import Failure, of_exception
+from stormo.launch.peer_loss import PeerLoss
+from stormo.launch.waiting import Absent, named_after_wait, waiting_text
+from stormo.world.store import PeerFailedError
 
 LIMIT = "--timeout or World(timeout_s=...)"
 HINT = f"set a larger {LIMIT} if a step, a save or what comes before the first may take that long"
 
 
-def complaint(rank: int, what: str, details: str = "") -> Failure:
-    return Failure(kind="exception", who=f"rank {rank}", host=f"n{rank}", what=f"failed: {what}", details=details)
+def complaint(rank: int, error: Exception, details: str = "") -> Failure:
+    return replace(of_exception(error, rank=rank, host=f"n{rank}", secondary=True), details=details)
 
 
 def waiter(rank: int, at: str, waited_s: float | None = 8.0, remark: str = "") -> Failure:
-    return complaint(rank, Missed(at, waited_s, remark).of_rank(rank))
+    loss = PeerLoss(waited_s, at, remark)
+    return complaint(rank, PeerFailedError(waiting_text(rank, loss), loss))
 
 
 def named(complaints: list[Failure], absent: list[Absent], elsewhere: tuple[int, ...] = ()) -> Failure:
     return named_after_wait(complaints, absent, elsewhere=elsewhere, host="here", limit=LIMIT)
-
-
-@pytest.mark.parametrize("waited_s", [8.0, 0.5, 1e6, None])
-@pytest.mark.parametrize("remark", ["", " If nothing else has failed: a batch norm. Or two."])
-def test_what_a_worker_says_of_its_wait_is_read_as_it_was_meant(waited_s: float | None, remark: str) -> None:
-    missed = Missed("world.sum in a.py line 3; of\ntwo; parts.", waited_s, remark)
-    assert missed_in(f"failed: {missed.of_rank(12)}") == missed
-
-
-def test_the_time_is_found_in_the_words_of_gloo_and_of_the_store_and_in_no_others() -> None:
-    assert missed_in("[gloo/x.cc:84] Timed out waiting 5000ms for recv") == Missed("", 5.0)
-    assert missed_in("DistStoreError: wait timeout after 8000ms, keys: /a") == Missed("", 8.0)
-    assert missed_in("failed: ValueError: boom") is None
 
 
 def test_the_worker_that_did_not_come_is_named_before_those_that_waited() -> None:
@@ -56,7 +46,7 @@ def test_of_many_that_did_not_come_a_few_are_named() -> None:
 
 def test_a_worker_that_never_joined_is_named_without_the_words_of_torchs_store() -> None:
     late = Absent(rank=2, state="(pid 7) has not called stormo.World() and says: it is running", has_joined=False)
-    waits = complaint(0, "torch.distributed.DistStoreError: wait timeout after 8000ms, keys: /a", "Traceback")
+    waits = complaint(0, RuntimeError("wait timeout after 8000ms, keys: /a"), "Traceback")
     found = named([waits], [Absent(rank=1, state="(pid 6)"), late])
     assert found.sentence.startswith(
         "rank 2 on host here did not come within 8 s to where rank 0 waits: stormo.World()"
@@ -84,6 +74,7 @@ def test_a_worker_of_another_node_is_named_by_its_rank_where_all_complaints_are_
 
 
 def test_a_wait_in_a_librarys_own_call_keeps_its_traceback() -> None:
-    found = named([complaint(0, "RuntimeError: Timed out waiting 5000ms", "Traceback")], [Absent(rank=1, state="runs")])
+    waits = complaint(0, RuntimeError("[gloo/x.cc:84] Timed out waiting 5000ms for recv"), "Traceback")
+    found = named([waits], [Absent(rank=1, state="runs")])
     assert found.sentence == f"rank 0 on host n0 waited 5 s for another worker and gave up; rank 1 runs; {HINT}"
     assert found.details == "Traceback"

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from stormo import options
-from stormo.config import Effective, NodeRange
+from stormo.config import Effective
 from stormo.errors import SettingError
 from stormo.hardware import Gpu
-from stormo.layout import Launched, resolve_layout
+from stormo.layout import resolve_layout
 from stormo.plan import Facts, Plan, resolve
 
 BEGAN = Effective(global_batch_size=8, learning_rate=1.0, warmup_start=1.0)
@@ -80,14 +80,10 @@ def test_one_worker_goes_on_alone_with_a_run_of_synchronous_servers() -> None:
     facts, old = Facts(num_train=1000, num_validation=100), Gpu(name="V100", memory_bytes=2**34, capability=(7, 0))
     flags = {"num_gpus": 1, "strategy": "server", "servers": 2}
     goes_on = replace(options.make_config(flags, None), resumed=BEGAN)
-    one_came = Launched(launcher="elastic", world_size=1, local_size=1, num_nodes=1)
-    may_shrink = options.make_config({**flags, "num_nodes": NodeRange(1, 2)}, None)
-    for config, launched in ((goes_on, None), (may_shrink, one_came)):
-        plan = resolve(config, resolve_layout(config, [old], launched), facts)
-        assert plan.layout.strategy == "single"
-        assert "single: one worker for now, which keeps" in dict(plan.explanation)["strategy"]
-        assert plan.precision == "fp32"  # as its servers had it
-        stale = replace(config, workers=replace(config.workers, staleness=2))
-        with pytest.raises(SettingError, match="whose gradients cannot be as old as --staleness 2 allows; set"):
-            resolve_layout(stale, [old], launched)
-    assert resolve_layout(may_shrink, [old] * 2).strategy == "server"
+    plan = resolve(goes_on, resolve_layout(goes_on, [old]), facts)
+    assert plan.layout.strategy == "single"
+    assert "single: one worker for now, which keeps" in dict(plan.explanation)["strategy"]
+    assert plan.precision == "fp32"  # as its servers had it
+    stale = replace(goes_on, workers=replace(goes_on.workers, staleness=2))
+    with pytest.raises(SettingError, match="whose gradients cannot be as old as --staleness 2 allows; set"):
+        resolve_layout(stale, [old])

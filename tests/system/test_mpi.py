@@ -1,4 +1,4 @@
-"""The ranks of mpirun train and fail as one job, typed by hand or started by `--launcher mpi`."""
+"""The ranks of mpirun train and fail as one job, on one host and on two."""
 
 from __future__ import annotations
 
@@ -51,24 +51,26 @@ def told_by_ssh(ssh: Ssh, tmp_path: Path) -> dict[str, str]:
     return {**as_root, "OMPI_MCA_plm_rsh_agent": str(program), "HYDRA_LAUNCHER_EXEC": str(program)}
 
 
+ONE_ON_EACH = {
+    "mpirun": ("--host", "n1:1,n2:1", "-n", "2", "--map-by", "ppr:1:node", "-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS"),
+    "mpiexec.hydra": ("-hosts", "n1:1,n2:1", "-n", "2", "-ppn", "1"),
+}
+
+
 @pytest.mark.parametrize(("program", "package"), [("mpirun", "openmpi-bin"), ("mpiexec.hydra", "mpich")])
-def test_the_launcher_starts_ranks_on_the_hosts_of_a_file_to_the_same_bits_as_two_local_workers(
+def test_ranks_on_two_hosts_train_to_the_same_bits_as_two_local_workers(
     program: str,
     package: str,
     hosts: tuple[Host, Host],
     need: Need,
     told_by_ssh: dict[str, str],
     train: Train,
-    tmp_path: Path,
     local_digests: Callable[[int], Digests],
 ) -> None:
     need(program, package)
-    hostfile = tmp_path / "hosts"
-    hostfile.write_text("# the host where it is typed comes second\nn2 slots=1\nn1 slots=1\n")
-    command = train("--launcher", "mpi", "--hostfile", str(hostfile))
-    job = hosts[0].start(*command, **told_by_ssh, STORMO_MPIRUN=program)
+    told = {**told_by_ssh, "PYTHONPATH": str(Path.cwd())}
+    job = hosts[0].start(program, *ONE_ON_EACH[program], *train("--master-addr", "10.99.0.1"), **told)
     assert job.wait() == 0, job.err
-    assert job.err == ""
     assert "2 = 2 nodes × 1 CPU process (started by mpi" in job.out
     assert digests_of(train.folder) == local_digests(2)
 
