@@ -78,7 +78,7 @@ def test_a_scheduler_on_it_is_refused(schedule: Callable[[Any], Any]) -> None:
         schedule(optimizer)
         return optimizer
 
-    with pytest.raises(SettingError, match="a learning-rate scheduler.*set --decay and --warmup-epochs"):
+    with pytest.raises(SettingError, match=r"a learning-rate scheduler.*set --decay and --warmup-epochs"):
         own_optimizer(make, nn.Linear(2, 2))
 
 

@@ -272,12 +272,16 @@ def _scheduled(world: World, task_class: type[Task]) -> tuple[str, int]:
 
 def test_a_scheduler_made_in_loss_ends_the_run_before_it_trains(run_ranks: Ranks) -> None:
     ((said, num_rehearsed),) = run_ranks(_scheduled, 1, Scheduled)
-    assert "scheduler was made" in said and "--decay" in said and not num_rehearsed
+    assert "scheduler was made" in said
+    assert "--decay" in said
+    assert not num_rehearsed
 
 
 def test_rates_that_somebody_else_has_changed_end_the_run(run_ranks: Ranks) -> None:
     for said, num_rehearsed in run_ranks(_scheduled, 2, Plateau):
-        assert "changed from 0.1 to 0.01" in said and "--decay" in said and num_rehearsed == 2
+        assert "changed from 0.1 to 0.01" in said
+        assert "--decay" in said
+        assert num_rehearsed == 2
 
 
 def test_a_step_that_is_undone_leaves_the_rates_as_they_were(run_ranks: Ranks) -> None:
