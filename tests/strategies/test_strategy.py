@@ -294,3 +294,96 @@ def _undone(world: World) -> int:
     parts.strategy.try_step(next(parts.loader.first_and_last()).data)
     before.put_back()
     return len(steps(parts, 3))
+
+
+class Sometimes(nn.Module):
+    """A layer that only some batches reach, and one that none does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.later, self.never = nn.Linear(8, 3), nn.Linear(8, 3), nn.Linear(8, 3)
+        self.uses_later = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.always(x)
+        return y + self.later(x) if self.uses_later else y
+
+
+class Reached(Tiny):
+    """The layer is reached from the second step on, and not in the fourth."""
+
+    find_unused = True
+
+    def model(self) -> nn.Module:
+        self.net = Sometimes()
+        return self.net
+
+
+class Plain(Reached):
+    """With torch's optimizer, one tensor after the other."""
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+
+
+class PlainAdam(Reached):
+    """The same with AdamW."""
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0, foreach=False)
+
+
+class Dampened(Reached):
+    """With an optimizer of its own that has dampening."""
+
+    is_fused = True
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5, fused=self.is_fused)
+
+
+class PlainDampened(Dampened):
+    """The same without a fused step."""
+
+    is_fused = False
+
+
+def _reached(world: World, task_class: type[Reached], flags: dict[str, Any]) -> dict[str, Any]:
+    parts = build(world, {"num_train": 48}, task_class=task_class, precision="fp64", global_batch_size=16, **flags)
+    parts.strategy.warm_up(parts.loader)
+    before = arrays(parts.strategy.module.named_parameters())
+    for step in range(5):
+        parts.task.net.uses_later = step not in (0, 3)  # type: ignore[attr-defined]
+        steps(parts, 1)
+        if not step:
+            first = arrays(parts.strategy.module.named_parameters())
+            assert np.array_equal(first["later.weight"], before["later.weight"])
+    after = arrays(parts.strategy.module.named_parameters())
+    assert np.array_equal(after["never.weight"], before["never.weight"])
+    assert not np.array_equal(after["later.weight"], before["later.weight"])
+    return after
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("task_class", "flags", "plain"),
+    [
+        (Reached, {}, Plain),
+        (Reached, {"strategy": "zero1"}, Plain),
+        (Dampened, {}, PlainDampened),
+        (Reached, {"optimizer": "adamw"}, PlainAdam),
+        (Reached, {"optimizer": "lars"}, None),
+        (Reached, {"optimizer": "larc", "strategy": "zero1"}, None),
+        (Reached, {"optimizer": "lamb", "strategy": "zero2"}, None),
+        (Reached, {"optimizer": "novograd"}, None),
+    ],
+    ids=["sgd", "zero1", "own", "adamw", "lars", "larc", "lamb", "novograd"],
+)
+def test_parameters_without_a_gradient_are_left_alone(
+    run_ranks: Ranks, size: int, task_class: type[Reached], flags: dict[str, Any], plain: type[Reached] | None
+) -> None:
+    first, *others = run_ranks(_reached, size, task_class, flags)
+    if plain is not None:
+        _assert_close(first, run_ranks(_reached, 1, plain, {})[0])
+    for other in others:
+        _assert_close(other, first)
