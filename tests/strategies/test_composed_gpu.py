@@ -10,6 +10,7 @@ from torch import nn
 
 from stormo.data import TensorData
 from stormo.launch import alone
+from stormo.layers.norm_act import NormAct
 from stormo.tasks.wide_resnet import WideResNet
 from stormo.world.world import World
 from tests.spread import Images, Words, assert_close, trained
@@ -54,14 +55,21 @@ class Reference(Images):
         return TensorData(torch.randn(48, 1, 28, 28, generator=torch.Generator().manual_seed(0)), torch.arange(48) % 10)
 
 
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_the_reference_network_is_sharded_in_half_precision(channels_last: bool) -> None:
-    flags = {**SGD, "precision": "bf16", "channels_last": channels_last, "global_batch_size": 16}
+class Rows(Images):
+    """A batch norm whose inputs are rows, which the fused kernels take."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(49, 32), NormAct(32), nn.Linear(32, 10))
+
+
+@pytest.mark.parametrize("task_class", [Reference, Rows])
+def test_fused_batch_norms_are_sharded_in_half_precision(task_class: type[Images]) -> None:
+    flags = {**SGD, "precision": "bf16", "global_batch_size": 16}
     found = []
     for strategy in ("zero1", "fsdp"):
         world = World(alone(), torch.device("cuda", 0), backend="nccl", needs_group=True)
         try:
-            parts = build(world, {"dropout": 0.0}, task_class=Reference, strategy=strategy, **flags)
+            parts = build(world, {"dropout": 0.0}, task_class=task_class, strategy=strategy, **flags)
             parts.strategy.warm_up(parts.loader)
             found.append(steps(parts, 3))
         finally:
