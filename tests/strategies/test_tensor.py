@@ -351,6 +351,40 @@ def test_refusals(model: Callable[[], nn.Module], plan: Any, size: int, words: s
     assert {name: parameter.shape for name, parameter in whole.named_parameters()} == before
 
 
+def block(**layers: nn.Module) -> nn.Module:
+    return nn.ModuleDict({"embed": nn.Embedding(8, 8), "block": nn.ModuleDict(layers)})
+
+
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        pytest.param(block(a=nn.Linear(8, 8), b=nn.Linear(8, 8)), {}, id="of one width"),
+        pytest.param(block(q=nn.Linear(8, 8), k=nn.Linear(8, 8), up=nn.Linear(8, 16)), {}, id="without a partner"),
+        pytest.param(block(a=nn.Linear(8, 16), norm=nn.LayerNorm(16), b=nn.Linear(16, 8)), {}, id="norm between"),
+        pytest.param(
+            nn.ModuleDict({"one": block(a=nn.Linear(8, 16)), "two": block(a=nn.Linear(16, 8))}), {}, id="two parents"
+        ),
+        pytest.param(
+            block(q=nn.Linear(8, 8), up=nn.Linear(8, 16), act=nn.ReLU(), down=nn.Linear(16, 8)),
+            {"block.up": "column", "block.down": "row"},
+            id="a pair",
+        ),
+        pytest.param(
+            block(gate=nn.Linear(8, 16), up=nn.Linear(8, 16), down=nn.Linear(16, 8)),
+            {"block.gate": "column", "block.up": "column", "block.down": "row"},
+            id="a gated pair",
+        ),
+    ],
+)
+def test_a_plan_is_proposed_of_layers_that_belong_together(model: nn.Module, plan: dict[str, str]) -> None:
+    with pytest.raises(SettingError) as caught:
+        derive_plan(Planned(), model, 2)
+    _, found, proposed = str(caught.value).partition("def tensor_plan(self, model): return ")
+    assert bool(found) == bool(plan)
+    if plan:
+        assert eval(proposed.rstrip(".")) == plan
+
+
 def lookup(world: World) -> str:
     model = Words()
     split_tensor(model, WORDS, line_of(world))
