@@ -15,6 +15,7 @@ from stormo.tasks.gpt import Gpt
 from stormo.tasks.gpt_sizes import Size
 from stormo.tasks.language_model import LanguageModel
 from stormo.tasks.task import Task
+from stormo.tasks.wide_resnet import Block
 from stormo.world.world import World
 from tests.tiny_run import Parts, build, steps
 from tests.tiny_task import Tiny, TinyOptions
@@ -59,6 +60,24 @@ class Plain(Tiny):
     def model(self) -> nn.Module:
         width = self.options.width
         return nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 3))
+
+
+class Images(Tiny):
+    """Two blocks of the reference network on made-up images."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(Block(1, 4, 0.0), Block(4, 4, 0.0), nn.AvgPool2d(7), nn.Flatten(), nn.Linear(4, 10))
+
+    def train_data(self) -> TensorData:
+        return _images(48)
+
+    def validation_data(self) -> TensorData:
+        return _images(8)
+
+
+def _images(num_samples: int) -> TensorData:
+    images = torch.randn(num_samples, 1, 7, 7, generator=torch.Generator().manual_seed(0))
+    return TensorData(images, torch.arange(num_samples) % 10)
 
 
 def trained(world: World, task: type[Task], flags: Mapping[str, Any], num_steps: int = 6) -> dict[str, Any]:

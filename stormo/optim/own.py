@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -47,6 +47,8 @@ def own_optimizer(make: Callable[[nn.Module], Any], model: nn.Module) -> Optimiz
             "the schedule multiplies them, and the first is the one that is reported",
             "set lr above 0 in the first group, and not below 0 in the others",
         )
+    if _is_scheduled(optimizer):
+        raise _scheduled(f"{said} with a learning-rate scheduler")
     for name in left_out(optimizer, model):
         # Never stepped: its gradients would only add up and count when clipped.
         model.get_parameter(name).requires_grad_(False)
@@ -63,6 +65,40 @@ def left_out(optimizer: Optimizer, model: nn.Module) -> list[str]:
 def group_rates(optimizer: Optimizer) -> list[float]:
     """The learning rate of each parameter group as it is now."""
     return [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
+
+
+def check_rates(optimizer: Optimizer, rates: Sequence[float]) -> None:
+    """Refuse learning rates that somebody else sets.
+
+    Args:
+        optimizer: about to be stepped.
+        rates: what stormo has set, or found, in each group.
+    """
+    if _is_scheduled(optimizer):
+        raise _scheduled(f"a learning-rate scheduler was made for the task's {type(optimizer).__name__}")
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        if group.get("lr", 0.0) != rate:
+            raise _scheduled(
+                f"the learning rate of the task's {type(optimizer).__name__} was changed from {rate:g} to "
+                f"{float(group['lr']):g} between two steps"
+            )
+
+
+def _is_scheduled(optimizer: Optimizer) -> bool:
+    """Whether a scheduler of torch has been made for it.
+
+    A scheduler marks the `step` of its optimizer. The key `initial_lr` tells less: a state that was saved with a
+    scheduler brings it along without one.
+    """
+    return hasattr(optimizer.step, "_wrapped_by_lr_sched")
+
+
+def _scheduled(what: str) -> SettingError:
+    return SettingError(
+        what,
+        "stormo sets the learning rates before every step, those of all groups by one factor",
+        "leave the scheduler out and set --decay and --warmup-epochs, or the same in the task's defaults",
+    )
 
 
 def notice(optimizer: Optimizer, frozen: list[str], settings: config.TrainConfig, learning_rate: float) -> str:

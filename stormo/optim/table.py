@@ -76,6 +76,33 @@ def spare_compiler(owner: type = Optimizer) -> None:
             wrapper = getattr(wrapper, "__wrapped__", None)
 
 
+def start_momentum(optimizer: Optimizer, *, may_skip: bool = False) -> None:
+    """Start the momentum of torch's fused SGD where it would not, before a step; the step remains what it would be.
+
+    The fused step starts it for all parameters at once or for none: it fails where some have their first gradient
+    later than others.
+
+    Args:
+        optimizer: of any kind, with its gradients.
+        may_skip: a step that overflows may be left out, after which a momentum that has just begun is not set.
+    """
+    num_parameters = sum(len(group["params"]) for group in optimizer.param_groups)
+    if not isinstance(optimizer, torch.optim.SGD) or len(optimizer.state) == num_parameters:
+        return
+    for group in optimizer.param_groups:
+        if not (group["fused"] and group["momentum"]):
+            continue
+        graded = [parameter for parameter in group["params"] if parameter.grad is not None]
+        fresh = [p for p in graded if optimizer.state.get(p, {}).get("momentum_buffer") is None]
+        if not may_skip and len(fresh) in (0, len(graded)):
+            continue
+        for parameter in fresh:
+            # The first momentum is the gradient, without dampening.
+            before = group["dampening"] / group["momentum"]
+            start = parameter.grad * before if before else torch.zeros_like(parameter)
+            optimizer.state[parameter]["momentum_buffer"] = start
+
+
 def _sgd(groups: list[dict[str, Any]], settings: config.Optimizer, fused: bool) -> Optimizer:
     kind: type[torch.optim.SGD] = _light(torch.optim.SGD)
     return kind(groups, lr=settings.base_lr, momentum=settings.momentum, nesterov=settings.nesterov, fused=fused)

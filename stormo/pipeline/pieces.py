@@ -51,6 +51,7 @@ class Pieces:
     items: tuple[Piece, ...]
     origin: str
     marks: tuple[int, ...] | None = None  # pieces of each stage, where the task has grouped them
+    tied: tuple[str, ...] = ()  # names of one parameter that several layers share and that keeps pieces together
 
 
 class StageModule(nn.Module):
@@ -102,7 +103,8 @@ def find_pieces(
             raise SettingError(
                 f"a pipeline was asked for {type(model).__name__}", f"it cannot be traced ({reason})", _EXAMPLE
             ) from error
-        found = Pieces(tuple(_of_segment(segment) for segment in segments), "a trace of the model")
+        items = tuple(_of_segment(segment) for segment in segments)
+        found = Pieces(items, "a trace of the model", tied=next(iter(_ties(model).values()), ()))
     _check(model, found, name)
     return found
 
@@ -182,6 +184,14 @@ def _of_segment(segment: Segment) -> Piece:
     return Piece(segment.name, segment, tuple(segment.modules()), tuple(segment.own()))
 
 
+def _ties(model: nn.Module) -> dict[int, tuple[str, ...]]:
+    """The names of every parameter that has several, by the parameter's id."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {number: tuple(found) for number, found in names.items() if len(found) > 1}
+
+
 def _check(model: nn.Module, pieces: Pieces, name: str) -> None:
     """Every parameter belongs to exactly one piece."""
     owners: dict[int, list[int]] = {}
@@ -189,6 +199,7 @@ def _check(model: nn.Module, pieces: Pieces, name: str) -> None:
         for parameter in piece.parameters():
             owners.setdefault(id(parameter), []).append(index)
     what = f"the model was cut into {counted(len(pieces.items), 'piece')} by {pieces.origin}"
+    ties = _ties(model)
     for full, parameter in model.named_parameters():
         indices = owners.get(id(parameter), [])
         if not indices:
@@ -196,6 +207,14 @@ def _check(model: nn.Module, pieces: Pieces, name: str) -> None:
                 what,
                 f"the parameter {full} is in none of them",
                 f"return from {name}.pieces(model) a piece that has it, such as partial(function, module)",
+            )
+        tied = ties.get(id(parameter))
+        if len(indices) > 1 and tied is not None:
+            raise SettingError(
+                what,
+                f"{' and '.join(tied)} are one parameter (tied weights), and a parameter is in one piece alone",
+                "give each layer a weight of its own, set another --strategy, or put all from the first of these to "
+                f"the last into one piece of {name}.pieces(model)",
             )
         if len(indices) > 1:
             shown = " and ".join(f"{index} ({pieces.items[index].name})" for index in indices[:2])

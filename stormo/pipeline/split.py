@@ -35,6 +35,14 @@ def into_stages(
             f"{pieces.origin} groups its {counted(count, 'piece')} into {counted(len(pieces.marks), 'list')}",
             f"return {num_stages} lists, or one flat list of pieces, which is then split by their times",
         )
+    if num_stages > count and pieces.tied:
+        raise SettingError(
+            f"a pipeline of {counted(num_stages, 'stage')} was set",
+            f"{' and '.join(pieces.tied)} are one parameter (tied weights): all from the first of these layers to the "
+            f"last is one piece, and the model has {counted(count, 'piece')}, one a stage at most",
+            "give each layer a weight of its own, or set "
+            + (f"{count} stages or fewer" if count > 1 else "another --strategy"),
+        )
     if num_stages > count:
         raise SettingError(
             f"a pipeline of {counted(num_stages, 'stage')} was set",

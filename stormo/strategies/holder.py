@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from stormo import config
 from stormo.layers.ghost_batch_norm import convert_ghost_batch_norm
 from stormo.layers.sync_batch_norm import LocalNorm, SynchronisedNorm, convert_sync_batch_norm
-from stormo.optim.own import group_rates, left_out, notice, own_optimizer
+from stormo.optim.own import check_rates, group_rates, left_out, notice, own_optimizer
 from stormo.optim.table import make_optimizer
 from stormo.plan import Plan
 from stormo.strategies.parts import Part, whole_part
@@ -33,8 +33,9 @@ class ModelHolder:
         self.notices: list[str] = []  # what the user should know once the run has begun
         self.module = self._make_model()  # the user's model itself
         # Every group keeps its ratio to the first, whose rate is given to `step`.
-        self._rate_ratios = [rate / group_rates(self.optimizer)[0] for rate in group_rates(self.optimizer)]
-        self.rate_factor = group_rates(self.optimizer)[0] / settings.optimizer.base_lr  # of the first to the plan's
+        self.rates = group_rates(self.optimizer)  # of each group, as last set
+        self._rate_ratios = [rate / self.rates[0] for rate in self.rates]
+        self.rate_factor = self.rates[0] / settings.optimizer.base_lr  # of the first to the plan's
         self.scaler = self._make_scaler()
 
     def _make_model(self) -> nn.Module:
@@ -135,8 +136,10 @@ class ModelHolder:
 
     def _set_rate(self, rate: float) -> None:
         """Have the optimizer step at this rate of the first parameter group."""
-        for group, ratio in zip(self.optimizer.param_groups, self._rate_ratios, strict=True):
-            group["lr"] = rate * ratio
+        check_rates(self.optimizer, self.rates)
+        self.rates = [rate * ratio for ratio in self._rate_ratios]
+        for group, group_rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = group_rate
 
     def clear_gradients(self) -> None:
         """Forget all gradients."""

@@ -16,14 +16,27 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from stormo.data.order import derive_seed
 
+_KNOWN = ("torch.nn.", "stormo.")  # modules whose layers say in their attributes whether they draw
+_DRAWING = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
+
 
 def draws_random(module: nn.Module) -> bool:
-    """Whether a pass draws random numbers: a dropout layer, or a layer with a number above 0 that is called dropout."""
-    return any(
-        (isinstance(layer, _DropoutNd) and layer.p > 0)
-        or any("drop" in name.lower() and isinstance(value, float) and value > 0 for name, value in vars(layer).items())
-        for layer in module.modules()
-    )
+    """Whether a training pass may draw random numbers.
+
+    A layer of torch or stormo tells by its kind, or by a rate of dropout above 0. What the code of any other draws,
+    by F.dropout for one, cannot be seen from outside: it may.
+    """
+    return any(_may_draw(layer) for layer in module.modules())
+
+
+def _may_draw(layer: nn.Module) -> bool:
+    is_changed = "forward" in vars(layer) or layer._forward_hooks or layer._forward_pre_hooks
+    if is_changed or not type(layer).__module__.startswith(_KNOWN):
+        return True
+    if isinstance(layer, _DropoutNd):
+        return layer.p > 0
+    rates = (value for name, value in vars(layer).items() if "drop" in name.lower() and isinstance(value, float))
+    return isinstance(layer, _DRAWING) or any(rate > 0 for rate in rates)
 
 
 class OwnDraws:

@@ -15,6 +15,7 @@ from stormo.data.order import part
 from stormo.errors import SettingError, counted
 from stormo.layers.compile_ahead import compile_ahead
 from stormo.layers.sync_batch_norm import set_absent
+from stormo.optim.own import check_rates
 from stormo.plan import Plan
 from stormo.strategies.exposed import ExposedWait
 from stormo.strategies.graph import CaptureRefusedError, PassGraph, capture
@@ -189,6 +190,7 @@ class PassRunner(ModelHolder):
                     look(loss)
                 self._look_for_sparse()
                 self.clear_gradients()
+                check_rates(self.optimizer, self.rates)
                 if self._plan.graph and self._graph is None and self._is_full(batch):
                     self._capture(batch)
         self.noise_scale = None if self._is_sparse else meter

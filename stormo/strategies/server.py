@@ -22,6 +22,7 @@ from stormo.data.loaders import Batch
 from stormo.errors import SettingError, counted
 from stormo.layers.sync_batch_norm import local_statistics
 from stormo.optim.local import check_elementwise, localise
+from stormo.optim.table import start_momentum
 from stormo.plan import Plan
 from stormo.strategies.bundles import share
 from stormo.strategies.noise_scale import total_norm
@@ -95,6 +96,7 @@ class Server(Strategy):
     def _step_kept(self, rate: float) -> None:
         self._set_rate(rate)
         self._finish_gradients()
+        start_momentum(self.optimizer)
         self.optimizer.step()
 
     # A step

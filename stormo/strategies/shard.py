@@ -72,4 +72,6 @@ def _merged(paths: list[str], num_groups: int) -> list[list[str]]:
 
 
 def _has_statistics(layer: nn.Module) -> bool:
-    return isinstance(layer, nn.modules.batchnorm._NormBase) and layer.affine and layer.track_running_stats
+    """Whether it is a batch norm of any kind, also stormo's fused one, with weights and running statistics."""
+    has_weights = any(parameter is not None for parameter in layer._parameters.values())
+    return has_weights and layer._buffers.get("running_mean") is not None

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from stormo.layers.sync_batch_norm import local_statistics
+from stormo.optim.table import start_momentum
 from stormo.strategies.low_rank import LowRank
 from stormo.strategies.noise_scale import total_norm
 from stormo.strategies.passes import PassRunner
@@ -32,10 +33,9 @@ class Strategy(PassRunner):
     def step(self, learning_rate: float) -> None:
         """Clip and apply the gradients at this rate of the first parameter group, then clear them."""
         self._set_rate(learning_rate)
-        if self.scaler.is_enabled() and not self.optimizer.state:
-            _start_momentum(self.optimizer)
         self._collect_gradients()
         self._finish_gradients()
+        start_momentum(self.optimizer, may_skip=self.scaler.is_enabled())
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self._spread_weights()
@@ -121,11 +121,3 @@ class Strategy(PassRunner):
 
     def take_stale_gradients(self, seen: Mapping[Any, int]) -> None:
         """Go on counting from what was seen before."""
-
-
-def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Zeros, which change no step: torch's fused sgd leaves it unset if the first step overflows and is left out."""
-    for group in optimizer.param_groups:
-        if isinstance(optimizer, torch.optim.SGD) and group["momentum"]:
-            for parameter in group["params"]:
-                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

@@ -67,7 +67,7 @@ def derive_plan(task: Task, model: nn.Module, size: int) -> dict[str, str]:
         raise SettingError(
             f"tensor={size} was set",
             f"it is not known how the layers of {type(model).__name__} can be cut",
-            f"say so in {type(task).__name__}, as in {example(model, size)}",
+            f"say so in {type(task).__name__}.tensor_plan(model)" + example(model, size),
         )
     return plan
 
@@ -172,13 +172,28 @@ def chain_plan(chain: Chain, size: int) -> dict[str, str]:
 
 
 def example(model: nn.Module, size: int) -> str:
-    """A plan as a user would write it, with names of the model."""
+    """How a user would write a plan, with names of the model; nothing where no layers are known to belong together."""
     plan: dict[str, str] = {}
     for path, module in model.named_modules():
-        if is_chain(module) and not plan:
-            plan = chain_plan(chain_of(module, path), size)
-    linears = [path for path, layer in model.named_modules() if isinstance(layer, nn.Linear)]
-    if not plan and len(linears) > 1:
-        plan = {linears[0]: COLUMN, linears[1]: ROW}
-    named = ", ".join(f'"{path}": "{kind}"' for path, kind in (plan or {"up": COLUMN, "down": ROW}).items())
-    return f"def tensor_plan(self, model): return {{{named}}}"
+        plan = plan or (chain_plan(chain_of(module, path), size) if is_chain(module) else _pair(path, module))
+    named = ", ".join(f'"{path}": "{kind}"' for path, kind in plan.items())
+    return f", as in def tensor_plan(self, model): return {{{named}}}" if plan else ""
+
+
+def _pair(path: str, module: nn.Module) -> dict[str, str]:
+    """Neighbours in a module, of which one takes what those before it give.
+
+    Layers that do not change the width, as queries and keys, may stand side by side: nothing is said of these.
+    """
+    before: list[tuple[str, nn.Linear]] = []  # alike, as the two first layers of a gated block
+    for name, layer in module.named_children():
+        full = f"{path}.{name}" if path else name
+        if not isinstance(layer, nn.Linear):
+            before = before if is_elementwise(layer) else []
+        elif before and layer.in_features == before[0][1].out_features:
+            return {**{one: COLUMN for one, _ in before}, full: ROW}
+        else:
+            sizes = layer.in_features, layer.out_features
+            before = [one for one in before if (one[1].in_features, one[1].out_features) == sizes]
+            before += [(full, layer)] if sizes[0] != sizes[1] else []
+    return {}

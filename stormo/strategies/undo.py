@@ -30,6 +30,7 @@ class Before:
             if buffer is not None
         ]
         self._groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        self._rates = strategy.rates
         self._states = {
             owner: {key: (value, _copy(value) if isinstance(value, Tensor) else None) for key, value in state.items()}
             for owner, state in optimizer.state.items()
@@ -54,6 +55,7 @@ class Before:
             optimizer.state[owner] = {key: _put_back(*saved) for key, saved in state.items()}
         for group, values in zip(optimizer.param_groups, self._groups, strict=True):
             group.update(values)
+        self._strategy.rates = self._rates
         for layer, mode in self._modes:
             layer.training = mode
         set_host_states(self._random)

@@ -105,7 +105,8 @@ class Task:
         """An optimizer of the task's own, over parameters of the model; None for that of --optimizer.
 
         Its learning rates are those for one worker's batch, as --base-lr is: the growth rule, warm-up and decay
-        multiply the rate of every group by one and the same factor. Parameters it does not hold are frozen.
+        multiply the rate of every group by one and the same factor. A scheduler of torch on it is refused: set --decay
+        and --warmup-epochs, or the same in `defaults`. Parameters it does not hold are frozen.
         """
         return None
 

@@ -62,3 +62,31 @@ def test_what_it_leaves_out_is_counted_and_named(trained: Any, said: str | None)
 def test_what_cannot_be_stepped_by_the_schedule_is_refused(make: Callable[[Any], Any], sentence: str) -> None:
     with pytest.raises(SettingError, match=sentence):
         own_optimizer(make, nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0),
+        lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10),
+        lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10),
+    ],
+)
+def test_a_scheduler_on_it_is_refused(schedule: Callable[[Any], Any]) -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule(optimizer)
+        return optimizer
+
+    with pytest.raises(SettingError, match=r"a learning-rate scheduler.*set --decay and --warmup-epochs"):
+        own_optimizer(make, nn.Linear(2, 2))
+
+
+def test_groups_that_once_had_a_scheduler_are_taken() -> None:
+    model = nn.Linear(2, 2)
+    scheduled = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.ConstantLR(scheduled)
+    made = torch.optim.SGD(model.parameters(), lr=0.1)
+    made.load_state_dict(scheduled.state_dict())
+    assert "initial_lr" in made.param_groups[0]
+    assert own_optimizer(lambda model: made, model) is made

@@ -71,6 +71,31 @@ def test_what_shares_a_weight_is_one_traced_piece() -> None:
     assert names == ["first", "shared + shared", "last"]
 
 
+class TiedEnds(nn.Sequential):
+    """The first and the last layer have one weight."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+        self[2].weight = self[0].weight
+
+
+class TiedForward(TiedEnds):
+    def forward(self, input: Tensor) -> Tensor:
+        return self[2](self[1](self[0](input)))
+
+
+def test_tied_weights_are_named_as_what_keeps_pieces_together() -> None:
+    with pytest.raises(SettingError, match=r"0\.weight and 2\.weight are one parameter \(tied weights\)"):
+        find_pieces(TiedEnds())
+    pieces = find_pieces(TiedForward())
+    assert len(pieces.items) == 1
+    with pytest.raises(SettingError, match=r"0\.weight and 2\.weight are one parameter \(tied weights\).*--strategy"):
+        into_stages(pieces, 2)
+    with pytest.raises(SettingError) as caught:
+        into_stages(find_pieces(Shared()), 4)
+    assert "tied" not in str(caught.value)
+
+
 class Branching(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -17,8 +17,9 @@ from stormo.metrics import Validation
 from stormo.strategies.parts import chunk
 from stormo.tasks.task import Task
 from stormo.world.world import World
-from tests.spread import Plain, Words, assert_close, trained
+from tests.spread import Images, Plain, Words, assert_close, trained
 from tests.tiny_run import build, steps
+from tests.tiny_task import Tiny
 
 Ranks = Callable[..., list[Any]]
 SGD = {"momentum": 0.9, "nesterov": True}
@@ -112,8 +113,9 @@ def test_synchronised_batch_norm_sees_all_samples(run_ranks: Ranks, strategy: st
             np.testing.assert_allclose(own, expected, rtol=1e-12)
 
 
-def _half(world: World, flags: dict[str, Any]) -> list[float]:
-    parts = build(world, {"dropout": 0.0}, precision="bf16", global_batch_size=16, **flags)
+def _half(world: World, flags: dict[str, Any], task_class: type[Task] = Tiny) -> list[float]:
+    options = {"dropout": 0.0}
+    parts = build(world, options, task_class=task_class, precision="bf16", global_batch_size=16, **flags)
     losses = steps(parts, 3)
     validation = Validation(parts.task, parts.task.datasets()[1], 8, world, together=parts.strategy.is_spread)
     *_, found = validation.run(parts.strategy.validated, parts.strategy.autocast)
@@ -124,6 +126,11 @@ def _half(world: World, flags: dict[str, Any]) -> list[float]:
 @pytest.mark.parametrize("more", [{}, {"sync_batch_norm": True}], ids=str)
 def test_batch_norm_of_sharded_weights_works_in_half_precision(run_ranks: Ranks, more: dict[str, Any]) -> None:
     copied, cut = (run_ranks(_half, 2, {"strategy": name, **more})[0] for name in ("zero1", "fsdp"))
+    np.testing.assert_allclose(cut, copied, rtol=0.03)
+
+
+def test_fused_batch_norms_are_sharded_in_half_precision(run_ranks: Ranks) -> None:
+    copied, cut = (run_ranks(_half, 2, {"strategy": name}, Images)[0] for name in ("zero1", "fsdp"))
     np.testing.assert_allclose(cut, copied, rtol=0.03)
 
 

@@ -11,12 +11,16 @@ import torch
 from torch import nn
 
 from stormo.config import Workers
+from stormo.errors import SettingError
 from stormo.mesh import PRESETS
 from stormo.options import options_of
 from stormo.strategies.data_parallel import DataParallel
 from stormo.strategies.table import STRATEGIES
+from stormo.strategies.undo import Before
+from stormo.tasks.task import Task
 from stormo.world.world import World
 from tests.tiny_run import arrays, assert_same_bits, build, steps, whole_state
+from tests.tiny_task import Tiny
 
 Ranks = Callable[..., list[Any]]
 EXACT = {"precision": "fp64", "sync_batch_norm": True, "global_batch_size": 16}
@@ -227,3 +231,159 @@ def test_dp_wraps_the_model_for_the_gpus_of_its_process(monkeypatch: pytest.Monk
     model = nn.Linear(1, 1)
     wrapped: Any = strategy._wrap(model)
     assert wrapped == (model, [0, 1, 2])
+
+
+class Scheduled(Tiny):
+    """A task that makes a scheduler for its optimizer when training has begun."""
+
+    kind = "cosine"
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        self.own = torch.optim.SGD([{"params": [weight]} for weight in model.parameters()], lr=0.1)
+        return self.own
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        if self.kind == "cosine":
+            self.schedule: Any = torch.optim.lr_scheduler.CosineAnnealingLR(self.own, 100)
+        elif self.num_calls == 2:  # plateau: it leaves no mark on the optimizer, but changes the rates
+            self.schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(self.own, patience=0)
+            for _ in range(2):
+                self.schedule.step(1.0)
+        return super().loss(model, batch)
+
+
+class Plateau(Scheduled):
+    """The same with a scheduler that waits for a plateau."""
+
+    kind = "plateau"
+
+
+def _scheduled(world: World, task_class: type[Task]) -> tuple[str, int]:
+    parts = build(world, task_class=task_class)
+    num_before = 0
+    try:
+        parts.strategy.warm_up(parts.loader)
+        num_before = parts.task.num_calls  # type: ignore[attr-defined]
+        steps(parts, 3)
+    except SettingError as error:
+        return str(error), num_before
+    return "", num_before
+
+
+def test_a_scheduler_made_in_loss_ends_the_run_before_it_trains(run_ranks: Ranks) -> None:
+    ((said, num_rehearsed),) = run_ranks(_scheduled, 1, Scheduled)
+    assert "scheduler was made" in said
+    assert "--decay" in said
+    assert not num_rehearsed
+
+
+def test_rates_that_somebody_else_has_changed_end_the_run(run_ranks: Ranks) -> None:
+    for said, num_rehearsed in run_ranks(_scheduled, 2, Plateau):
+        assert "changed from 0.1 to 0.01" in said
+        assert "--decay" in said
+        assert num_rehearsed == 2
+
+
+def test_a_step_that_is_undone_leaves_the_rates_as_they_were(run_ranks: Ranks) -> None:
+    assert run_ranks(_undone, 1) == [3]
+
+
+def _undone(world: World) -> int:
+    parts = build(world)
+    before = Before(parts.strategy)
+    parts.strategy.try_step(next(parts.loader.first_and_last()).data)
+    before.put_back()
+    return len(steps(parts, 3))
+
+
+class Sometimes(nn.Module):
+    """A layer that only some batches reach, and one that none does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.later, self.never = nn.Linear(8, 3), nn.Linear(8, 3), nn.Linear(8, 3)
+        self.uses_later = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.always(x)
+        return y + self.later(x) if self.uses_later else y
+
+
+class Reached(Tiny):
+    """The layer is reached from the second step on, and not in the fourth."""
+
+    find_unused = True
+
+    def model(self) -> nn.Module:
+        self.net = Sometimes()
+        return self.net
+
+
+class Plain(Reached):
+    """With torch's optimizer, one tensor after the other."""
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+
+
+class PlainAdam(Reached):
+    """The same with AdamW."""
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0, foreach=False)
+
+
+class Dampened(Reached):
+    """With an optimizer of its own that has dampening."""
+
+    is_fused = True
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5, fused=self.is_fused)
+
+
+class PlainDampened(Dampened):
+    """The same without a fused step."""
+
+    is_fused = False
+
+
+def _reached(world: World, task_class: type[Reached], flags: dict[str, Any]) -> dict[str, Any]:
+    parts = build(world, {"num_train": 48}, task_class=task_class, precision="fp64", global_batch_size=16, **flags)
+    parts.strategy.warm_up(parts.loader)
+    before = arrays(parts.strategy.module.named_parameters())
+    for step in range(5):
+        parts.task.net.uses_later = step not in (0, 3)  # type: ignore[attr-defined]
+        steps(parts, 1)
+        if not step:
+            first = arrays(parts.strategy.module.named_parameters())
+            assert np.array_equal(first["later.weight"], before["later.weight"])
+    after = arrays(parts.strategy.module.named_parameters())
+    assert np.array_equal(after["never.weight"], before["never.weight"])
+    assert not np.array_equal(after["later.weight"], before["later.weight"])
+    return after
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("task_class", "flags", "plain"),
+    [
+        (Reached, {}, Plain),
+        (Reached, {"strategy": "zero1"}, Plain),
+        (Dampened, {}, PlainDampened),
+        (Reached, {"optimizer": "adamw"}, PlainAdam),
+        (Reached, {"optimizer": "lars"}, None),
+        (Reached, {"optimizer": "larc", "strategy": "zero1"}, None),
+        (Reached, {"optimizer": "lamb", "strategy": "zero2"}, None),
+        (Reached, {"optimizer": "novograd"}, None),
+    ],
+    ids=["sgd", "zero1", "own", "adamw", "lars", "larc", "lamb", "novograd"],
+)
+def test_parameters_without_a_gradient_are_left_alone(
+    run_ranks: Ranks, size: int, task_class: type[Reached], flags: dict[str, Any], plain: type[Reached] | None
+) -> None:
+    first, *others = run_ranks(_reached, size, task_class, flags)
+    if plain is not None:
+        _assert_close(first, run_ranks(_reached, 1, plain, {})[0])
+    for other in others:
+        _assert_close(other, first)

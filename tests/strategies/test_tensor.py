@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, dropout
 from torch.utils.checkpoint import checkpoint
 
 from stormo.errors import SettingError
-from stormo.strategies.masks import OwnDraws
-from stormo.strategies.split_layers import Cut
+from stormo.strategies.masks import OwnDraws, draws_random
+from stormo.strategies.split_layers import Cut, CutLayer
 from stormo.strategies.tensor import split_tensor, unequal_gradients
 from stormo.strategies.tensor_plan import derive_plan
 from stormo.tasks.gpt import Gpt
@@ -160,10 +160,17 @@ def test_without_values_only_shapes_change() -> None:
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-def dropout_masks(world: World) -> tuple[Tensor, Tensor, bool, bool]:
+class LiteralDropout(nn.Module):
+    """A rate that no attribute tells of."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return dropout(x, 0.5, self.training)
+
+
+def dropout_masks(world: World, layer: Callable[[], nn.Module]) -> tuple[Tensor, Tensor, bool, bool]:
     """A mask of whole and one of cut activations; whether they come again with the generator, and in recomputing."""
     torch.manual_seed(5)
-    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 64), nn.Dropout(0.5))
+    model = nn.Sequential(layer(), nn.Linear(64, 64), layer(), nn.Linear(64, 64), layer())
     split_tensor(model, {"1": "column", "3": "row"}, line_of(world))
     seen: list[Tensor] = []
     for number in (0, 2, 4):
@@ -181,8 +188,11 @@ def dropout_masks(world: World) -> tuple[Tensor, Tensor, bool, bool]:
     return torch.cat((seen[0], seen[2])), seen[1], again, recomputed
 
 
-def test_dropout_leaves_out_other_units_where_activations_are_cut(run_ranks: Callable[..., Any]) -> None:
-    (whole, cut, again, recomputed), (whole1, cut1, again1, recomputed1) = run_ranks(dropout_masks, 2)
+@pytest.mark.parametrize("layer", [nn.Dropout, LiteralDropout])
+def test_dropout_leaves_out_other_units_where_activations_are_cut(
+    run_ranks: Callable[..., Any], layer: Callable[[], nn.Module]
+) -> None:
+    (whole, cut, again, recomputed), (whole1, cut1, again1, recomputed1) = run_ranks(dropout_masks, 2, layer)
     assert torch.equal(whole, whole1)
     assert not torch.equal(cut, cut1)
     assert 0.3 < float((cut ^ cut1).float().mean()) < 0.7
@@ -190,6 +200,14 @@ def test_dropout_leaves_out_other_units_where_activations_are_cut(run_ranks: Cal
     assert again1
     assert recomputed
     assert recomputed1
+
+
+def test_what_may_draw_random_numbers() -> None:
+    assert draws_random(LiteralDropout())
+    assert draws_random(nn.Sequential(nn.RReLU()))
+    assert draws_random(gpt(dropout=0.1))
+    assert not draws_random(gpt())  # as switching would divide the graph of torch.compile
+    assert not draws_random(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)))
 
 
 @pytest.mark.gpu
@@ -252,6 +270,9 @@ def compiled(world: World) -> float:
     plain, model = made("words"), made("words")
     for one in (plain, model):
         split_tensor(one, WORDS, line_of(world))
+        for layer in one.modules():
+            if isinstance(layer, CutLayer):
+                layer.draws = None  # as in a model that is known to draw no random numbers
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, of the tracing
         model.compile(fullgraph=True, dynamic=False, backend="aot_eager")
@@ -328,6 +349,40 @@ def test_refusals(model: Callable[[], nn.Module], plan: Any, size: int, words: s
         split_tensor(whole, derive_plan(Planned(plan), whole, size), fake_line(size))
     assert words in str(caught.value)
     assert {name: parameter.shape for name, parameter in whole.named_parameters()} == before
+
+
+def block(**layers: nn.Module) -> nn.Module:
+    return nn.ModuleDict({"embed": nn.Embedding(8, 8), "block": nn.ModuleDict(layers)})
+
+
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        pytest.param(block(a=nn.Linear(8, 8), b=nn.Linear(8, 8)), {}, id="of one width"),
+        pytest.param(block(q=nn.Linear(8, 8), k=nn.Linear(8, 8), up=nn.Linear(8, 16)), {}, id="without a partner"),
+        pytest.param(block(a=nn.Linear(8, 16), norm=nn.LayerNorm(16), b=nn.Linear(16, 8)), {}, id="norm between"),
+        pytest.param(
+            nn.ModuleDict({"one": block(a=nn.Linear(8, 16)), "two": block(a=nn.Linear(16, 8))}), {}, id="two parents"
+        ),
+        pytest.param(
+            block(q=nn.Linear(8, 8), up=nn.Linear(8, 16), act=nn.ReLU(), down=nn.Linear(16, 8)),
+            {"block.up": "column", "block.down": "row"},
+            id="a pair",
+        ),
+        pytest.param(
+            block(gate=nn.Linear(8, 16), up=nn.Linear(8, 16), down=nn.Linear(16, 8)),
+            {"block.gate": "column", "block.up": "column", "block.down": "row"},
+            id="a gated pair",
+        ),
+    ],
+)
+def test_a_plan_is_proposed_of_layers_that_belong_together(model: nn.Module, plan: dict[str, str]) -> None:
+    with pytest.raises(SettingError) as caught:
+        derive_plan(Planned(), model, 2)
+    _, found, proposed = str(caught.value).partition("def tensor_plan(self, model): return ")
+    assert bool(found) == bool(plan)
+    if plan:
+        assert eval(proposed.rstrip(".")) == plan
 
 
 def lookup(world: World) -> str:
