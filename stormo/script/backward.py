@@ -14,7 +14,6 @@ from torch import Tensor
 from stormo.errors import SettingError, StormoError
 from stormo.script.agreement import call_site
 from stormo.script.choosing import Loaded
-from stormo.script.collating import Thinned
 from stormo.script.giving import Giver
 from stormo.script.loop import Given, Loop
 from stormo.script.refusals import check_loss
@@ -122,10 +121,6 @@ class Backward:
                 "their batches weigh differently and the loss belongs to one of them",
                 "say which: world.backward(loss, loader=...)",
             )
-        if count is None and found and isinstance(thinned := found[-1], Thinned):
-            thinned.tell(self._loop)
-        for giver in givers[-1:]:
-            giver.begin_backward(is_counted=count is not None)
         return givers[-1] if givers else None
 
     def _weight(self, giver: Giver | None, count: float | None, *, is_last: bool) -> float:

@@ -118,13 +118,6 @@ IN_A_SCRIPT = [
         "follows.",
     ),
     _script(
-        "a scheduler that is not wrapped",
-        ("total =", "torch.optim.lr_scheduler.StepLR(optimizer, 1)\nworld.save('saved')\ntotal ="),
-        "world.save() was called, but a scheduler of the optimizer was not passed to world.wrap(), so that it can be "
-        "neither saved nor kept in step; pass it along: world.wrap(model, optimizer, scheduler), or "
-        "world.wrap(scheduler) afterwards.",
-    ),
-    _script(
         "a second optimizer that is not wrapped, with `accumulate=2`",
         (
             _LOADER,

@@ -38,21 +38,35 @@ def _clipped(world: World) -> None:
         optimizer.zero_grad()
 
 
-def _unscaled(world: World) -> None:
-    model, optimizer = world.wrap(*make())
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)  # not passed to wrap
-    for x, y in _passes(world):
-        world.backward(scaler.scale(F.mse_loss(model(x), y)))
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("loop", [_clipped, _unscaled])
-def test_gradients_that_are_not_complete_stay_as_they_are(loop: Any) -> None:
+def test_gradients_that_are_not_complete_stay_as_they_are() -> None:
     world = world_of(Workers(alone(), torch.device("cpu")))
     with pytest.raises(SettingError, match=r"changed between the passes of a step.*clip with world.clip_grad_norm"):
-        loop(world)
+        _clipped(world)
+
+
+def _loaded_from_a_schedule(workers: Workers, folder: str) -> float:
+    """An optimizer whose state was saved under a scheduler, in a script that has none."""
+    world = world_of(workers)
+    model, optimizer = make(has_norm=False)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    state = optimizer.state_dict()
+    model, optimizer = make(has_norm=False)
+    optimizer.load_state_dict(state)
+    assert "initial_lr" in optimizer.param_groups[0]
+    world.wrap(model, optimizer)
+    for x, y in _passes(world):
+        world.backward(F.mse_loss(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+    world.save(folder)
+    return float(sum(parameter.detach().sum() for parameter in model.parameters()))
+
+
+def test_an_optimizer_state_of_a_scheduled_run_trains_and_is_saved_without_a_scheduler(
+    run_ranks: Ranks, tmp_path: Path
+) -> None:
+    (alone_,) = run_ranks(_loaded_from_a_schedule, 1, str(tmp_path / "one"))
+    assert run_ranks(_loaded_from_a_schedule, 2, str(tmp_path / "two")) == pytest.approx([alone_] * 2, rel=1e-12)
 
 
 def _one_of_two(workers: Workers, folder: str) -> tuple[list[str], Any]:
