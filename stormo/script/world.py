@@ -184,21 +184,25 @@ class World(Together):
         loss: Tensor,
         *,
         count: float | None = None,
+        reduction: Literal["mean", "sum"] | None = None,
         loader: Loaded | None = None,
         more: bool = False,
         **options: Any,
     ) -> None:
-        """`loss.backward()` for the mean over all workers' samples, however unequal their shares.
+        """`loss.backward()` for the mean over all workers' samples, however unequal their shares; or for their sum.
 
         Args:
-            loss: the mean over this worker's samples, a scalar.
+            loss: the mean over this worker's samples, a scalar; or their sum, with reduction="sum".
             count: what the loss is a mean over, where that is not the batch's samples (tokens, pixels that count).
                 Losses of one batch, and all losses without a loader, are each a mean of their own and are added up.
+            reduction: "sum" for a loss that is a sum over the samples: gradients are added up over workers and passes.
+                Without it the first losses of a line are looked at, and a sum that shows is refused; "mean" looks at
+                nothing.
             loader: which loader the batch is from, where several are under way.
             more: another backward follows before the step; saves an exchange between the workers.
             options: handed to torch, such as retain_graph.
         """
-        self._backward(loss, count=count, loader=loader, more=more, options=options)
+        self._backward(loss, count=count, reduction=reduction, loader=loader, more=more, options=options)
         self._lifeline.alive(self._loop.num_steps)
         self._starts.advance(self._loop.num_steps)
 

@@ -190,6 +190,15 @@ IN_A_SCRIPT_ON_TWO_WORKERS = [
         2,
     ),
     _script(
+        "a sum as loss",
+        ("model(x), y)", "model(x), y, reduction='sum')"),
+        "world.backward() in my_script.py line 15 was given a loss that is a sum over the batch, or has one in it, but "
+        "it is taken for a mean over the samples, so that the step would shrink with the number of workers and of "
+        'micro-batches; say world.backward(loss, reduction="sum"), in a call of its own if other parts of the loss are '
+        "means, or set count= to what the sum is divided by.",
+        2,
+    ),
+    _script(
         "a stream that each worker reads a part of",
         (_LOADER, "loader = world.loader((data[n] for n in range(world.rank, 64, 2)), batch_size=8)\n"),
         "a stream was passed to world.loader() that starts with another batch on rank 1 than on rank 0, but each "

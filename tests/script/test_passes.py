@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from stormo.errors import SettingError
@@ -118,6 +118,32 @@ def test_a_worker_on_which_nothing_counts_leaves_the_mean_alone(run_ranks: Ranks
     first, second = run_ranks(_nothing_counts_here, 2)
     assert first == second
     assert all(math.isfinite(number) for number in first)
+
+
+def _masked(model: nn.Module, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+    return ((model(x) - y).square().sum(dim=1) * mask).sum() / mask.sum()
+
+
+def _nothing_counts_behind_a_norm(workers: Workers) -> Weights:
+    world = world_of(workers)
+    model, optimizer = world.wrap(*make())
+    for x, y in world.loader(DataLoader(data(12), batch_size=6)):
+        optimizer.zero_grad()
+        mask = torch.full((len(x),), float(world.rank != 1), dtype=x.dtype)  # zero divided by zero there
+        world.backward(_masked(model, x, y, mask), count=float(mask.sum()))
+        optimizer.step()
+    return weights(model)
+
+
+def test_a_mean_of_nothing_on_one_worker_leaves_the_gradients_of_a_shared_norm_exact(run_ranks: Ranks) -> None:
+    model, optimizer = make()
+    for x, y in DataLoader(data(12), batch_size=6):
+        optimizer.zero_grad()
+        _masked(model, x, y, torch.tensor([1.0, 1, 0, 0, 1, 1], dtype=x.dtype)).backward()  # thirds of two samples
+        optimizer.step()
+    expected = weights(model)
+    for found in run_ranks(_nothing_counts_behind_a_norm, 3):
+        assert all(torch.allclose(found[name], value, rtol=1e-10) for name, value in expected.items())
 
 
 def _loader_on_one(workers: Workers) -> None:
