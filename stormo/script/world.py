@@ -206,6 +206,18 @@ class World(Together):
         self._lifeline.alive(self._loop.num_steps)
         self._starts.advance(self._loop.num_steps)
 
+    @property
+    def is_last_micro_batch(self) -> bool:
+        """Whether the batch under way is the last of its step: True for all of them without `accumulate=`."""
+        given = [loader.given for loader in self._loop.iterating if loader.given is not None]
+        if not given:
+            raise SettingError(
+                "world.is_last_micro_batch was asked for outside of a loop over a loader",
+                "no batch is under way",
+                "ask inside the loop",
+            )
+        return all(each.is_last for each in given)
+
     def clip_grad_norm(self, parameters: Any, max_norm: float) -> Tensor | None:
         """Clip the gradient of a complete step to a norm, and return what it was; None between its passes."""
         parameters = list(parameters)
