@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader
 
 from stormo.data.order import part
 from stormo.errors import SettingError, counted
-from stormo.script.holding import Held
 from stormo.script.loop import Given, Loop
 
 
@@ -51,7 +50,6 @@ class Giver:
         self.stepped: Given | None = None  # the batch that the last step was taken with
         self.is_held = False  # more than one step was taken with it
         self.trains = False  # backward was called in this iteration: no worker may be left without a batch
-        self.held = Held()
         self._num_begun = 0  # steps of this epoch,
         self._num_done = 0  # and those that a load would not go through again
         self._turn: object | None = None  # the iteration under way
@@ -113,8 +111,6 @@ class Giver:
     def _end_turn(self, *, is_whole: bool) -> None:
         self._turn = self.given = self.stepped = None
         self.is_held = False
-        if not self.held.is_ahead:
-            self.held.forget()
         self.loop.iterating.remove(self)
         # After a break the next loop is a new epoch, as with any loader; unless the script breaks off to stop.
         self._is_left = not is_whole and self.loop.told_to_stop and self._goes_on
@@ -136,7 +132,6 @@ class Giver:
 
     def _give(self, batch: Any, given: Given, turn: object) -> Iterator[Any]:
         self.given = given
-        self.held.add(batch, given)
         with self.loop.absent(given.is_ghost):
             yield batch
         if self._turn is not turn:
@@ -151,31 +146,7 @@ class Giver:
         if self.given is not None and self.given.is_last:
             self.is_held = self.given is self.stepped
             self.stepped = self.given
-            self.held.look_again(self.given)
             self._step_done()
-
-    def begin_backward(self, *, is_counted: bool) -> None:
-        """Tell of a loss that may be of an earlier batch, where that one weighs otherwise than the last."""
-        last = self.given
-        if last is None:
-            return
-        # A count is the script's own, but a stand-in's is none.
-        weights = {
-            each: (each.is_ghost,) if is_counted else (each.num_samples, each.step_samples)
-            for each in (*self.held.look(last), last)
-        }
-        other = next((each for each, weight in weights.items() if weight != weights[last]), None)
-        if other is None or self.loop.world.size == 1:
-            return
-        self.loop.tell(
-            f"weight {self.number}",
-            f"loader {self.number + 1} had given a batch ahead when world.backward() was called: the loss counts as "
-            f"one of the last batch, which has {last.num_samples} of {last.step_samples} samples here, where the one "
-            f"before has {other.num_samples} of {other.step_samples}. If it is of the one before, train a batch before "
-            "the next one is fetched"
-            + ("." if is_counted else ", or set count= to what the loss is a mean over.")
-            + " If that batch is only kept, keep a clone() of it.",
-        )
 
     def end_batch(self) -> None:
         """A save comes behind all that is done with the batch under way, if it was trained, whoever took the step."""

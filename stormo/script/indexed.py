@@ -15,7 +15,6 @@ from stormo.data.order import derive_seed, part
 from stormo.data.streaming import Key, Seeded
 from stormo.errors import SettingError, counted
 from stormo.script.agreement import call_site
-from stormo.script.collating import Thinned, Watched, watched
 from stormo.script.giving import Giver
 from stormo.script.loop import Given, Loop
 from stormo.script.orders import PlainOrder, SamplerOrder
@@ -45,13 +44,9 @@ class IndexedLoader(Giver):
         self._seed = seed
         self._samples = Seeded(data)
         self._shares = _Shares()
-        settings = {name: value for name, value in settings.items() if value is not None}
-        own_collate = settings.get("collate_fn")
-        settings["collate_fn"] = watched(own_collate)
-        self._settings = settings
+        self._settings = {name: value for name, value in settings.items() if value is not None}
         self._reader = self._make_reader()
-        self.num_workers, self.collate_fn = self._reader.num_workers, own_collate or self._reader.collate_fn
-        self._has_told = False  # that there are fewer rows than samples
+        self.num_workers, self.collate_fn = self._reader.num_workers, self._reader.collate_fn
         self._had = len(data)  # samples, when last counted
         self._grows = False  # or shrinks, between epochs
         self._drawn: tuple[Tensor, Tensor] | None = None  # of the epoch under way
@@ -117,24 +112,10 @@ class IndexedLoader(Giver):
                     if a == b and not self.trains:
                         continue  # a validation counts what there is
                     is_last = index == self.accumulate - 1
-                    if b > a:
-                        batch, given = self._read(reader, b - a, stop - start, is_last=is_last)
-                    else:
-                        batch, given = self._stand_in(order, start), Given(0, stop - start, is_last=is_last)
+                    batch = next(reader) if b > a else self._stand_in(order, start)
+                    given = Given(b - a, stop - start, is_last=is_last)
                     yield from self._give(move(batch, self.loop.world.device), given, turn)
                 self._step_done()
-
-    def _read(self, reader: Iterator[Any], num_samples: int, total: int, *, is_last: bool) -> tuple[Any, Given]:
-        if not isinstance(self._reader.collate_fn, Watched):
-            return next(reader), Given(num_samples, total, is_last=is_last)
-        batch, num_rows = next(reader)
-        if num_rows == 0:
-            return batch, Given(num_samples, total, is_last=is_last)
-        return batch, Thinned(num_samples, total, is_last=is_last, num_rows=num_rows, tells=self._tells_now)
-
-    def _tells_now(self) -> bool:
-        before, self._has_told = self._has_told, True
-        return not before
 
     def _count_samples(self) -> int:
         """Of the epoch that begins: a data set may have grown since the last one, on all workers alike."""

@@ -30,6 +30,29 @@ def reduced(value: Any, add: Reduce, largest: Reduce, device: torch.device, *, i
     return _rebuild(value, iter([found[index] for index in range(len(leaves))]))
 
 
+def weighed(value: Any, count: float) -> Any:
+    """A nest times a count, in float64; a count of 0 makes zeros of whatever there is, also of no number."""
+    return _rebuild(value, (_weighed(leaf, count) for leaf in _leaves(value)))
+
+
+def divided(sums: Any, total: float, like: Any) -> Any:
+    """A nest divided by a number, in the floating-point types that another one has."""
+    pairs = zip(_leaves(sums), _leaves(like), strict=True)
+    return _rebuild(sums, (_divided(each, total, before) for each, before in pairs))
+
+
+def _weighed(leaf: Any, count: float) -> Any:
+    if isinstance(leaf, Tensor):
+        wide = leaf.detach().to(torch.complex128 if leaf.is_complex() else torch.float64)
+        return wide * count if count else torch.zeros_like(wide)
+    return float(leaf) * count if count else 0.0
+
+
+def _divided(leaf: Any, total: float, before: Any) -> Any:
+    is_float = isinstance(before, Tensor) and (before.is_floating_point() or before.is_complex())
+    return (leaf / total).to(before.dtype) if is_float else leaf / total
+
+
 def described(value: Any) -> str:
     """The form of a nest, which must be the same on all workers."""
     if isinstance(value, Tensor):

@@ -125,6 +125,22 @@ def check_loss(loss: Any) -> None:
         )
 
 
+def check_reduction(reduction: str | None, count: float | None) -> None:
+    """Refuse ways to weigh a loss that there are not, or that exclude each other."""
+    if reduction not in (None, "mean", "sum"):
+        raise SettingError(
+            f"world.backward(reduction={reduction!r}) was called",
+            "a loss is the mean or the sum over the samples",
+            'set reduction="sum", or leave it out for a mean',
+        )
+    if reduction == "sum" and count is not None:
+        raise SettingError(
+            'world.backward(reduction="sum", count=...) was called',
+            "a sum is divided by nothing, and count= is what a mean is over",
+            "set one of them",
+        )
+
+
 def check_metric(agreement: Agreement, metric: Any) -> None:
     """Refuse, on all workers, a metric for a scheduler that is not the same on all of them."""
     here = math.nan if math.isnan(metric) else float(metric)  # there are many of them, and all say the same

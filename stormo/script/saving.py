@@ -158,33 +158,23 @@ def _require_whole(loop: Loop) -> None:
             "call it after the inner loop",
         )
     for group in loop.groups:
-        group.require_schedulers("world.save() was called")
         if group.is_trained:
             group.require_optimizer("world.save() was called")
 
 
 def _require_same_places(loop: Loop) -> None:
     """Refuse to save where a loader is in another place on the main worker than on another, as all load the main's."""
-    ahead = next((loader.number + 1 for loader in loop.iterating if loader.held.is_ahead), 0)
     places = {str(number): loader.place() for number, loader in loop.loaders.items()}
-    gathered = loop.world.gather_json([ahead, places])
+    gathered = loop.world.gather_json(places)
     refusal: list[str] | None = loop.world.share_json(None if gathered is None else _no_place(gathered))
     if refusal is not None:
         raise SettingError(*refusal)
-    if gathered is not None and (number := max(found for found, _ in gathered)):
-        loop.tell(
-            f"place {number}",
-            f"world.save() was called in a loop that has fetched batches of loader {number} ahead: it holds several, "
-            "and which of them are trained is not known. A load goes on behind the last one that was given. If that "
-            "one is not trained yet, train a batch before the next one is fetched (num_workers= reads ahead), or save "
-            "between two epochs. If batches are only kept, keep a clone() of them.",
-        )
 
 
-def _no_place(gathered: list[tuple[int, dict[str, str]]]) -> list[str] | None:
+def _no_place(gathered: list[dict[str, str]]) -> list[str] | None:
     """What is wrong with the places of all workers' loaders, in the three parts of a sentence."""
-    main = gathered[0][1]
-    for rank, (_, theirs) in enumerate(gathered):
+    main = gathered[0]
+    for rank, theirs in enumerate(gathered):
         for number, here in main.items():
             # One that is no longer in use may be gone on some workers sooner than on others.
             if theirs.get(number, here) != here:

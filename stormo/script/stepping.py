@@ -7,10 +7,8 @@ and loss scalers made before or after find them.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from enum import Enum
-from traceback import walk_stack
 from types import MethodType
 from typing import Any
 
@@ -88,7 +86,6 @@ class Stepper:
             return self._take(inner, self._closure(closure), *args[1:], **rest)
         if self._loop.is_partial:
             self._group.require_last("optimizer.step()")
-            self._group.require_schedulers("optimizer.step() was called between the passes of a step")
             self._group.require_untouched()
             return None
         self._require_ready()
@@ -243,18 +240,12 @@ class Group:
                 "pass every optimizer to world.wrap(), also one that is made later: world.wrap(optimizer)",
             )
         is_changed = any(gradient._version != version for gradient, version in self._partial)
-        if is_changed or self._is_unscaled():
+        if is_changed:
             raise SettingError(
                 "the gradients were changed between the passes of a step",
                 "they are a part of one worker's sum there, and clipping or unscaling belongs to the whole",
                 "clip with world.clip_grad_norm(...), and pass a loss scaler to world.wrap()",
             )
-
-    def _is_unscaled(self) -> bool:
-        """Whether a loss scaler that was not wrapped calls for a step: it divides gradients without a trace on them."""
-        callers = itertools.islice((frame.f_locals.get("self") for frame, _ in walk_stack(None)), 12)
-        scalers = [caller for caller in callers if isinstance(caller, torch.amp.GradScaler)]
-        return any(scaler.is_enabled() and all(scaler is not other for other in self.others) for scaler in scalers)
 
     def end_backward(self) -> None:
         """The gradients are complete."""
@@ -280,19 +271,6 @@ class Group:
                 "step",
                 "pass it along: world.wrap(model, optimizer)",
             )
-
-    def require_schedulers(self, what: str) -> None:
-        """Refuse what would go wrong with a scheduler that nobody has told us of."""
-        known = [other.optimizer for other in self.others if hasattr(other, "optimizer")]
-        for optimizer in self.optimizers:
-            # Every scheduler of torch's notes this in its optimizer.
-            if "initial_lr" in optimizer.param_groups[0] and not any(each is optimizer for each in known):
-                raise SettingError(
-                    what,
-                    "a scheduler of the optimizer was not passed to world.wrap(), so that it can be neither saved nor "
-                    "kept in step",
-                    "pass it along: world.wrap(model, optimizer, scheduler), or world.wrap(scheduler) afterwards",
-                )
 
     def _gated(self, owner: Any, name: str, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.loop.is_partial:

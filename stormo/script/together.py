@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from stormo.script.agreement import call_site
 from stormo.script.energy import Energy, ScriptMeter
 from stormo.script.loop import Loop
 from stormo.script.plain import pack, unpack
-from stormo.script.reductions import described, reduced
+from stormo.script.reductions import described, divided, reduced, weighed
 from stormo.script.sharing import share_bytes
 from stormo.staging.locks import Hold
 from stormo.staging.nodes import local_folder, stage_on_nodes
@@ -75,6 +76,24 @@ class Together:
     def sum(self, value: _A) -> _A:
         """The sum over all workers: of a number, a tensor, or a dict, list or tuple of them."""
         return self._reduce("world.sum", value)
+
+    def mean(self, value: _A, *, count: float = 1.0) -> _A:
+        """The mean over all workers: of a number, a tensor, or a dict, list or tuple of them.
+
+        Args:
+            value: this worker's mean, such as the loss of its share.
+            count: what that is a mean over, such as `loader.num_samples`; where it is 0 the value does not matter.
+        """
+        if not (math.isfinite(count) and count >= 0):
+            raise SettingError(f"world.mean(count={count:g}) was called", "it is no count", "set 0 or more")
+        described(value)  # which refuses what cannot be added up
+        sums, total = self._reduce("world.mean", (weighed(value, count), float(count)))
+        if not total:
+            raise SettingError(
+                "world.mean() was called with counts that add up to 0", "a mean of nothing is no number", "leave it out"
+            )
+        found: _A = divided(sums, total, value)
+        return found
 
     def max(self, value: _A) -> _A:
         """The largest over all workers: of a number, a tensor, or a dict, list or tuple of them."""
@@ -149,6 +168,6 @@ class Together:
 
     def _reduce(self, what: str, value: _A) -> _A:
         self._agree(f"{what} of {described(value)}")
-        workers, is_sum = self._workers, what == "world.sum"
+        workers, is_sum = self._workers, what != "world.max"
         found: _A = reduced(value, workers.sum, workers.max, self.device, is_sum=is_sum)
         return found

@@ -184,23 +184,39 @@ class World(Together):
         loss: Tensor,
         *,
         count: float | None = None,
+        reduction: Literal["mean", "sum"] | None = None,
         loader: Loaded | None = None,
         more: bool = False,
         **options: Any,
     ) -> None:
-        """`loss.backward()` for the mean over all workers' samples, however unequal their shares.
+        """`loss.backward()` for the mean over all workers' samples, however unequal their shares; or for their sum.
 
         Args:
-            loss: the mean over this worker's samples, a scalar.
+            loss: the mean over this worker's samples, a scalar; or their sum, with reduction="sum".
             count: what the loss is a mean over, where that is not the batch's samples (tokens, pixels that count).
                 Losses of one batch, and all losses without a loader, are each a mean of their own and are added up.
+            reduction: "sum" for a loss that is a sum over the samples: gradients are added up over workers and passes.
+                Without it the first losses of a line are looked at, and a sum that shows is refused; "mean" looks at
+                nothing.
             loader: which loader the batch is from, where several are under way.
             more: another backward follows before the step; saves an exchange between the workers.
             options: handed to torch, such as retain_graph.
         """
-        self._backward(loss, count=count, loader=loader, more=more, options=options)
+        self._backward(loss, count=count, reduction=reduction, loader=loader, more=more, options=options)
         self._lifeline.alive(self._loop.num_steps)
         self._starts.advance(self._loop.num_steps)
+
+    @property
+    def is_last_micro_batch(self) -> bool:
+        """Whether the batch under way is the last of its step: True for all of them without `accumulate=`."""
+        given = [loader.given for loader in self._loop.iterating if loader.given is not None]
+        if not given:
+            raise SettingError(
+                "world.is_last_micro_batch was asked for outside of a loop over a loader",
+                "no batch is under way",
+                "ask inside the loop",
+            )
+        return all(each.is_last for each in given)
 
     def clip_grad_norm(self, parameters: Any, max_norm: float) -> Tensor | None:
         """Clip the gradient of a complete step to a norm, and return what it was; None between its passes."""

@@ -118,13 +118,6 @@ IN_A_SCRIPT = [
         "follows.",
     ),
     _script(
-        "a scheduler that is not wrapped",
-        ("total =", "torch.optim.lr_scheduler.StepLR(optimizer, 1)\nworld.save('saved')\ntotal ="),
-        "world.save() was called, but a scheduler of the optimizer was not passed to world.wrap(), so that it can be "
-        "neither saved nor kept in step; pass it along: world.wrap(model, optimizer, scheduler), or "
-        "world.wrap(scheduler) afterwards.",
-    ),
-    _script(
         "a second optimizer that is not wrapped, with `accumulate=2`",
         (
             _LOADER,
@@ -194,6 +187,15 @@ IN_A_SCRIPT_ON_TWO_WORKERS = [
         "the learning rate of optimizer 1, group 1 is 0.1 on rank 0, but it is 0.05 on rank 1, and their weights would "
         "part; decide it by what all workers know, such as the world.sum() of a metric, and pass the scheduler to "
         "world.wrap().",
+        2,
+    ),
+    _script(
+        "a sum as loss",
+        ("model(x), y)", "model(x), y, reduction='sum')"),
+        "world.backward() in my_script.py line 15 was given a loss that is a sum over the batch, or has one in it, but "
+        "it is taken for a mean over the samples, so that the step would shrink with the number of workers and of "
+        'micro-batches; say world.backward(loss, reduction="sum"), in a call of its own if other parts of the loss are '
+        "means, or set count= to what the sum is divided by.",
         2,
     ),
     _script(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler, default_collate
 
 from stormo.errors import SettingError
 from stormo.launch import alone
-from stormo.script.collating import Watched
 from stormo.script.samples import require_same_samples, require_same_start
 from stormo.script.world import World
 from stormo.world.world import World as Workers
@@ -321,36 +317,8 @@ def test_processes_that_read_see_what_a_data_set_has_grown_to() -> None:
         assert [x for batch in loader for x in batch[:, 0].tolist()] == [float(index) for index in range(count)]
 
 
-def _present(samples: list[Any]) -> list[Any]:
-    return [sample for sample in samples if sample is not None]
-
-
-def _pair(samples: list[Any]) -> Any:
-    return default_collate(_present(samples))
-
-
-ROWS: dict[str, tuple[Callable[[list[Any]], Any], bool, int]] = {
-    "some left out": (_pair, True, 5),
-    "some left out of lists": (lambda samples: tuple(zip(*_present(samples), strict=True)), True, 5),
-    "others put in their place": (lambda samples: _pair([each or samples[1] for each in samples]), True, 0),
-    "as many, by time": (lambda samples: torch.zeros(5, 8, 2), True, 0),
-    "left out by another rule": (lambda samples: _pair(samples[3:]), False, 5),
-    "nothing left out": (_pair, False, 0),
-    "by time": (lambda samples: (torch.zeros(3, 8, 2), torch.zeros(3, 8)), False, 0),
-    "a list of images": (lambda samples: [torch.zeros(3, 4, 4) for _ in samples], False, 0),
-    "columns in a dict": (lambda samples: {"x": [torch.zeros(3)] * 8, "name": ["a"] * 8}, False, 0),
-    "packed": (lambda samples: pack_sequence([torch.zeros(3)] * 8), False, 0),
-    "more rows": (lambda samples: torch.zeros(20, 2), False, 0),
-    "edges and nodes": (lambda samples: {"edges": torch.zeros(2, 30), "nodes": torch.zeros(5, 3)}, False, 0),
-    "numbers": (lambda samples: {"loss": torch.tensor(1.0), "n": 3}, False, 0),
-}
-
-
-@pytest.mark.parametrize("case", ROWS)
-def test_a_batch_with_fewer_rows_than_samples_is_known_and_none_is_taken_for_one(case: str) -> None:
-    collate, has_none, expected = ROWS[case]
-    samples = [None if has_none and index % 3 == 0 else (torch.ones(4), index) for index in range(8)]
-    assert Watched(collate)(samples)[1] == expected
+def _present(samples: list[Any]) -> Any:
+    return default_collate([sample for sample in samples if sample is not None])
 
 
 class Torn(Dataset[Any]):
@@ -363,28 +331,20 @@ class Torn(Dataset[Any]):
         return None if index % 7 == 3 else data()[index]
 
 
-def _thinned(workers: Workers, is_counted: bool) -> tuple[str, Weights]:
+def _thinned(workers: Workers) -> Weights:
     world = world_of(workers)
     model, optimizer = world.wrap(*make(has_norm=False))
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        for x, y in world.loader(DataLoader(Torn(), batch_size=12, collate_fn=_pair)):
-            optimizer.zero_grad()
-            world.backward(F.mse_loss(model(x), y), count=len(x) if is_counted else None)
-            optimizer.step()
-    return said.getvalue(), weights(model)
+    for x, y in world.loader(DataLoader(Torn(), batch_size=12, collate_fn=_present)):
+        optimizer.zero_grad()
+        world.backward(F.mse_loss(model(x), y), count=len(x))
+        optimizer.step()
+    return weights(model)
 
 
-def test_a_loss_over_fewer_samples_than_were_read_is_told_once_unless_it_says_over_how_many(run_ranks: Ranks) -> None:
-    expected = plain_loop(*make(has_norm=False), DataLoader(Torn(), batch_size=12, collate_fn=_pair), 1)
-    for size, is_counted in ((1, False), (2, True)):
-        for said, found in run_ranks(_thinned, size, is_counted):
-            assert said == ""
-            assert all(torch.allclose(found[name], value, rtol=1e-12) for name, value in expected.items())
-    for rank, (said, _) in enumerate(run_ranks(_thinned, 2, False)):
-        assert said == (
-            f"stormo: rank {rank}: a collate_fn made a batch with 5 rows of 6 samples, and its loss is weighed by the "
-            "samples; if that is wrong, call world.backward(loss, count=...) with what the loss is a mean over.\n"
-        )
+def test_a_loss_over_fewer_samples_than_were_read_says_over_how_many(run_ranks: Ranks) -> None:
+    expected = plain_loop(*make(has_norm=False), DataLoader(Torn(), batch_size=12, collate_fn=_present), 1)
+    for found in run_ranks(_thinned, 2):
+        assert all(torch.allclose(found[name], value, rtol=1e-12) for name, value in expected.items())
 
 
 @pytest.mark.parametrize(

@@ -108,19 +108,6 @@ def closure_of_passes(world: World, model: nn.Module, optimizer: Any) -> None:
         optimizer.step(closure)
 
 
-def scheduler_left_out(world: World, model: nn.Module, optimizer: Any) -> None:
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    world.save("never")
-
-
-def scheduler_left_out_of_passes(world: World, model: nn.Module, optimizer: Any) -> None:
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    for batch in _loader(world, accumulate=2):
-        world.backward(_loss(model, batch))
-        optimizer.step()
-        scheduler.step()
-
-
 def load_in_a_loop(world: World, model: nn.Module, optimizer: Any) -> None:
     for _ in _loader(world):
         world.load("never")
@@ -228,8 +215,6 @@ REFUSED: dict[Callable[[World, nn.Module, Any], None], str] = {
     save_between_passes: "world.save() was called between the passes of a step",
     twice_between_passes: "world.backward() was called twice for one batch with accumulate above 1",
     closure_of_passes: "optimizer.step(closure) was called with accumulate above 1",
-    scheduler_left_out: "world.save() was called, but a scheduler of the optimizer was not passed to world.wrap()",
-    scheduler_left_out_of_passes: "optimizer.step() was called between the passes of a step, but a scheduler",
     load_in_a_loop: "world.load() was called inside a loop over a loader",
     distributed_sampler: "world.loader() was given a DataLoader with a DistributedSampler",
     other_optimizer: "world.wrap() was given an optimizer with 2 tensors not of the model",

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from stormo.errors import SettingError
@@ -38,21 +38,35 @@ def _clipped(world: World) -> None:
         optimizer.zero_grad()
 
 
-def _unscaled(world: World) -> None:
-    model, optimizer = world.wrap(*make())
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)  # not passed to wrap
-    for x, y in _passes(world):
-        world.backward(scaler.scale(F.mse_loss(model(x), y)))
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("loop", [_clipped, _unscaled])
-def test_gradients_that_are_not_complete_stay_as_they_are(loop: Any) -> None:
+def test_gradients_that_are_not_complete_stay_as_they_are() -> None:
     world = world_of(Workers(alone(), torch.device("cpu")))
     with pytest.raises(SettingError, match=r"changed between the passes of a step.*clip with world.clip_grad_norm"):
-        loop(world)
+        _clipped(world)
+
+
+def _loaded_from_a_schedule(workers: Workers, folder: str) -> float:
+    """An optimizer whose state was saved under a scheduler, in a script that has none."""
+    world = world_of(workers)
+    model, optimizer = make(has_norm=False)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    state = optimizer.state_dict()
+    model, optimizer = make(has_norm=False)
+    optimizer.load_state_dict(state)
+    assert "initial_lr" in optimizer.param_groups[0]
+    world.wrap(model, optimizer)
+    for x, y in _passes(world):
+        world.backward(F.mse_loss(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+    world.save(folder)
+    return float(sum(parameter.detach().sum() for parameter in model.parameters()))
+
+
+def test_an_optimizer_state_of_a_scheduled_run_trains_and_is_saved_without_a_scheduler(
+    run_ranks: Ranks, tmp_path: Path
+) -> None:
+    (alone_,) = run_ranks(_loaded_from_a_schedule, 1, str(tmp_path / "one"))
+    assert run_ranks(_loaded_from_a_schedule, 2, str(tmp_path / "two")) == pytest.approx([alone_] * 2, rel=1e-12)
 
 
 def _one_of_two(workers: Workers, folder: str) -> tuple[list[str], Any]:
@@ -104,6 +118,32 @@ def test_a_worker_on_which_nothing_counts_leaves_the_mean_alone(run_ranks: Ranks
     first, second = run_ranks(_nothing_counts_here, 2)
     assert first == second
     assert all(math.isfinite(number) for number in first)
+
+
+def _masked(model: nn.Module, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+    return ((model(x) - y).square().sum(dim=1) * mask).sum() / mask.sum()
+
+
+def _nothing_counts_behind_a_norm(workers: Workers) -> Weights:
+    world = world_of(workers)
+    model, optimizer = world.wrap(*make())
+    for x, y in world.loader(DataLoader(data(12), batch_size=6)):
+        optimizer.zero_grad()
+        mask = torch.full((len(x),), float(world.rank != 1), dtype=x.dtype)  # zero divided by zero there
+        world.backward(_masked(model, x, y, mask), count=float(mask.sum()))
+        optimizer.step()
+    return weights(model)
+
+
+def test_a_mean_of_nothing_on_one_worker_leaves_the_gradients_of_a_shared_norm_exact(run_ranks: Ranks) -> None:
+    model, optimizer = make()
+    for x, y in DataLoader(data(12), batch_size=6):
+        optimizer.zero_grad()
+        _masked(model, x, y, torch.tensor([1.0, 1, 0, 0, 1, 1], dtype=x.dtype)).backward()  # thirds of two samples
+        optimizer.step()
+    expected = weights(model)
+    for found in run_ranks(_nothing_counts_behind_a_norm, 3):
+        assert all(torch.allclose(found[name], value, rtol=1e-10) for name, value in expected.items())
 
 
 def _loader_on_one(workers: Workers) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
 
 from benchmarks.command import relative_difference
@@ -582,6 +583,50 @@ def test_values_of_all_forms_are_reduced(run_ranks: Ranks) -> None:
         assert (mixed, most, anyone, lengths) == (0.5, [2, 0, 0.5], True, [0, 1, 2])
         assert shared[0] == 1
         assert shared[1][2].tolist() == [0.0, 1.0]
+
+
+def _means(workers: Workers) -> list[Any]:
+    world = world_of(workers)
+    rank = world.rank
+    value = {"loss": float("nan") if rank == 0 else float(rank), "x": torch.tensor([rank, 4], dtype=torch.float32)}
+    with pytest.raises(SettingError, match="add up to 0"):
+        world.mean(1.0, count=0)
+    return [world.mean(value, count=rank), world.mean(rank), world.mean(torch.tensor([rank]), count=2.0)]
+
+
+def test_a_mean_weighs_by_what_each_worker_counts(run_ranks: Ranks) -> None:
+    for weighed, plain, whole in run_ranks(_means, 3):
+        assert weighed["loss"] == pytest.approx(5 / 3)  # that of rank 0 counts nothing
+        assert weighed["x"].tolist() == pytest.approx([5 / 3, 4.0])
+        assert weighed["x"].dtype == torch.float32
+        assert (plain, whole.tolist()) == (1.0, [1.0])
+
+
+def _averaged(workers: Workers | None, accumulate: int) -> Weights:
+    """An average of the weights that moves once a step."""
+    world = world_of(workers) if workers is not None else None
+    model, optimizer = make(has_norm=False)
+    if world is not None:
+        world.wrap(model, optimizer)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+    plain = DataLoader(data(), batch_size=12)
+    loader: Any = plain if world is None else world.loader(plain, accumulate=accumulate)
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward() if world is None else world.backward(loss)
+        optimizer.step()
+        if world is None or world.is_last_micro_batch:
+            average.update_parameters(model)
+    if world is not None:
+        with pytest.raises(SettingError, match="outside of a loop"):
+            assert world.is_last_micro_batch
+    return weights(average)
+
+
+@pytest.mark.parametrize(("size", "accumulate"), [(1, 3), (2, 1), (2, 2)])
+def test_an_average_follows_the_last_micro_batch_of_a_step(run_ranks: Ranks, size: int, accumulate: int) -> None:
+    _require_same(run_ranks(_averaged, size, accumulate), _averaged(None, 1), 3)
 
 
 def _copies(workers: Workers) -> tuple[bool, bool]:

@@ -1,9 +1,7 @@
-"""Loops that fetch a batch ahead, keep some, or step in their own way: a save goes on right, or says why it cannot."""
+"""Loops that keep batches, pass some over, or step in their own way: a save is behind what was trained."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from stormo.errors import SettingError
 from stormo.world.world import World as Workers
 from tests.script.loops import Ranks, Weights, data, make, weights, world_of
 
@@ -77,15 +74,6 @@ def test_a_batch_with_two_backwards_is_behind_a_save_whichever_optimizer_has_ste
             assert all(torch.equal(found[name], value) for name, value in uncut.items())
 
 
-def _ahead(loader: Any) -> Iterator[Any]:
-    """Gives a batch when the next one is there, epoch after epoch."""
-    batches = (batch for _ in range(9) for batch in loader)
-    batch = next(batches)
-    for following in batches:
-        yield batch
-        batch = following
-
-
 def _every_other(loader: Any) -> Iterator[Any]:
     """Passes batches over."""
     for number, batch in enumerate(loader):
@@ -93,37 +81,29 @@ def _every_other(loader: Any) -> Iterator[Any]:
             yield batch
 
 
-def _hold(
-    workers: Workers, folder: str, how: str, save_at: int = 0, batch_size: int = 8, counts: bool = False
-) -> tuple[list[list[float]], str]:
+def _hold(workers: Workers, folder: str, how: str, save_at: int = 0) -> list[list[float]]:
     """Trains with batches that come in another way than one by one; the first values of those that were, by step."""
     world = world_of(workers)
     model, optimizer = world.wrap(*make(has_norm=False))
-    loader = world.loader(DataLoader(data(), batch_size=batch_size, shuffle=True))
+    loader = world.loader(DataLoader(data(), batch_size=8, shuffle=True))
     world.load(folder)
-    ways = {"ahead": _ahead, "passed over": _every_other}
     seen: list[list[float]] = []
     kept, pending = [], []
-    try:
-        for number, (x, y) in enumerate(ways.get(how, iter)(loader), 1):
-            if how == "kept":
-                kept.append(x)
-            pending.append(F.mse_loss(model(x), y))
-            if how == "added up" and number % 2:
-                continue
-            seen.append(x[:, 0].tolist())
-            optimizer.zero_grad()
-            world.backward(torch.stack(pending).sum(), count=len(x) if counts else None)
-            pending.clear()
-            optimizer.step()
-            if len(seen) == save_at:
-                world.save(folder)
-                return seen, ""
-            if len(seen) == 6:
-                break
-    except SettingError as error:
-        return seen, str(error)
-    return seen, ""
+    for number, (x, y) in enumerate(_every_other(loader) if how == "passed over" else loader, 1):
+        if how == "kept":
+            kept.append(x)
+        pending.append(F.mse_loss(model(x), y))
+        if how == "added up" and number % 2:
+            continue
+        seen.append(x[:, 0].tolist())
+        optimizer.zero_grad()
+        world.backward(torch.stack(pending).sum())
+        pending.clear()
+        optimizer.step()
+        if len(seen) == save_at:
+            world.save(folder)
+            break
+    return seen
 
 
 @pytest.mark.parametrize("how", ["passed over", "added up", "kept"])
@@ -133,36 +113,6 @@ def test_batches_that_are_passed_over_added_up_or_kept_are_behind_a_save(
     whole = run_ranks(_hold, 2, str(tmp_path / "whole"), how)
     first = run_ranks(_hold, 2, str(tmp_path / "cut"), how, 1)
     rest = run_ranks(_hold, 2, str(tmp_path / "cut"), how)
-    for (seen, _), (before, _), (after, said) in zip(whole, first, rest, strict=True):
+    for seen, before, after in zip(whole, first, rest, strict=True):
         assert len(seen) > 1
-        assert said == ""
         assert before + after == seen
-
-
-def _told(workers: Workers, *arguments: Any) -> tuple[list[list[float]], str]:
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said):
-        seen, error = _hold(workers, *arguments)
-    assert error == ""
-    return seen, said.getvalue()
-
-
-def test_a_save_in_a_loop_that_fetches_ahead_is_told_of_once(run_ranks: Ranks, tmp_path: Path) -> None:
-    for save_at in (1, 3):  # the first and a later step
-        folder = str(tmp_path / str(save_at))
-        for rank, (seen, said) in enumerate(run_ranks(_told, 2, folder, "ahead", save_at)):
-            assert len(seen) == save_at
-            assert said.count("fetched batches of loader 1 ahead: it holds several") == (rank == 0)
-    for _, said in run_ranks(_told, 2, str(tmp_path / "kept"), "kept", 3):
-        assert said == "", "what was trained may be kept"
-
-
-def test_a_loss_that_may_be_of_the_batch_before_the_last_is_told_of(run_ranks: Ranks, tmp_path: Path) -> None:
-    # The last but one has eight samples, the last six.
-    for rank, (seen, said) in enumerate(run_ranks(_told, 3, str(tmp_path), "ahead")):
-        assert len(seen) == 6
-        assert said.count("the next one is fetched, or set count= to what the loss is a mean over") == (rank == 0)
-    for _, said in run_ranks(_told, 3, str(tmp_path), "ahead", 0, 8, True):
-        assert said == ""
-    # The last has two samples, and nothing counts of a stand-in, of which the main worker has none.
-    assert [len(seen) for seen, _ in run_ranks(_told, 3, str(tmp_path), "ahead", 0, 12, True)] == [6, 6, 6]

@@ -1,0 +1,196 @@
+"""Losses that are sums, or means over other things than samples: exact where declared, found where not."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from stormo.errors import SettingError
+from stormo.launch import alone
+from stormo.script.means import differ, look
+from stormo.world.world import World as Workers
+from tests.script.loops import Ranks, Weights, data, make, weights, world_of
+
+N = 6  # samples; the network has as many outputs, so that no dimension tells by its size alone that it is the batch
+_Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+def _net() -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, N)), torch.randn(N, 4), torch.rand(N, N)
+
+
+def _vae(m: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    out = m(x)
+    mean, log_variance = out[:, :3], out[:, 3:]
+    divergence = -0.5 * torch.sum(1 + log_variance - mean.pow(2) - log_variance.exp())
+    return F.binary_cross_entropy(out.sigmoid(), t, reduction="sum") + divergence
+
+
+def _tokens(x: Tensor) -> tuple[Tensor, Tensor]:
+    logits = nn.Linear(4, 5)(x.unsqueeze(1).expand(N, 7, 4))
+    return logits, torch.arange(N * 7).reshape(N, 7) % 5
+
+
+def _correlation(m: nn.Module, x: Tensor) -> Tensor:
+    found: Tensor = m(x).T @ m(x + 1) / N
+    return found
+
+
+def _row_losses(m: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    return (m(x) - t).square().sum(dim=1)
+
+
+SUMS: dict[str, _Loss] = {
+    "variational autoencoder": _vae,
+    "half of squares": lambda m, x, t: 0.5 * (m(x) - t).square().sum(),
+    "cross entropy": lambda m, x, t: F.cross_entropy(m(x), t.argmax(1), reduction="sum"),
+    "one loss for each, summed": lambda m, x, t: F.mse_loss(m(x), t, reduction="none").sum(),
+    "by rows, then all": lambda m, x, t: _row_losses(m, x, t).sum(),
+    "mean of the outputs, sum of the rows": lambda m, x, t: (m(x) - t).square().mean(-1).sum(),
+    "norms of rows": lambda m, x, t: (m(x) - t).norm(dim=1).sum(),
+    "a mean and a sum": lambda m, x, t: F.mse_loss(m(x), t) + 1e-3 * m(x).abs().sum(),
+    "tokens": lambda m, x, t: F.cross_entropy(_tokens(x)[0].view(-1, 5), _tokens(x)[1].view(-1), reduction="sum"),
+    "tokens, classes second": lambda m, x, t: F.cross_entropy(
+        _tokens(x)[0].transpose(1, 2), _tokens(x)[1], reduction="sum"
+    ),
+    "convolution": lambda m, x, t: nn.Conv1d(1, 2, 3)(x.unsqueeze(1)).square().sum(),
+    "divided by the batch of all workers": lambda m, x, t: (m(x) - t).square().sum() / (2 * N),
+    "scaled": lambda m, x, t: F.mse_loss(m(x), t, reduction="sum") * torch.tensor(65536.0),
+}
+MEANS: dict[str, _Loss] = {
+    "mean": lambda m, x, t: F.mse_loss(m(x), t),
+    "divided by the samples": lambda m, x, t: (m(x) - t).square().sum() / len(x),
+    "multiplied by one over the samples": lambda m, x, t: (m(x) - t).square().sum() * (1 / len(x)),
+    "divided by all numbers": lambda m, x, t: (m(x) - t).square().sum() / t.numel(),
+    "weighted": lambda m, x, t: 0.1 * (m(x) - t).square().sum() / len(x),
+    "sum over features, mean over samples": lambda m, x, t: _row_losses(m, x, t).mean(),
+    "accumulated by hand": lambda m, x, t: F.mse_loss(m(x), t) / 4,
+    "batchmean": lambda m, x, t: F.kl_div(m(x).log_softmax(1), t, reduction="batchmean"),
+    "tokens by samples": lambda m, x, t: (
+        F.cross_entropy(_tokens(x)[0].view(-1, 5), _tokens(x)[1].view(-1), reduction="sum") / len(x)
+    ),
+    "a penalty on the weights": lambda m, x, t: (
+        F.mse_loss(m(x), t) + 1e-4 * sum((p.square().sum() for p in m.parameters()), torch.zeros(()))
+    ),
+    "a penalty on a square matrix of weights": lambda m, x, t: nn.Parameter(torch.ones(N, N)).square().sum(),
+    "mean over samples, sum over features": lambda m, x, t: m(x).mean(0).sum(),
+    "the same from behind": lambda m, x, t: m(x).mean(-2).sum(),
+    "deviations of features": lambda m, x, t: m(x).std(0).sum(),
+    "correlation of features": lambda m, x, t: torch.diagonal(_correlation(m, x)).add(-1).square().sum(),
+    "correlation, off the diagonal": lambda m, x, t: _correlation(m, x).flatten()[:-1].view(N - 1, N + 1).sum(),
+    "similarities within the batch": lambda m, x, t: F.cross_entropy(m(x) @ m(x).T, torch.arange(N)),
+    "a fraction of sums": lambda m, x, t: 1 - 2 * (m(x).sigmoid() * t).sum() / (m(x).sigmoid().sum() + t.sum()),
+    "root of a mean": lambda m, x, t: F.mse_loss(m(x), t).sqrt(),
+    "masked mean": lambda m, x, t: (_row_losses(m, x, t) * (t[:, 0] > 0.5)).sum() / (t[:, 0] > 0.5).sum(),
+    "masked mean of one row": lambda m, x, t: (_row_losses(m, x, t) * (torch.arange(N) == 2)).sum() / torch.tensor(1),
+    "mean of some rows": lambda m, x, t: _row_losses(m, x, t)[t[:, 0] > 0.5].mean(),
+    "a list of means": lambda m, x, t: (
+        sum((F.mse_loss(a, b) for a, b in zip(m(x), t, strict=True)), torch.zeros(())) / N
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_sum_over_the_batch_is_known(name: str) -> None:
+    assert look(SUMS[name](*_net()), N, 2 * N).is_sum
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_a_mean_is_not_taken_for_a_sum(name: str) -> None:
+    assert not look(MEANS[name](*_net()), N, 2 * N).is_sum
+
+
+def test_a_batch_of_one_sample_divided_by_one_is_a_mean() -> None:
+    model, x, t = _net()
+    assert not look((model(x[:1]) - t[:1]).square().sum() / 1, 1, 3).is_sum
+    assert look((model(x[:1]) - t[:1]).square().sum(), 1, 3).is_sum
+
+
+@pytest.mark.parametrize(
+    ("looks", "expected"),
+    [
+        ([(False, 4, [9.0]), (False, 4, [7.0])], True),
+        ([(False, 4, [9.0]), (False, 4, [9.0])], False),
+        ([(False, 4, [8.0]), (False, 5, [10.0])], False),
+        ([(False, 4, [8.0, 9.0]), (False, 5, [10.0, 9.0])], False),  # the second is no number of the batch's
+        ([(False, 1, [9.0]), (False, 1, [7.0])], False),  # each is the mean of one sample
+        ([(False, 0, []), (False, 5, [10.0])], False),  # a stand-in
+        ([(False, 4, [8.0]), (False, 4, [])], False),
+    ],
+)
+def test_means_over_other_things_are_those_whose_number_for_each_sample_differs(
+    looks: list[tuple[bool, int, list[float]]], expected: bool
+) -> None:
+    assert differ(looks) is expected
+
+
+def _loss(kind: str, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    if kind == "sum":
+        return 0.02 * F.mse_loss(model(x), y, reduction="sum")
+    mask = (y[:, 0] > 0).to(x.dtype)
+    return ((model(x) - y).square().sum(dim=1) * mask).sum() / mask.sum()
+
+
+def _train(workers: Workers, kind: str, accumulate: int, options: dict[str, Any]) -> tuple[Weights, str]:
+    world = world_of(workers)
+    model, optimizer = world.wrap(*make(has_norm=accumulate == 1))
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        for x, y in world.loader(DataLoader(data(), batch_size=12), accumulate=accumulate):
+            optimizer.zero_grad()
+            world.backward(_loss(kind, model, x, y), **options)
+            optimizer.step()
+    return weights(model), said.getvalue()
+
+
+@pytest.mark.parametrize(("size", "accumulate"), [(1, 1), (1, 2), (2, 1), (3, 1), (2, 2)])
+def test_a_sum_that_is_declared_trains_as_on_one_process(run_ranks: Ranks, size: int, accumulate: int) -> None:
+    model, optimizer = make(has_norm=accumulate == 1)
+    for x, y in DataLoader(data(), batch_size=12):  # of which the last has two samples
+        optimizer.zero_grad()
+        _loss("sum", model, x, y).backward()
+        optimizer.step()
+    expected = weights(model)
+    for found, _ in run_ranks(_train, size, "sum", accumulate, {"reduction": "sum"}):
+        assert all(torch.allclose(found[name], value, rtol=1e-10) for name, value in expected.items())
+
+
+def _refused(workers: Workers, accumulate: int) -> str:
+    with pytest.raises(SettingError) as caught:
+        _train(workers, "sum", accumulate, {})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("size", "accumulate"), [(2, 1), (1, 2)])
+def test_a_sum_that_is_not_declared_is_refused_on_all_workers(run_ranks: Ranks, size: int, accumulate: int) -> None:
+    for said in run_ranks(_refused, size, accumulate):
+        assert "a sum over the batch" in said
+        assert 'reduction="sum"' in said
+
+
+def test_one_worker_without_micro_batches_takes_a_sum_as_it_is() -> None:
+    _train(Workers(alone(), torch.device("cpu")), "sum", 1, {})
+
+
+def test_a_masked_mean_without_a_count_is_told_of_once(run_ranks: Ranks) -> None:
+    (_, first), (_, second) = run_ranks(_train, 2, "masked", 1, {})
+    assert first.count("set count= to what it is a mean over") == 1
+    assert second == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"reduction": "sum", "count": 3}, "set one of them"), ({"reduction": "none"}, "leave it out for a mean")],
+)
+def test_a_reduction_that_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(SettingError, match=said):
+        _train(Workers(alone(), torch.device("cpu")), "sum", 1, options)
