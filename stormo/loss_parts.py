@@ -53,7 +53,13 @@ def check_parts(strategy: Strategy, batch: Batch | None, num_passes: int) -> Non
     task, plan = strategy.task, strategy._plan
     is_own = strategy.steps_alone or strategy.staleness > 0  # each worker's gradient is stepped with by itself
     num_parts = (1 if is_own else strategy.world.data.size) * num_passes * plan.micro_batches
-    if num_parts == 1 or task.loss_reduction == "local":
+    if num_parts == 1:
+        return
+    if task.loss_reduction == "local":
+        strategy.notices.append(
+            f'{type(task).__name__}.loss_reduction is "local": a step is the mean of the losses of '
+            f"{counted(num_parts, 'part')}, and another number of workers or passes gives another result."
+        )
         return
     parts = _parts(batch) if batch is not None and not _has_batch_statistics(strategy.module) else None
     can = torch.tensor([float(parts is not None)])
