@@ -241,7 +241,7 @@ class Stop:
     """Stop: when training ends."""
 
     epochs: int = option(40, "at most this many epochs")
-    target_accuracy: float = option(0.85, "stop once this validation accuracy is held")
+    target_accuracy: float | None = option(None, "stop once this validation accuracy is held")
     target_loss: float | None = option(None, "stop once the validation loss is held at or below this")
     patience: int = option(2, "epochs in a row that must reach the target")
     on_divergence: Literal["stop", "rollback", "ignore"] = option(

@@ -51,8 +51,6 @@ class Training:
     profile: ProfileWindow
     recover: Callable[[Diverged], bool] = lambda diverged: False  # goes back to a good state, where that is asked for
     shown_sample: Mapping[str, Any] | None = None  # the newest state of the node that has been recorded
-    told_loss: float = 0.0  # what the sum of this worker's losses was at the last record of a step
-    untold_samples: int = 0  # that this worker has trained on since then
 
     def learning_rate(self, position: int) -> float:
         """Of the step that begins at this position of the epoch."""
@@ -75,7 +73,6 @@ def train(run: Training) -> Outcome:
     _tell_profile(run)
     with run.state.strategy.running():
         while True:
-            run.told_loss, run.untold_samples = float(run.state.loss_sum), 0  # an epoch may go on in its middle
             outcome = _train(run, watch)
             if outcome.diverged is None:
                 return outcome
@@ -100,8 +97,6 @@ def _train(run: Training, watch: Stopwatch) -> Outcome:
                 vote.cast(run.flag.signal_number, losses.share())
             with range_of("forward+backward"):
                 loss = strategy.forward_backward(batch)
-            run.state.loss_sum += loss * batch.span.step_samples
-            run.untold_samples += 0 if batch.is_ghost else batch.span.num_samples
             losses.add(loss)
             if not batch.span.is_last:
                 continue
@@ -116,15 +111,16 @@ def _train(run: Training, watch: Stopwatch) -> Outcome:
                     step=progress.step,
                     position=batch.span.step_start,
                     learning_rate=learning_rate,
-                )
+                    num_samples=batch.span.step_samples,
+                ),
+                run.state.add_loss,
             )
             run.sign_of_life(progress.step)
             watch.note_step()
-            # Of a short batch there may be no sample for the main worker.
-            if run.world.is_main and run.untold_samples and watch.since_last_s() > _SECONDS_BETWEEN_RECORDS:
-                run.record(_step_record(run, watch, learning_rate))
-                _show_node(run)
             stop, diverged = vote.outcome(), losses.hear(vote.total())
+            if run.world.is_main and losses.has_news and watch.since_last_s() > _SECONDS_BETWEEN_RECORDS:
+                run.record(_step_record(run, watch, losses.tell(), learning_rate))
+                _show_node(run)
             if run.profile.step_done(progress.step):
                 _tend_profile(run, watch)
             # At its end an epoch is validated before it is saved.
@@ -223,7 +219,8 @@ def _finish_epoch(
     if run.settings.stop.on_divergence != "ignore" and not math.isfinite(metrics.get("loss", 0.0)):
         last = Moment(epoch=progress.epoch, step=progress.step, position=0, learning_rate=learning_rate)
         return losses.verdict("validation", last, metrics["loss"])
-    train_loss = float(run.world.sum(run.state.loss_sum.clone())) / run.loader.num_samples
+    loss_sum, num_items = run.world.sum(torch.stack([run.state.loss_sum, run.state.num_items])).tolist()
+    train_loss = loss_sum / num_items if num_items else math.nan
     samples_per_s = run.loader.num_samples / max(progress.epoch_time_s, 1e-9)
     progress.validation = metrics
     progress.peak_memory_bytes, progress.peak_reserved_memory_bytes = watch.peak_memory_bytes()
@@ -253,8 +250,8 @@ def _finish_epoch(
     progress.epoch += 1
     progress.epochs_done += 1
     progress.position, progress.epoch_time_s = 0, 0.0
-    run.told_loss -= float(run.state.loss_sum)  # the next record tells of the rest of this epoch too
     run.state.loss_sum.zero_()
+    run.state.num_items.zero_()
     run.record(done)
     if _target_held(run):
         run.record(Notice(kind="stop", text=f"Early stopping after epoch {done.epoch}"))
@@ -279,7 +276,9 @@ def _rank(metrics: Mapping[str, float]) -> float | None:
 
 def _count_target(run: Training, metrics: Mapping[str, float]) -> None:
     progress, stop = run.state.progress, run.settings.stop
-    reached = metrics.get("accuracy", -math.inf) >= stop.target_accuracy
+    reached = False
+    if stop.target_accuracy is not None:
+        reached = metrics.get("accuracy", -math.inf) >= stop.target_accuracy
     if stop.target_loss is not None:
         reached = reached or metrics.get("loss", math.inf) <= stop.target_loss
     progress.target_streak = progress.target_streak + 1 if reached else 0
@@ -328,12 +327,8 @@ def _show_node(run: Training) -> None:
         run.record(NodeSampled(sample=sample))
 
 
-def _step_record(run: Training, watch: Stopwatch, learning_rate: float) -> StepDone:
-    progress, world = run.state.progress, run.world
-    # Reading the sum waits for the device, a few times a second. Workers that take the same samples share their loss.
-    loss_sum, num_samples = float(run.state.loss_sum), run.untold_samples * world.data.size / world.size
-    loss = (loss_sum - run.told_loss) / num_samples
-    run.told_loss, run.untold_samples = loss_sum, 0
+def _step_record(run: Training, watch: Stopwatch, loss: float, learning_rate: float) -> StepDone:
+    progress = run.state.progress
     samples_per_s, wait_fraction = watch.interval()
     return StepDone(
         epoch=progress.epoch,

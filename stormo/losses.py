@@ -7,7 +7,7 @@ worker reads that of the same step; the sum over workers travels with the vote t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -28,10 +28,11 @@ class Moment:
     step: int
     position: int  # where its batch begins in the epoch
     learning_rate: float
+    num_samples: int = 1
 
 
 class LossWatch:
-    """Sees the loss of every step, a few steps late, and says when the run is lost; `is_on` False sees nothing."""
+    """Sees the loss of every step, a few steps late, and says when the run is lost; never where `is_on` is False."""
 
     def __init__(
         self, world: World, trend: Trend, *, is_on: bool, batch_size: int, patience: int, vote_lag: int = 0
@@ -50,8 +51,9 @@ class LossWatch:
         self._num_noted = 0
         on_gpu = world.device.type == "cuda"
         # One that was cast is kept until its sum is read, as `settle` may come before.
-        self._slots = torch.zeros(self._lag + vote_lag, dtype=torch.float64, pin_memory=on_gpu and is_on)
-        self._copied = [torch.cuda.Event() for _ in self._slots] if on_gpu and is_on else []
+        self._slots = torch.zeros(self._lag + vote_lag, dtype=torch.float64, pin_memory=on_gpu)
+        self._copied = [torch.cuda.Event() for _ in self._slots] if on_gpu else []
+        self._untold_loss, self._untold_samples = 0.0, 0  # of the steps since `tell` was called, summed over samples
         self.owes_checkpoint = False  # one was due while the loss was not calm
 
     @property
@@ -60,15 +62,14 @@ class LossWatch:
         return not self._is_on or self._trend.is_calm(self.wait_steps)
 
     def add(self, part: Tensor) -> None:
-        """Take a pass's part of the step's mean loss."""
-        if self._is_on:
-            self._part = part if self._part is None else self._part + part
+        """Take a pass's part of the step's loss."""
+        self._part = part if self._part is None else self._part + part
 
-    def note(self, moment: Moment) -> None:
-        """The step of the parts so far is done."""
-        if not self._is_on:
-            return
+    def note(self, moment: Moment, mean_of: Callable[[Tensor, int], Tensor] | None = None) -> None:
+        """The step of the parts so far is done: `mean_of` makes a part of its mean loss of their sum and samples."""
         assert self._part is not None
+        if mean_of is not None:
+            self._part = mean_of(self._part, moment.num_samples)
         slot = self._num_noted % len(self._slots)
         self._slots[slot].copy_(self._part, non_blocking=True)
         if self._copied:
@@ -92,7 +93,7 @@ class LossWatch:
     def settle(self, weights: Iterable[Tensor]) -> Diverged | None:
         """Wait for all losses up to now and judge them and this worker's weights. All workers call it."""
         self._casts.clear()  # their votes are not read any more
-        if not self._is_on or not self._pending:
+        if not self._pending:
             return None
         parts = [self._read(slot) for _, slot in self._pending]
         losses = self._world.sum(torch.tensor(parts, dtype=torch.float64)).tolist()
@@ -101,6 +102,8 @@ class LossWatch:
         for moment, loss in zip(moments, losses, strict=True):
             if diverged := self._judge(moment, loss):
                 return diverged
+        if not self._is_on:
+            return None
         # A loss can be finite and its gradient not: the weights are broken then before any loss tells.
         finite = [weight.isfinite().all() for weight in weights]
         is_broken = torch.tensor([float(bool(finite) and not bool(torch.stack(finite).all()))])
@@ -120,7 +123,22 @@ class LossWatch:
             learning_rate=moment.learning_rate,
         )
 
+    @property
+    def has_news(self) -> bool:
+        """Whether there is a loss to tell."""
+        return self._untold_samples > 0
+
+    def tell(self) -> float:
+        """The mean loss of the steps that all workers have told of since the last call, over their samples."""
+        loss = self._untold_loss / self._untold_samples
+        self._untold_loss, self._untold_samples = 0.0, 0
+        return loss
+
     def _judge(self, moment: Moment, loss: float) -> Diverged | None:
+        self._untold_loss += loss * moment.num_samples
+        self._untold_samples += moment.num_samples
+        if not self._is_on:
+            return None
         kind = self._trend.see(loss, batch_size=self._batch_size, patience=self._patience)
         return self.verdict(kind, moment, loss) if kind else None
 

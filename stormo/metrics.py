@@ -23,7 +23,7 @@ from stormo.data.streaming import answered, shut_down, stream
 from stormo.data.tensors import TensorData
 from stormo.errors import SettingError
 from stormo.plan import no_validation_samples
-from stormo.tasks.measured import compute, held_metrics, read_metrics
+from stormo.tasks.measured import COUNT_OF, compute, held_metrics, read_metrics
 from stormo.tasks.task import Task
 from stormo.world.world import World
 
@@ -127,6 +127,16 @@ class Validation:
         if isinstance(self._batches, DataLoader):
             shut_down(self._batches)
 
+    @property
+    def is_stream(self) -> bool:
+        """Whether the set is read in order."""
+        return self._is_stream
+
+    def start(self) -> Any:
+        """The first batch of a stream, on every worker."""
+        _, data = next(iter(self._batches))
+        return answered(data)
+
     def _turns(self) -> Iterator[_Turn | None]:
         """This worker's batch of every round, None where the round has none for it."""
         if self._is_stream:
@@ -195,7 +205,12 @@ class Validation:
         for slot, row in rows.items():
             table[slot] = row
         columns = world.data.sum(table).T.tolist() if names[0] else []
-        found = {name: math.fsum(column) / self.num_samples for name, column in zip(names[0], columns, strict=True)}
+        sums = {name: math.fsum(column) for name, column in zip(names[0], columns, strict=True)}
+        counts = {name: sums.pop(COUNT_OF + name) for name in names[0] if COUNT_OF + name in sums}
+        found = {
+            name: total / count if (count := counts.get(name, self.num_samples)) else math.nan
+            for name, total in sums.items()
+        }
         for name in names[1]:
             found |= compute(name, self._objects[name], world)
         # Workers that compute the same may round otherwise, and all must decide alike whether training goes on.
@@ -203,4 +218,5 @@ class Validation:
 
 
 def _listed(names: tuple[list[str], list[str]]) -> str:
-    return ", ".join([*names[0], *names[1]]) or "nothing"
+    shown = [f"{name} with its count" if COUNT_OF + name in names[0] else name for name in names[0]]
+    return ", ".join([*(name for name in shown if not name.startswith(COUNT_OF)), *names[1]]) or "nothing"

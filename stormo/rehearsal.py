@@ -26,13 +26,14 @@ from stormo.checkpoint import collect_random_state, restore_random_state
 from stormo.data.batches import batch_length, cut, tensors_in
 from stormo.data.loaders import Batch, Loader, Share
 from stormo.errors import SettingError, counted
+from stormo.loss_parts import check_parts
 from stormo.metrics import Sums, Validation
 from stormo.plan import Plan
 from stormo.plan.stages import steps_to_come
 from stormo.progress import Progress
 from stormo.strategies.strategy import Strategy
 from stormo.strategies.undo import Before
-from stormo.tasks.measured import read_metrics
+from stormo.tasks.measured import COUNT_OF, read_metrics
 from stormo.tasks.task import Task
 
 Steps = Set[tuple[int, int]]  # samples and passes of each
@@ -110,6 +111,8 @@ def rehearse(
         with explained(task, "train_data", "loss", strategy.world.device):
             batches = _checked(strategy, loader, look, goes_on=goes_on)
             strategy.warm_up(loader, batches if every_shape else itertools.islice(batches, 1), look)
+            stages = [loader.share.accumulate, *(stage.accumulate for stage in strategy._plan.stages)]
+            check_parts(strategy, look.first, max(stages))
             if largest is not None:
                 _try_largest(strategy, loader, largest)
         with explained(task, "validation_data", "metrics", strategy.world.device):
@@ -189,6 +192,7 @@ class _FirstLook:
         self._may_diverge = may_diverge
         self._has_looked = False
         self.data: Any = None  # of the pass under way
+        self.first: Batch | None = None  # pass of all
         self.steps: set[tuple[int, int]] = set()  # of which the last pass is under way, or was
 
     def __call__(self, loss: Tensor) -> None:
@@ -255,7 +259,8 @@ def _look_for_means(strategy: Strategy, batch: Any, whole: Sums) -> None:
         )
     except Exception:
         return  # a batch that cannot be cut, or a task that takes whole batches only
-    for name in sorted(whole.keys() & first.keys() & second.keys()):
+    with_count = {name for name in whole if COUNT_OF + name in whole or name.startswith(COUNT_OF)}
+    for name in sorted((whole.keys() & first.keys() & second.keys()) - with_count):
         total, a, b = (float(sums[name]) for sums in (whole, first, second))
         largest = max(abs(total), abs(a), abs(b))
         mean = (middle * a + (length - middle) * b) / length
@@ -295,6 +300,7 @@ def _checked(strategy: Strategy, loader: Loader, look: _FirstLook, *, goes_on: b
         if goes_on and span.step_start and _leaves_one(strategy._plan, span.step_samples, accumulate):
             continue
         look.data = batch.data
+        look.first = look.first or batch
         if span.is_last:
             look.steps.add((span.step_samples, accumulate))
         if next(tensors_in(batch.data), None) is None:

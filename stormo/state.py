@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ from stormo.progress import Progress
 from stormo.strategies.strategy import Strategy
 from stormo.world.world import World
 
-_BUFFER, _RANDOM, _LOSS = "buffer/", "random/", "loss"
+_BUFFER, _RANDOM, _LOSS, _ITEMS = "buffer/", "random/", "loss", "items"
 
 
 @dataclass(kw_only=True)
@@ -56,9 +56,18 @@ class RunState:
     progress: Progress
     strategy: Strategy
     loss_sum: Tensor  # this worker's part of the epoch's summed loss, on the device
+    num_items: Tensor = field(init=False)  # and of what the loss is a mean of: samples, tokens and the like
 
     def __post_init__(self) -> None:
+        self.num_items = torch.zeros_like(self.loss_sum)
         self.strategy.clock = self.progress
+
+    def add_loss(self, part: Tensor, num_samples: int) -> Tensor:
+        """Take in a step's loss, of which this worker's passes have this part; return its part of the mean loss."""
+        mean, loss_sum, num_items = self.strategy.weighing.of_step(part, num_samples)
+        self.loss_sum += loss_sum
+        self.num_items += num_items
+        return mean
 
     def content(self, world: World, seed: int) -> Snapshot | Shard | None:
         """What this worker gives to a checkpoint; every worker must call it."""
@@ -103,7 +112,7 @@ class RunState:
         random_tensors, random_json = collect_random_state()
         own = {_RANDOM + name: tensor for name, tensor in random_tensors.items()}
         own |= {_BUFFER + name: buffer.detach() for name, buffer in strategy.named_buffers()}
-        own[_LOSS] = self.loss_sum.detach().double()
+        own[_LOSS], own[_ITEMS] = self.loss_sum.detach().double(), self.num_items.detach().double()
         gathered = world.gather_bytes(safetensors.torch.save(_on_cpu(own)))
         random_states = world.gather_json(random_json)
         if gathered is None:
@@ -170,6 +179,7 @@ class RunState:
             for name, buffer in strategy.named_buffers():
                 buffer.copy_(own[_BUFFER + name])
             self.loss_sum.copy_(own[_LOSS])
+            self.num_items.copy_(own[_ITEMS] if _ITEMS in own else torch.tensor(self.progress.position / world.size))
             random_tensors = {n.removeprefix(_RANDOM): t for n, t in own.items() if n.startswith(_RANDOM)}
             restore_random_state(random_tensors, state["random"][world.rank])
         else:
@@ -177,6 +187,10 @@ class RunState:
             seed_generators(derive_seed(seed, "resume", self.progress.step, world.draws))
             losses = [tensor for name, tensor in ranks.items() if name.endswith("/" + _LOSS)]
             self.loss_sum.copy_(torch.stack(losses).sum() / world.size)
+            items = [tensor for name, tensor in ranks.items() if name.endswith("/" + _ITEMS)]
+            # Checkpoints of former releases do not tell: losses were means over samples.
+            num_items = torch.stack(items).sum() if items else torch.tensor(float(self.progress.position))
+            self.num_items.copy_(num_items / world.size)
 
 
 def _names(strategy: Strategy) -> dict[Any, str]:

@@ -18,7 +18,7 @@ from stormo.data.loaders import Loader, ResidentLoader, Share, StreamedLoader
 from stormo.data.order import derive_seed, seed_generators
 from stormo.data.reading import is_stream
 from stormo.data.tensors import TensorData
-from stormo.errors import EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_RESUMABLE
+from stormo.errors import EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_RESUMABLE, SettingError
 from stormo.hardware import num_cores
 from stormo.journal import Journal
 from stormo.launch import Lifeline, Place
@@ -36,6 +36,7 @@ from stormo.profiling.window import ProfileWindow
 from stormo.progress import Progress
 from stormo.recovery import Recovery
 from stormo.rehearsal import Steps, explained, rehearse, rehearse_lone_samples
+from stormo.script.samples import require_same_start
 from stormo.staging.copying import StoppedError
 from stormo.staging.of_task import staged_task
 from stormo.state import RunState
@@ -48,6 +49,8 @@ from stormo.world.devices import device_of, share_cores
 from stormo.world.signals import StopFlag, stop_flag
 from stormo.world.store import Store
 from stormo.world.world import World
+
+_NUM_COMPARED = 4  # samples at the start of a stream
 
 
 def run_worker(
@@ -230,11 +233,34 @@ def _train(
     return EXIT_RESUMABLE if outcome.signal_number else 0
 
 
+def _require_same_streams(task: Task, world: World, loader: Loader, validation: Validation) -> None:
+    """Refuse a stream of which every worker reads another part. All workers call it."""
+    if world.size == 1:
+        return
+
+    def refusal(method: str, rank: int) -> SettingError:
+        return SettingError(
+            f"{type(task).__name__}.{method}() gave a stream that starts with other samples on rank {rank} than on "
+            "rank 0",
+            "each worker reads the whole stream and takes its share of every batch, so that samples would be left out",
+            "let the stream give all samples to every worker, whatever its rank: do not shard it",
+        )
+
+    if isinstance(loader, IterableLoader):
+        read = partial(loader.start, _NUM_COMPARED)
+        with explained(task, "train_data", "loss", world.device):
+            require_same_start(world, read(), read, partial(refusal, "train_data"))
+    if validation.is_stream:
+        with explained(task, "validation_data", "metrics", world.device):
+            require_same_start(world, validation.start(), validation.start, partial(refusal, "validation_data"))
+
+
 def _rehearse(config: TrainConfig, plan: Plan, strategy: Strategy, loader: Loader, validation: Validation) -> Steps:
     """Take the first passes, before the run has a folder; the steps that need not be rehearsed again."""
     world = strategy.world
     grown = max(map(plan.at_epoch, (stage.first_epoch for stage in plan.stages)), key=lambda at: at.batch_per_pass)
     largest = replace(loader.share, global_batch_size=grown.global_batch_size, accumulate=grown.accumulate)
+    _require_same_streams(strategy.task, world, loader, validation)
     with memory_explained(config, plan, world.device, has_model=True):
         rehearsed = rehearse(
             strategy,

@@ -48,6 +48,7 @@ FLOORS = {
     "metrics": 6,
     "checkpoint": 6,
     "progress": 6,
+    "loss_parts": 6,
     "losses": 7,
     "out_of_memory": 7,
     "rehearsal": 7,

@@ -321,12 +321,15 @@ def test_before_a_checkpoint_every_loss_is_known_and_the_weights_are_looked_at(
     assert run_ranks(_settled, 2, lag, vote_lag, breaks_weights) == [(*found, [2.0, 4.0, 6.0, 8.0][:steps])] * 2
 
 
-def test_what_is_ignored_is_not_even_looked_at() -> None:
+def test_what_is_ignored_is_told_and_not_judged() -> None:
     trend = Trend()
     watch = LossWatch(World(alone(), torch.device("cpu")), trend, is_on=False, batch_size=64, patience=100)
     watch.add(torch.tensor(NAN))
     watch.note(Moment(epoch=1, step=1, position=0, learning_rate=0.1))
-    assert (watch.share(), watch.hear(NAN), watch.settle([torch.zeros(1)]), watch.is_calm) == (0.0, None, None, True)
+    assert math.isnan(watch.share())
+    assert (watch.hear(NAN), watch.settle([torch.zeros(1)]), watch.is_calm) == (None, None, True)
+    assert math.isnan(watch.tell())
+    assert not watch.has_news
     assert trend == Trend()
 
 

@@ -388,7 +388,7 @@ def test_flags_win_over_the_file_the_file_over_the_run_the_run_over_the_defaults
     _stored_run(tmp_path / "runs", "old", patience=5, epochs=6, keep_checkpoints=7, num_gpus=2, timeout=9.0)
     file = write(tmp_path / "my.toml", "[stop]\nepochs = 8\n[run]\nkeep_checkpoints = 9\n")
     config, _ = read_settings(["--resume", "old", "--config", file, "--keep-checkpoints", "10"])
-    assert config.stop.target_accuracy == 0.85  # default
+    assert config.stop.target_loss is None  # default
     assert config.stop.patience == 5  # of the run
     assert config.stop.epochs == 8  # of the file
     assert config.run.keep_checkpoints == 10  # of the flag

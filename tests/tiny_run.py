@@ -81,20 +81,19 @@ def _loader(config: TrainConfig, plan: Plan, task: Task, world: World) -> Loader
 
 def steps(parts: Parts, num_steps: int) -> list[float]:
     """Take so many steps, over the ends of epochs; return the loss of each global batch."""
-    progress, losses, loss = parts.state.progress, list[float](), torch.zeros(())
+    progress, losses, sum_of_passes = parts.state.progress, list[float](), torch.zeros(())
     for batch in _batches(parts):
         if batch.span.is_first:
             if len(losses) == num_steps:
                 return losses
-            loss = torch.zeros((), dtype=torch.float64)
-        part = parts.strategy.forward_backward(batch)
-        loss += part.cpu()
-        parts.state.loss_sum += part * batch.span.step_samples
+            sum_of_passes = torch.zeros((), dtype=torch.float64, device=parts.world.device)
+        sum_of_passes += parts.strategy.forward_backward(batch)
         if batch.span.is_last:
             parts.strategy.step(parts.plan.learning_rate)
             progress.advance(parts.loader.samples(batch.span))
             parts.strategy.exchange_weights()
-            losses.append(float(parts.world.sum(loss)))
+            mean = parts.state.add_loss(sum_of_passes, batch.span.step_samples)
+            losses.append(float(parts.world.sum(mean.detach().cpu().double())))
     raise AssertionError("epochs never end")
 
 

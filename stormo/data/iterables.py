@@ -75,6 +75,16 @@ class IterableLoader(Loader):
             )
         return self._give(1, spans, wanted)
 
+    def start(self, num_samples: int) -> Any:
+        """The first samples of the stream as one batch, on every worker the same ones."""
+        stop = min(num_samples, self.num_samples)
+        every = range(stop)
+        self._requests.wanted = [
+            Wanted(step_start=0, read_to=stop, share=(0, stop), rows=every, is_first=True, ends_epoch=False)
+        ]
+        (batch,) = (data for data, _ in self._ahead.batches([Pass(0, stop, 0, stop, is_first=True, is_last=True)]))
+        return batch
+
     def samples(self, span: Pass) -> Tensor:
         """The positions of the whole global batch in the stream, which stand for its samples."""
         offset = self._start if self._goes_on else 0

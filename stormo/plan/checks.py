@@ -17,7 +17,7 @@ _MOST_LOADERS = 1024
 
 def check_numbers(config: TrainConfig) -> None:
     """Refuse what cannot hold whatever the task and the devices are."""
-    if config.stop.target_accuracy >= 10:
+    if config.stop.target_accuracy is not None and config.stop.target_accuracy >= 10:
         raise SettingError(
             f"--target-accuracy {config.stop.target_accuracy:g} was set",
             "it is a fraction, of which 1 is all",

@@ -219,11 +219,15 @@ def stop_text(config: TrainConfig, facts: Facts) -> str:
 def _targets_text(config: TrainConfig, facts: Facts) -> str:
     stop = config.stop
     known = "" if facts.has_accuracy else " (if the task reports one)"
-    targets = [] if facts.has_accuracy is False else [f"validation accuracy of {stop.target_accuracy:g}{known}"]
+    targets = []
+    if stop.target_accuracy is not None and facts.has_accuracy is not False:
+        targets.append(f"validation accuracy of {stop.target_accuracy:g}{known}")
     if stop.target_loss is not None:
         targets.append(f"validation loss of {stop.target_loss:g}")
-    if not targets:
+    if not targets and stop.target_accuracy is not None:
         return f"{counted(stop.epochs, 'epoch')} (this task reports no accuracy; --target-loss would set a target)"
+    if not targets:
+        return f"{counted(stop.epochs, 'epoch')} (--target-accuracy or --target-loss would set a target)"
     held = f" held for {counted(stop.patience, 'epoch')}"
     return f"{' or '.join(targets)}{held}, or {counted(stop.epochs, 'epoch')}"
 

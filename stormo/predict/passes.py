@@ -28,7 +28,7 @@ from stormo.strategies.halves import HALVES
 from stormo.strategies.recompute import Recomputed, recompute
 from stormo.strategies.sample import sample_batch
 from stormo.tasks.fashion_mnist import FashionMnist
-from stormo.tasks.returned import check_loss
+from stormo.tasks.returned import read_loss
 from stormo.tasks.task import Task
 
 _FEW = 2  # real samples that are read; their rows make up every batch
@@ -155,7 +155,7 @@ class Passes:
         model.train()
         with self._told(), self._watching(model, size) as (watch, data):
             with self._autocast():
-                loss = check_loss(self._task, self._task.loss(model, data))
+                loss, _ = read_loss(self._task, self._task.loss(model, data))
             loss = loss * 1.0
             kept = watch.now[OTHER]
             # Not torch.autograd.backward: within a function a mode of functions does not hold, which what is computed

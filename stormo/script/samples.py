@@ -42,13 +42,27 @@ def require_same_samples(world: World, data: Any, *, may_read: bool) -> None:
     )
 
 
-def require_same_start(world: World, batch: Any, read_again: Callable[[], Any] | None) -> None:
+def _of_loader(rank: int) -> SettingError:
+    return SettingError(
+        f"a stream was passed to world.loader() that starts with another batch on rank {rank} than on rank 0",
+        "each worker reads the whole stream and takes its share of every batch",
+        "let it not depend on the worker, or say sharded=True if every worker has a part of its own",
+    )
+
+
+def require_same_start(
+    world: World,
+    batch: Any,
+    read_again: Callable[[], Any] | None,
+    refusal: Callable[[int], SettingError] = _of_loader,
+) -> None:
     """Raise the same sentence on every worker where the stream of one starts with another batch than the main one's.
 
     Args:
         world: of the workers.
         batch: the first one.
         read_again: gives it a second time; None where a stream can be read but once.
+        refusal: the sentence, for the rank whose stream differs.
     """
     if world.size == 1:
         return
@@ -58,11 +72,7 @@ def require_same_start(world: World, batch: Any, read_again: Callable[[], Any] |
         return
     is_still = here is not None and (read_again is None or _same(here, _summed_up_or_none(read_again())))
     if all(world.share_json(world.gather_json(is_still))):
-        raise SettingError(
-            f"a stream was passed to world.loader() that starts with another batch on rank {found[1]} than on rank 0",
-            "each worker reads the whole stream and takes its share of every batch",
-            "let it not depend on the worker, or say sharded=True if every worker has a part of its own",
-        )
+        raise refusal(found[1])
 
 
 def _summed_up_or_none(batch: Any) -> _Look | None:

@@ -24,7 +24,10 @@ from stormo.strategies.holder import ModelHolder
 from stormo.strategies.noise import GradientNoise
 from stormo.strategies.noise_scale import NoiseScaleMeter
 from stormo.strategies.sparse import NOT_MEASURED, REASON, check_sparse, has_sparse
-from stormo.tasks.returned import check_loss
+from stormo.strategies.weighing import NOT_MEASURED as NOT_MEASURED_OF_LOSS
+from stormo.strategies.weighing import REASON as REASON_OF_LOSS
+from stormo.strategies.weighing import Weighing
+from stormo.tasks.returned import read_loss
 from stormo.tasks.task import Task
 from stormo.world.world import World
 
@@ -52,6 +55,8 @@ class PassRunner(ModelHolder):
         super().__init__(world, plan, task, settings)
         self.clock: Clock = _Start()  # the run's progress, once there is one
         self._noise = GradientNoise(settings, world.device)
+        self.weighing = Weighing(task, world)
+        self._has_looked_for_counts = False
         self._is_sparse = False  # whether any worker has sparse gradients, once a pass has shown it
         self.noise_scale = self._meter()
         self._exposed = ExposedWait(world.device)
@@ -82,7 +87,12 @@ class PassRunner(ModelHolder):
         return torch.autocast(self.world.device.type, self._autocast_dtype)
 
     def forward_backward(self, batch: Batch) -> Tensor:
-        """Add this pass's part of the global batch's mean-loss gradient; return its part of that loss, detached."""
+        """Add this pass's part of the step's gradient; return its part of the loss, detached.
+
+        The parts of a mean over samples add up to the mean loss of the step; of others `weighing.of_step` makes it.
+        """
+        if batch.span.is_first:
+            self.weighing.begin()
         is_full = self._is_full(batch)
         if is_full and self._graph is not None:
             loss = self._graph.replay(batch.data)
@@ -114,10 +124,12 @@ class PassRunner(ModelHolder):
     def _pass(self, model: nn.Module, data: Any, weight: float) -> Tensor:
         # Gradients are averaged over those who take parts of a batch, hence the factor of their number: together they
         # make the gradient of (sum of all samples' losses) / (number of all samples), however unequal the shares are.
-        with self.autocast():
-            loss = check_loss(self.task, self.task.loss(model, data))
-        self._backward(self.scaler.scale(loss * (weight * self.world.data.size)))
-        return loss.detach() * (weight * self._loss_share)
+        # With a count it is a sum over items, until the step divides it by the number of all of them.
+        with self.autocast(), self.weighing.guarded(model) as guard:
+            loss, count = read_loss(self.task, self.task.loss(model, data))
+        loss, factor = self.weighing.weigh(loss, count, weight, guard)
+        self._backward(self.scaler.scale(loss * (factor * self.world.data.size)))
+        return loss.detach() * (factor * self._loss_share)
 
     @property
     def _loss_share(self) -> float:
@@ -144,11 +156,14 @@ class PassRunner(ModelHolder):
         return None if self.exposed_reason else self._exposed.total_s
 
     def _meter(self) -> NoiseScaleMeter | None:
-        return NoiseScaleMeter(self.world) if self._plan.noise_scale and not self._is_sparse else None
+        is_measured = self._plan.noise_scale and not self._is_sparse and self.weighing.is_plain
+        return NoiseScaleMeter(self.world) if is_measured else None
 
     @property
     def noise_scale_reason(self) -> str:
         """Why the noise scale is measured, or is not."""
+        if self._plan.noise_scale and not self.weighing.is_plain:
+            return REASON_OF_LOSS
         return REASON if self._is_sparse and self._plan.noise_scale else self._plan.noise_scale_reason
 
     def cut_as(self, plan: Plan) -> None:
@@ -189,11 +204,12 @@ class PassRunner(ModelHolder):
                 if look is not None:
                     look(loss)
                 self._look_for_sparse()
+                self._look_for_counts()
                 self.clear_gradients()
                 check_rates(self.optimizer, self.rates)
                 if self._plan.graph and self._graph is None and self._is_full(batch):
                     self._capture(batch)
-        self.noise_scale = None if self._is_sparse else meter
+        self.noise_scale = meter if self.weighing.is_plain and not self._is_sparse else None
         for name, buffer in self.module.named_buffers():
             if name in buffers:  # a module may make some in its first pass
                 buffer.copy_(buffers[name])
@@ -215,6 +231,15 @@ class PassRunner(ModelHolder):
             check_sparse(self._settings, has_own_optimizer=self.has_own_optimizer)
             if self._plan.noise_scale:
                 self.notices.append(NOT_MEASURED)
+
+    def _look_for_counts(self) -> None:
+        """See whether the losses have counts; all workers call it, and go the same way."""
+        if self._has_looked_for_counts:
+            return
+        self._has_looked_for_counts = True
+        self.weighing.agree(self._plan.accumulate)
+        if self._plan.noise_scale and not self.weighing.is_plain:
+            self.notices.append(NOT_MEASURED_OF_LOSS)
 
     def _capture(self, batch: Batch) -> None:
         """Replay such batches from now on, where the task allows it."""

@@ -30,8 +30,9 @@ from stormo.strategies.compose import compose
 from stormo.strategies.composed import Composed
 from stormo.strategies.sample import sample_batch
 from stormo.strategies.split_layers import Cut
+from stormo.strategies.weighing import Guard
 from stormo.strategies.zero import average
-from stormo.tasks.returned import check_loss
+from stormo.tasks.returned import read_loss
 
 _WATCHED_PASS = 3  # the first ones are slower than all later ones
 _MOST_CHECKED = 50_000_000  # parameters of a model whose pieces are compared with it: it is whole in memory then
@@ -151,14 +152,17 @@ class Pipelined(Composed):
         num_samples = batch_length(data)
         count = self._engine.num_micro_batches(num_samples) if self._is_even or not self._is_in_step else 1
         size = num_samples // count
+        before = self.weighing.own.clone()
         seen = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        knows_counts = self.weighing.has_counts is not None
 
         def loss_of(output: Any, number: int) -> Tensor:
-            part = cut(data, number * size, (number + 1) * size)
+            part, guard = cut(data, number * size, (number + 1) * size), Guard()
+            guard.watch(output)
             found = with_output(lambda stand_in: task.loss(stand_in, part), output, self.module, method)
-            loss = check_loss(task, found)
-            seen.add_(loss.detach() / count)
-            return self.scaler.scale(loss * (weight * self.world.data.size / count))
+            loss, factor = self.weighing.weigh(*read_loss(task, found), weight / count, guard)
+            seen.add_(loss.detach() * factor)
+            return self.scaler.scale(loss * (factor * self.world.data.size))
 
         self._watch_pass()
         with self.autocast():
@@ -166,7 +170,13 @@ class Pipelined(Composed):
         self._see_pass()
         if self._reducer is not None:
             self._reducer.finish()
-        return self._line.sum(seen) * (weight * self._loss_share)
+        # Only the last stage has seen the losses and their counts.
+        has_counts = torch.full_like(seen, float(bool(self.weighing.has_counts)))
+        told = self._line.sum(torch.stack([seen, self.weighing.own - before, has_counts]))
+        self.weighing.take(before + told[1])
+        if not knows_counts:
+            self.weighing.require_alike(bool(told[2]))
+        return told[0] * self._loss_share
 
     def _collect_gradients(self) -> None:
         if self._zero < 2:

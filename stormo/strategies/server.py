@@ -110,6 +110,7 @@ class Server(Strategy):
     def step(self, learning_rate: float) -> None:
         """Send the gradients to the servers, and take the weights that they answer with."""
         works: list[dist.Work] = []
+        self._divide_by_items([p.grad for p in self.module.parameters() if p.grad is not None])
         for server, (named, parcel) in enumerate(zip(self._dealt, self._parcels, strict=True)):
             parcel.pack([parameter.grad for _, parameter in named], learning_rate)
             if server != self.world.rank:
@@ -168,6 +169,16 @@ class Server(Strategy):
                 "the model has sparse gradients with --strategy server",
                 "what travels to a server is whole tensors",
                 "make its layers with sparse=False, or set --strategy ddp",
+            )
+
+    def _look_for_counts(self) -> None:
+        super()._look_for_counts()
+        if self.weighing.has_counts and self.staleness:
+            raise SettingError(
+                f"--staleness {self.staleness} was set",
+                f"{type(self.task).__name__}.loss() returns counts, and workers that do not wait for each other cannot "
+                "know the items of all",
+                "leave out --staleness, or return the mean loss over samples",
             )
 
     # Going on and coming together

@@ -6,7 +6,7 @@ strategy for several changes only how the model is wrapped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -28,12 +28,14 @@ class Strategy(PassRunner):
     steps_alone = False  # whether every worker has weights of its own, which are averaged now and then
     is_apart = False  # whether steps were done since the weights of all workers were the same
     staleness = 0  # steps that a worker may be ahead of the slowest
+    _is_trying = False  # whether the step under way is one of `try_step`
     low_rank: LowRank | None = None  # what is kept back of gradients that travel as thin matrices
 
     def step(self, learning_rate: float) -> None:
         """Clip and apply the gradients at this rate of the first parameter group, then clear them."""
         self._set_rate(learning_rate)
         self._collect_gradients()
+        self._divide_by_items(self._gradients())
         self._finish_gradients()
         start_momentum(self.optimizer, may_skip=self.scaler.is_enabled())
         self.scaler.step(self.optimizer)
@@ -43,6 +45,16 @@ class Strategy(PassRunner):
 
     def _collect_gradients(self) -> None:
         """Hand the gradients of the passes to what the optimizer steps."""
+
+    def _divide_by_items(self, gradients: Iterable[Tensor]) -> None:
+        """Where losses have counts: make gradients of their mean."""
+        if self.weighing.has_counts:
+            self.weighing.divide(gradients, self._total_items())
+
+    def _total_items(self) -> Tensor:
+        """The items of all workers in this step."""
+        own = self.weighing.own.clone()
+        return own if self._is_trying else self.world.data.sum(own)
 
     def _finish_gradients(self) -> None:
         """Measure and clip the gradient of the whole batch, then add noise to it."""
@@ -81,6 +93,7 @@ class Strategy(PassRunner):
         """
         scaler, self.scaler = self.scaler, torch.amp.GradScaler(self.world.device.type, enabled=False)
         self.module.train()
+        self._is_trying = True
         try:
             with local_statistics(self.module):
                 self._pass(self._alone(), data, 1.0)
@@ -90,7 +103,7 @@ class Strategy(PassRunner):
                 for _ in range(2):
                     self._pass(self._alone(), data, 1.0)
         finally:
-            self.scaler = scaler
+            self.scaler, self._is_trying = scaler, False
 
     def exchange_weights(self) -> None:
         """After a step: bring the weights of all workers together, where they step by themselves and it is time."""

@@ -142,6 +142,12 @@ def _check_values(task_class: type[Task]) -> None:
             "it counts the random numbers that augment() gets for each sample",
             "set a whole number from 0",
         )
+    if task_class.loss_reduction not in ("mean", "sum", "local"):
+        raise SettingError(
+            f"{name}.loss_reduction is {task_class.loss_reduction!r}",
+            "it says what loss() is over the samples of a batch",
+            'set it to "mean", "sum" or "local"',
+        )
     if not isinstance(task_class.find_unused, bool):
         raise SettingError(
             f"{name}.find_unused is {task_class.find_unused!r}", "it is a switch", "set it to True or False"

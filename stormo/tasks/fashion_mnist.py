@@ -43,6 +43,7 @@ class FashionMnist(Task):
 
     name = "fashion-mnist"
     Options: ClassVar[type[Any]] = FashionMnistOptions
+    defaults: ClassVar[Mapping[str, Any]] = {"target_accuracy": 0.85}
     num_draws = 3  # flip, vertical shift, horizontal shift
 
     def __init__(self, options: FashionMnistOptions) -> None:

@@ -1,4 +1,5 @@
-"""What `Task.metrics` returns: sums over samples, and objects that keep a state of their own, such as torchmetrics'.
+"""What `Task.metrics` returns: sums over samples, means over other items with their counts, and objects that keep a
+state of their own, such as torchmetrics'.
 
 Sums are added by `stormo.metrics`. An object's state is gathered here, whole: torchmetrics' own exchange waits for
 ever for a worker that has had fewer batches than another.
@@ -20,8 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from stormo.errors import SettingError
+from stormo.tasks.returned import read_count
 from stormo.world.world import World
 
+COUNT_OF = "count of "  # before the name of a mean over other items: the name of the number of these
 _METHODS = ("update", "compute", "reset", "to")
 _MOST_PARTS = 1000  # of a list that is looked through: longer ones are data
 
@@ -53,7 +56,10 @@ def _metrics_in(value: Any) -> Iterator[Any]:
 
 
 def read_metrics(task: Any, returned: Any, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The sums of a batch as float64 scalars and the metric objects, by name; a mistake gets a sentence."""
+    """The sums of a batch as float64 scalars and the metric objects, by name; a mistake gets a sentence.
+
+    A mean over other items is a sum over these, and their number is another one, under `COUNT_OF` its name.
+    """
     said = f"{type(task).__name__}.metrics()"
     if not isinstance(returned, Mapping):
         raise SettingError(
@@ -70,6 +76,11 @@ def read_metrics(task: Any, returned: Any, device: torch.device) -> tuple[dict[s
             )
         if is_metric(value):
             objects[name] = value
+        elif isinstance(value, tuple) and len(value) == 2:
+            count = read_count(f"{said} returned {name!r} as (value, count)", value[1], device)
+            mean, count = _sum(f"{said} returned {name!r} as", value[0], device), _scalar(count, device)
+            sums[name] = torch.where(count > 0, mean * count, 0.0)  # the mean of nothing is no number
+            sums[COUNT_OF + name] = count
         else:
             sums[name] = _sum(f"{said} returned {name!r} as", value, device)
     return sums, objects
@@ -84,15 +95,22 @@ def _sum(said: str, value: Any, device: torch.device) -> Tensor:
                 "return its .sum()",
             )
         if not value.is_complex():
-            return value.detach().to(device=device, dtype=torch.float64)
+            return _scalar(value, device)
     elif isinstance(value, numbers.Real):
-        return torch.tensor(float(value), dtype=torch.float64, device=device)
+        return _scalar(float(value), device)
     kind = f"of type {str(value.dtype) if isinstance(value, Tensor) else type(value).__name__}"
     raise SettingError(
         f"{said} a value {kind}",
         "the sum over the samples of a batch is a real number",
-        "return a scalar tensor, a number, or a metric with update(), compute(), reset() and to(), as torchmetrics has",
+        "return a scalar tensor, a number, (mean, count), or a metric with update(), compute(), reset() and to(), as "
+        "torchmetrics has",
     )
+
+
+def _scalar(value: Tensor | float, device: torch.device) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.detach().to(device=device, dtype=torch.float64)
+    return torch.tensor(value, dtype=torch.float64, device=device)
 
 
 def compute(name: str, metric: Any, world: World) -> dict[str, float]:

@@ -1,19 +1,24 @@
 """What a task's methods have returned, held against the contract: the model, the data sets and the loss.
 
-A mistake gets a sentence that names the method and the mend. `check_loss` runs in every pass and costs no time.
+A mistake gets a sentence that names the method and the mend. `read_loss` runs in every pass and costs no time.
 """
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset
 
 from stormo.data.reading import is_stream
 from stormo.errors import SettingError, counted
+
+Count = Tensor | float  # of the items that a loss or a metric is a mean of
 
 
 def check_model(owner: object, model: Any, *, may_be_meta: bool = False) -> nn.Module:
@@ -102,6 +107,35 @@ def _is_columns(data: Any) -> bool:
     return len({part.shape for part in data}) > 1 and len({len(part) for part in data}) == 1
 
 
+def read_loss(owner: Any, returned: Any) -> tuple[Tensor, Count | None]:
+    """The loss and, where it came as (loss, count), the number of items that it is a mean of."""
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        return check_loss(owner, returned), None
+    said = f"{type(owner).__name__}.loss() returned (loss, count)"
+    if owner.loss_reduction == "sum":
+        raise SettingError(
+            f"{said} where loss_reduction is 'sum'", "a sum is not weighed by a count", "leave out one of the two"
+        )
+    loss = check_loss(owner, returned[0])
+    return loss, read_count(said, returned[1], loss.device)
+
+
+def read_count(said: str, count: Any, device: torch.device) -> Count:
+    """The number of items of a mean, or a sentence; what is on the device is not waited for."""
+    is_tensor = isinstance(count, Tensor) and not count.ndim and not count.is_complex()
+    if is_tensor and count.device == device:
+        return torch.as_tensor(count)
+    if (is_tensor and count.device.type == "cpu") or isinstance(count, numbers.Real):
+        number = float(count)
+        if 0 <= number < math.inf:
+            return number
+        raise SettingError(f"{said} with the count {number:g}", "it counts items", "return how many there are, from 0")
+    shown = f"a tensor of shape {list(count.shape)}" if isinstance(count, Tensor) else _kind(count)
+    raise SettingError(
+        f"{said} with {shown} as count", "it is one number", "return a number, or a scalar tensor such as mask.sum()"
+    )
+
+
 def check_loss(owner: object, loss: Any) -> Tensor:
     """The loss, or a sentence that says why no gradient can be had from it."""
     if isinstance(loss, Tensor) and not loss.ndim and loss.requires_grad and loss.is_floating_point():
@@ -114,7 +148,7 @@ def check_loss(owner: object, loss: Any) -> Tensor:
             "the gradient is taken of a tensor",
             "return the loss itself, without .item() or float()"
             if is_number
-            else "return the mean loss of the batch alone",
+            else "return the mean loss of the batch alone, or (loss, count)",
         )
     if loss.ndim:
         raise SettingError(

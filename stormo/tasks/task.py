@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,6 +31,9 @@ class Task:
     Options: ClassVar[type[Any]] = NoOptions
     num_draws: ClassVar[int] = 0  # random numbers that `augment` wants for each sample
     find_unused: ClassVar[bool] = False  # parameters may stay without a gradient in a pass; looking for them takes time
+    # What loss() is: the mean over the samples of a batch (or over the count that it returns), the sum over them, or
+    # "local": a loss of the batch as a whole, such as a contrastive one, whose result depends on the number of workers.
+    loss_reduction: ClassVar[Literal["mean", "sum", "local"]] = "mean"
     # Settings by field name that suit the task, {"optimizer": "adamw"}; whatever a user sets wins over them.
     defaults: ClassVar[Mapping[str, Any]] = {}
 
@@ -91,8 +94,12 @@ class Task:
         """The validation set, in the same form."""
         raise NotImplementedError(f"{type(self).__name__}.validation_data() is missing: return the validation data set")
 
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The mean loss over the samples of a batch, a scalar."""
+    def loss(self, model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Tensor | float]:
+        """The mean loss over the samples of a batch, a scalar; or (loss, count), a mean over `count` other items.
+
+        The count of tokens, of pixels that are not masked and the like is a number or a scalar tensor on the device. A
+        step then has the gradient of the mean over all items of all workers and passes. See also `loss_reduction`.
+        """
         raise NotImplementedError(f"{type(self).__name__}.loss() is missing: return the mean loss of a batch")
 
     def collate(self, samples: list[Any]) -> Any:
@@ -114,11 +121,14 @@ class Task:
         """What is measured in a batch, by name; runs without gradients.
 
         A scalar tensor or a number is a sum over the samples of the batch, and the sum over all batches divided by
-        the number of all samples is reported. A metric that keeps a state (torchmetrics) is made once, in
+        the number of all samples is reported. (value, count) is a mean over `count` items, and the mean over all items
+        is reported. A metric that keeps a state (torchmetrics) is made once, in
         `__init__`; call its `update` here and return the object itself.
         """
-        num_samples = batch_length(batch)
-        return {"loss": self.loss(model, batch) * num_samples}
+        loss = self.loss(model, batch)
+        if isinstance(loss, tuple) or self.loss_reduction == "sum":
+            return {"loss": loss}
+        return {"loss": loss * batch_length(batch)}
 
     def augment(self, batch: Any, draws: Tensor) -> Any:
         """Change a training batch at random, on its device.

@@ -334,7 +334,8 @@ IN_THE_FIRST_BATCH = [
         name="`loss()` without `return`",
         change=_loss(_LOSS.replace("return ", "")),
         says=(
-            "Net.loss() returned None, but the gradient is taken of a tensor; return the mean loss of the batch alone."
+            "Net.loss() returned None, but the gradient is taken of a tensor; return the mean loss of the batch alone, "
+            "or (loss, count)."
         ),
     ),
     Mistake(

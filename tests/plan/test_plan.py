@@ -766,7 +766,7 @@ def test_the_lines_are_aligned_and_hold_every_label_once() -> None:
         assert line[column:] == text
     assert said(plan, "seed") == "0, deterministic"
     assert said(plan, "batch norm") == "statistics over all 2 workers"
-    stop = "validation accuracy of 0.85 (if the task reports one) held for 2 epochs, or 40 epochs; "
+    stop = "40 epochs (--target-accuracy or --target-loss would set a target); "
     assert said(plan_of(), "stop") == f"{stop}once the loss is lost it ends (--on-divergence stop)"
 
 
@@ -832,15 +832,17 @@ def test_what_cannot_be_of_a_stream_is_said(facts: Facts, flags: dict[str, Any],
 
 def test_the_stop_line_says_which_targets_apply() -> None:
     lost = "; once the loss is lost it ends (--on-divergence stop)"
-    by_accuracy = "validation accuracy of 0.85 held for 2 epochs, or 40 epochs"
-    assert said(plan_of(facts=replace(FACTS, has_accuracy=True)), "stop") == by_accuracy + lost
-    unknown = "validation accuracy of 0.85 (if the task reports one)"
-    assert said(plan_of(), "stop") == f"{unknown} held for 2 epochs, or 40 epochs{lost}"
+    assert said(plan_of(), "stop") == f"40 epochs (--target-accuracy or --target-loss would set a target){lost}"
+    by_accuracy = "validation accuracy of 0.9 held for 2 epochs, or 40 epochs"
+    has_one = replace(FACTS, has_accuracy=True)
+    assert said(plan_of(facts=has_one, target_accuracy=0.9), "stop") == by_accuracy + lost
+    unknown = "validation accuracy of 0.9 (if the task reports one)"
+    assert said(plan_of(target_accuracy=0.9), "stop") == f"{unknown} held for 2 epochs, or 40 epochs{lost}"
     both = f"{unknown} or validation loss of 1.5 held for 1 epoch, or 40 epochs"
-    assert said(plan_of(target_loss=1.5, patience=1), "stop") == both + lost
+    assert said(plan_of(target_accuracy=0.9, target_loss=1.5, patience=1), "stop") == both + lost
     text = replace(FACTS, has_accuracy=False)
     none = "40 epochs (this task reports no accuracy; --target-loss would set a target)"
-    assert said(plan_of(facts=text), "stop") == none + lost
+    assert said(plan_of(facts=text, target_accuracy=0.9), "stop") == none + lost
     by_loss = "validation loss of 1.5 held for 2 epochs, or 40 epochs"
     assert said(plan_of(facts=text, target_loss=1.5), "stop") == by_loss + lost
 
