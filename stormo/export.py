@@ -41,12 +41,14 @@ def main(arguments: Sequence[str]) -> int:
     _require_free(file, may_replace=asked.force)
 
     from stormo.checkpoint import CorruptCheckpointError, Reader, newest_good, weights_digest
+    from stormo.checkpoint.reading import check_digest
     from stormo.checkpoint.tensors import Encoded
 
     try:
         with Reader(path) as reader:
             step = reader.manifest.step
             (model,) = reader.wholes("model")
+            check_digest(reader, model)
     except CorruptCheckpointError as error:
         good, _ = newest_good(path.parent)
         offer = f"the newest good checkpoint is that of step {good.step}: --step {good.step}" if good else ""

@@ -8,12 +8,13 @@ from __future__ import annotations
 import json as json_format
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from stormo.errors import SettingError, StormoError
+from stormo.files import BadFileError, read_toml
 from stormo.telemetry.events import current_events, read_events, speed_of
 from stormo.telemetry.files import to_json
 from stormo.telemetry.finding import list_runs
@@ -103,7 +104,7 @@ def _unfinished(run: RunFolder, events: Sequence[Mapping[str, Any]], now_unix_s:
     epoch = last_event(events, "epoch_done")
     step = last_event(events, "step_done")
     if events:
-        silent_s = max(now_unix_s - float(events[-1]["time_unix_s"]), 0.0)
+        silent_s = max(now_unix_s - float(events[-1].get("time_unix_s", 0.0)), 0.0)
         since = f"last event {_rough_duration(silent_s)} ago"
     else:
         silent_s = max(now_unix_s - run.path.stat().st_mtime, 0.0)
@@ -128,6 +129,25 @@ def _unfinished(run: RunFolder, events: Sequence[Mapping[str, Any]], now_unix_s:
         units_per_s=units_per_s,
         train_time_s=newest.get("cumulative_time_s", newest.get("train_time_s")),
     )
+
+
+def flat_config(path: Path) -> dict[str, str]:
+    """The resolved configuration as `table.key` and value; none before it is written."""
+    try:
+        content = read_toml(path)
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise BadFileError(path, f"it is not valid TOML ({error}); it was changed after it was written") from None
+    return dict(_flat(content, ""))
+
+
+def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", str(value)
 
 
 def last_event(events: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any]:

@@ -7,7 +7,6 @@ import math
 import shlex
 import sys
 import time
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,8 +14,8 @@ from typing import Any
 
 from stormo.energy import read_bill
 from stormo.energy.summary import joules_text
-from stormo.errors import StormoError, counted
-from stormo.runs import MISSING, RunOverview, align, last_event, overview
+from stormo.errors import counted
+from stormo.runs import MISSING, RunOverview, align, flat_config, last_event, overview
 from stormo.telemetry.events import current_events, read_events, speed_of
 from stormo.telemetry.files import to_json
 from stormo.telemetry.finding import find_run
@@ -175,7 +174,8 @@ def _last_step(run: _Run) -> str:
 
 
 def _configuration(run: _Run) -> list[str]:
-    lines = list(run.started.get("explanation", ())) or _flat_config(run.folder.config)
+    flat = flat_config(run.folder.config) if not run.started.get("explanation") else {}
+    lines = list(run.started.get("explanation", ())) or [f"{key} = {value}" for key, value in flat.items()]
     environment = run.environment
     software = [f"{name} {environment[name]}" for name in ("stormo", "torch", "python") if environment.get(name)]
     if software or environment.get("host"):
@@ -186,25 +186,6 @@ def _configuration(run: _Run) -> list[str]:
     if environment.get("command"):
         lines.append(f"command: {shlex.join(environment['command'])}")
     return lines
-
-
-def _flat_config(path: Path) -> list[str]:
-    """The resolved configuration, one `table.key = value` a line; none before it is written."""
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return []
-    except ValueError as error:
-        raise StormoError(f"{path} is not valid TOML ({error}); it was changed after it was written.") from error
-
-    def flat(table: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        for key, value in table.items():
-            if isinstance(value, dict):
-                yield from flat(value, f"{prefix}{key}.")
-            else:
-                yield f"{prefix}{key} = {value}"
-
-    return list(flat(content, ""))
 
 
 def _result(summary: Mapping[str, Any] | None) -> list[str]:

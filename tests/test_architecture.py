@@ -19,6 +19,7 @@ FLOORS = {
     "errors": 0,
     "hardware": 0,
     "process": 0,
+    "files": 1,
     "early_signals": 1,
     "nvml": 1,
     "mesh": 1,
@@ -88,6 +89,7 @@ WITHOUT_TORCH = {
     *(
         "cache",
         "errors",
+        "files",
         "hardware",
         "nvml",
         "process",

@@ -158,7 +158,7 @@ def test_a_run_with_nothing_but_its_configuration_shows_the_configuration(
 def test_a_configuration_that_is_not_toml_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "heron").mkdir()
     (tmp_path / "heron" / "config.toml").write_text("epochs = \n", encoding="utf-8")
-    with pytest.raises(StormoError, match=r"config\.toml is not valid TOML"):
+    with pytest.raises(StormoError, match=r"config\.toml: it is not valid TOML"):
         show.main(tmp_path, "heron", json=False)
 
 

@@ -20,6 +20,7 @@ from stormo.checkpoint.layout import (
 )
 
 PIECE_BYTES = 4 * 1024 * 1024
+_MOST_HOLE_BYTES = 4 << 30
 _MAX_MANIFEST_BYTES = 16 * 1024 * 1024  # some hundred bytes for each worker
 
 
@@ -85,6 +86,8 @@ def opened_file(path: Path, folder_fd: int, name: str, entry: FileEntry | None) 
                     file_path,
                     f"it is {status.st_size:,} bytes long, the manifest says {entry.size_bytes:,}: {what}",
                 )
+            if entry is not None:
+                _require_written(file_path, file, status.st_size)
             yield file
     except FileNotFoundError as error:
         raise CorruptCheckpointError(file_path, "it is missing") from error
@@ -93,6 +96,25 @@ def opened_file(path: Path, folder_fd: int, name: str, entry: FileEntry | None) 
     except OSError as error:
         problem = "it is a symbolic link" if error.errno == errno.ELOOP else f"it cannot be read ({error.strerror})"
         raise CorruptCheckpointError(file_path, problem) from error
+
+
+def _require_written(path: Path, file: BufferedReader, size_bytes: int) -> None:
+    """Refuse a file of nearly nothing but holes: it takes no disk, and hashing it would take hours."""
+    at = written = 0
+    while size_bytes > _MOST_HOLE_BYTES and at < size_bytes and written <= size_bytes // 8:
+        try:
+            start = os.lseek(file.fileno(), at, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                return  # a file system that cannot tell
+            start = size_bytes  # nothing but a hole follows
+        at = os.lseek(file.fileno(), start, os.SEEK_HOLE) if start < size_bytes else size_bytes
+        written += at - start
+    if size_bytes - written > _MOST_HOLE_BYTES and written <= size_bytes // 8:
+        raise CorruptCheckpointError(
+            path, f"{size_bytes - written:,} of its {size_bytes:,} bytes are a hole that nothing was written into"
+        )
+    os.lseek(file.fileno(), 0, os.SEEK_SET)
 
 
 def compare(file: Path, sha256: str, entry: FileEntry) -> None:

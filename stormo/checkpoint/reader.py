@@ -7,7 +7,9 @@ only when the reader returns. At most one box of a file is held in memory beside
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import math
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -33,6 +35,8 @@ from stormo.checkpoint.layout import INDEX, SHARDED, STATE, CorruptCheckpointErr
 from stormo.checkpoint.opening import PIECE_BYTES, compare, manifest_in, opened, opened_file, read_file, require_memory
 from stormo.checkpoint.tensors import DTYPES, decode, from_bytes, header_length
 
+_MOST_NAMES = 64  # of one tensor: layers that share their weights
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
@@ -53,6 +57,7 @@ class Reader:
             self._folder_fd = stack.enter_context(opened(self.path))
             self.manifest = manifest_in(self.path, self._folder_fd)
             self._index: Index = self._read_index() if self.manifest.version == SHARDED else {}
+            self._require_apart(self._index.values(), INDEX)
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Reader:
@@ -95,8 +100,9 @@ class Reader:
 
     def wholes(self, *sections: str) -> list[dict[str, Tensor]]:
         """All tensors of each section, whole; every file is read once."""
+        places: dict[Entry, Tensor] = {}  # tensors of several names are read into memory once
         wanted = {
-            section: [self._place(section, name, entry) for name, entry in self.entries(section).items()]
+            section: [self._place(section, name, entry, places) for name, entry in self.entries(section).items()]
             for section in sections
         }
         self.fill(one for each in wanted.values() for one in each)
@@ -166,18 +172,48 @@ class Reader:
             _pass_over(file, entry.size_bytes - len(first) - len(head), digest)
         compare(self.path / name, digest.hexdigest(), entry)
         try:
-            return _entries_of(name, json.loads(head), len(first) + len(head), entry.size_bytes)
+            entries = _entries_of(name, json.loads(head), len(first) + len(head), entry.size_bytes)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptCheckpointError(self.path / name, "it is not a valid safetensors file") from error
+        self._require_apart([entries], name)
+        return entries
 
-    def _place(self, section: str, name: str, entry: Entry) -> Wanted:
+    def _require_apart(self, sections: Iterable[Mapping[str, Entry]], file: str) -> None:
+        """Refuse tensors that share bytes, which expand a small file beyond all memory.
+
+        Only tied weights do: whole tensors of one section, type and shape, under a few names.
+        """
+        spans: dict[tuple[str, int, int], tuple[int, Entry]] = {}
+        num_names: dict[tuple[str, int, int], int] = {}
+        for number, entries in enumerate(sections):
+            for name, entry in entries.items():
+                for box in entry.boxes:
+                    span = (box.file, box.start, box.stop)
+                    is_tied = spans.setdefault(span, (number, entry)) == (number, entry)
+                    num_names[span] = num_names.get(span, 0) + 1
+                    if not is_tied or num_names[span] > _MOST_NAMES:
+                        raise CorruptCheckpointError(self.path / file, f"{name[:100]!r} shares its bytes with another")
+        ordered = sorted(spans)
+        for before, after in itertools.pairwise(ordered):
+            if before[0] == after[0] and after[1] < before[2]:
+                raise CorruptCheckpointError(self.path / file, f"two of its boxes share bytes of {after[0]}")
+
+    def _place(self, section: str, name: str, entry: Entry, places: dict[Entry, Tensor]) -> Wanted:
+        into = places[entry] if entry.boxes and entry in places else self._empty(name, entry, places)
+        return Wanted(section=section, name=name, offset=(0,) * len(entry.shape), into=into)
+
+    def _empty(self, name: str, entry: Entry, places: dict[Entry, Tensor]) -> Tensor:
+        size_bytes = math.prod(entry.shape) * entry.dtype.itemsize
+        require_memory(self.path, size_bytes + sum(place.nbytes for place in places.values()))
         try:
             into = torch.empty(entry.shape, dtype=entry.dtype)
         except RuntimeError as error:  # it has no memory left, or the shape is beyond all memory
             raise CorruptCheckpointError(
                 self.path, f"{name} of shape {list(entry.shape)} does not fit into the memory that is free"
             ) from error
-        return Wanted(section=section, name=name, offset=(0,) * len(entry.shape), into=into)
+        if entry.boxes:
+            places[entry] = into
+        return into
 
 
 def parse_state(file: Path, data: bytes) -> dict[str, Any]:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from stormo.checkpoint.index import boxes_digest
 from stormo.checkpoint.layout import (
@@ -132,13 +135,17 @@ def _load(path: Path) -> Snapshot:
         else:
             state, ranks = reader.state(), reader.tensors(RANKS)
             model, optimizer = reader.wholes(*SECTIONS)
-        if manifest.digest_of == VALUES:
-            require_digest(
-                path / (TENSOR_FILES[0] if manifest.version == WHOLE else INDEX), weights_digest(model), manifest
-            )
-        else:
-            require_digest(path / INDEX, boxes_digest(reader.entries("model")), manifest)
+        check_digest(reader, model)
     return Snapshot(model=model, optimizer=optimizer, ranks=ranks, state=state)
+
+
+def check_digest(reader: Reader, model: Mapping[str, Tensor]) -> None:
+    """Refuse weights of an open checkpoint that are not those its manifest was written for."""
+    manifest = reader.manifest
+    file = reader.path / (TENSOR_FILES[0] if manifest.version == WHOLE else INDEX)
+    is_of_values = manifest.digest_of == VALUES
+    digest = weights_digest(model) if is_of_values else boxes_digest(reader.entries("model"))
+    require_digest(file, digest, manifest)
 
 
 def require_digest(file: Path, digest: str, manifest: Manifest) -> None:

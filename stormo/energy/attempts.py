@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -93,9 +94,12 @@ def reasons_of(attempts: Sequence[Sequence[Section]]) -> list[str]:
     for number, members in enumerate(attempts, start=1):
         where = f" in attempt {number}" if len(attempts) > 1 else ""
         present = {section.node_id for section in members}
-        absent = [str(node_id) for node_id in range(members[0].num_nodes) if str(node_id) not in present]
-        if absent and len(present) < members[0].num_nodes:
-            texts.append(f"{named(absent)} of {members[0].num_nodes} wrote no file{where}: the energy is not counted")
+        num_nodes = members[0].num_nodes
+        num_absent = num_nodes - sum(node_order(node_id) < (False, num_nodes, "") for node_id in present)
+        if num_absent > 0 and len(present) < num_nodes:
+            first = (str(number) for number in range(num_nodes) if str(number) not in present)
+            absent = _listed(list(itertools.islice(first, _SHOWN_NODES)), num_absent)
+            texts.append(f"{absent} of {num_nodes} wrote no file{where}: the energy is not counted")
         for section in members:
             for reason in _reasons_of(section, where):
                 nodes_of[reason].append(section.node_id)
@@ -120,11 +124,15 @@ def _reasons_of(section: Section, where: str) -> list[str]:
 def named(node_ids: Iterable[str]) -> str:
     """Some nodes in words, the first few by name."""
     found = sorted(set(node_ids), key=node_order)
-    shown = ", ".join(found[:_SHOWN_NODES])
-    more = f" and {len(found) - _SHOWN_NODES} more" if len(found) > _SHOWN_NODES else ""
-    return f"node{'s' if len(found) > 1 else ''} {shown}{more}"
+    return _listed(found[:_SHOWN_NODES], len(found))
+
+
+def _listed(first: Sequence[str], count: int) -> str:
+    more = f" and {count - len(first)} more" if count > len(first) else ""
+    return f"node{'s' if count > 1 else ''} {', '.join(first)}{more}"
 
 
 def node_order(node_id: str) -> tuple[bool, int, str]:
     """Numbers in their order, then names."""
-    return (not node_id.isdecimal(), int(node_id) if node_id.isdecimal() else 0, node_id)
+    is_number = node_id.isdecimal() and len(node_id) < 20
+    return (not is_number, int(node_id) if is_number else 0, node_id)

@@ -8,7 +8,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-_TAIL_BYTES = 65536
+from stormo.files import open_to_append, whole_lines_bytes
 
 
 class LineFile:
@@ -41,14 +41,10 @@ class LineFile:
             self._file = None
 
     def _open(self) -> FileIO:
-        if self._size_bytes is None:
-            with self.path.open("a+b") as file:
-                end = file.tell()
-                file.seek(max(0, end - _TAIL_BYTES))
-                tail = file.read()
-            self._size_bytes = end - (len(tail) - (tail.rfind(b"\n") + 1))
-        opened = self.path.open("ab", buffering=0)
+        opened = open_to_append(self.path)
         try:
+            if self._size_bytes is None:
+                self._size_bytes = whole_lines_bytes(opened)
             opened.truncate(self._size_bytes)
         except OSError:
             opened.close()

@@ -2,14 +2,48 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
+
+from stormo.files import BadFileError, Fields, parse_json
+from stormo.files import read_lines as lines_in
 
 PHASES = ("starting", "training", "validation", "checkpoint", "idle")
 _SAMPLE = b'{"kind": "sample"'  # as the keeper writes it: most of a file, and without energy
+
+
+class _Source(TypedDict):
+    id: str
+    kind: str
+    resolution_j: float
+    interval_s: float
+
+
+class _Gpu(TypedDict, total=False):
+    index: int | None
+
+
+# What a line holds, by name and type.
+_HINTS: Mapping[str, Any] = {
+    "kind": str,
+    "time_unix_s": float,
+    "host": str | None,
+    "machine": str | None,
+    "phase": str,
+    "num_nodes": int,
+    "step": int | None,
+    "to_step": int,
+    "resumed_at_step": int | None,
+    "sources": list[_Source],
+    "missing": list[Mapping[str, str]],
+    "notes": list[str],
+    "joules": Mapping[str, float],
+    "waiting_s": Mapping[str, float | None] | None,
+    "gpus": list[_Gpu] | None,
+}
+_LINE = Fields(_HINTS)
 
 
 @dataclass(slots=True)
@@ -65,21 +99,29 @@ class Section:
         return self.drawn_j.get(source_id, 0.0)
 
 
+def parse_line(line: bytes) -> dict[str, Any]:
+    """The object of a line; `ValueError` where it is none, or where a field is of another type than it has."""
+    entry = parse_json(line)
+    if not isinstance(entry, dict) or not isinstance(entry.get("kind"), str):
+        raise ValueError("it is no object with a kind")
+    _LINE.check(entry)
+    if entry["kind"] == "energy" and "joules" not in entry:
+        raise ValueError("it tells no energy")
+    return entry
+
+
 def read_lines(path: Path, damage: list[str] | None = None) -> Iterator[dict[str, Any]]:
     """The lines of a node's file but for its samples; one cut short at the end is left out, as is a damaged one."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.startswith(_SAMPLE):
-                continue
-            try:
-                entry = json.loads(line)
-                if not isinstance(entry, dict):
-                    raise ValueError("not an object")
-            except ValueError:
-                if line.endswith(b"\n") and damage is not None:
-                    damage.append(f"{path.name}: line {number} is damaged and left out")
-                continue
-            yield entry
+    for number, line in enumerate(lines_in(path), start=1):
+        if line.startswith(_SAMPLE):
+            continue
+        try:
+            entry = parse_line(line)
+        except ValueError:
+            if line.endswith(b"\n") and damage is not None:
+                damage.append(f"{path.name}: line {number} is damaged and left out")
+            continue
+        yield entry
 
 
 def read_sections(path: Path, damage: list[str]) -> list[Section]:
@@ -88,7 +130,8 @@ def read_sections(path: Path, damage: list[str]) -> list[Section]:
     try:
         _read_into(sections, path, damage)
     except OSError as error:
-        damage.append(f"{path.name} cannot be read ({error.strerror or error}): what it holds is not counted")
+        why = error.problem if isinstance(error, BadFileError) else str(error.strerror or error)
+        damage.append(f"{path.name}: {why}: what it holds is not counted")
     return sections
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from stormo import files
 from stormo.config import EFFECTIVE, OF_ONE_CALL, OF_OTHER_VERBS, SECTIONS, Effective, NodeRange, TrainConfig
 from stormo.errors import SettingError, unknown_name
 from stormo.options.belonging import without_effect
@@ -16,16 +17,17 @@ from stormo.options.declared import Option
 
 def read_toml(path: Path, what: str | None = None) -> dict[str, Any]:
     """A TOML file of settings as plain values (`settings_from_toml`); `what` is said of one that nobody has named."""
-    import tomllib
-
+    is_typed = what is None
     what = what or f"--config {path} was set"
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return files.read_toml(path, follow=is_typed)
     except OSError as error:
-        raise SettingError(what, f"it cannot be read ({error.strerror})", "check the path") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        why = error.problem if isinstance(error, files.BadFileError) else f"it cannot be read ({error.strerror})"
+        raise SettingError(what, why, "check the path") from None
+    except ValueError as error:
         instead = "save it as UTF-8" if isinstance(error, UnicodeDecodeError) else "mend that line"
-        if any(line.partition(b"#")[0].strip() == b"[task]" for line in path.read_bytes().splitlines()):
+        data = files.read_bytes(path, files.MAX_TOML_BYTES, follow=is_typed)
+        if any(line.partition(b"#")[0].strip() == b"[task]" for line in data.splitlines()):
             instead += "; the section of a task's own options is [task_options], as task names what is trained"
         raise SettingError(what, f"it is not valid TOML ({error})", instead) from None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import time
-import tomllib
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,11 +11,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stormo.energy.nodefile import parse_line
 from stormo.errors import StormoError, counted
+from stormo.files import BadFileError
 from stormo.report.clock import Clock, make_clock
 from stormo.report.lines import JsonLines
-from stormo.runs import overview
-from stormo.telemetry.events import current_events
+from stormo.runs import flat_config, overview
+from stormo.telemetry.events import current_events, parse_event
 from stormo.telemetry.folder import RunFolder, goes_on, read_environment, read_summary
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ class Reader:
     def __init__(self, folder: RunFolder, label: str | None = None) -> None:
         self.folder = folder
         self._label = label or folder.name
-        self._events = JsonLines(folder.events, "event")
+        self._events = JsonLines(folder.events, parse_event)
         self._nodes: dict[str, JsonLines] = {}
 
     def version(self) -> str:
@@ -143,6 +144,8 @@ class Reader:
         """The run as it stands now."""
         try:
             return self._read()
+        except BadFileError:
+            raise
         except OSError as error:
             raise StormoError(f"{error.filename} cannot be read ({error.strerror}).") from None
 
@@ -157,7 +160,7 @@ class Reader:
             state=self._state(summary, events, nodes),
             summary=summary or {},
             environment=read_environment(self.folder) or {},
-            config=_flat_config(self.folder.config),
+            config=flat_config(self.folder.config),
             events=events,
             current=current_events(events),
             nodes=nodes,
@@ -169,7 +172,7 @@ class Reader:
 
     def _read_nodes(self) -> Iterator[tuple[str, list[Line]]]:
         for file in _node_files(self.folder):
-            lines = self._nodes.setdefault(file.stem, JsonLines(file, "kind", strict=False))
+            lines = self._nodes.setdefault(file.stem, JsonLines(file, parse_line, strict=False))
             yield file.stem, list(lines.read())
 
     def _notes(self) -> Iterator[str]:
@@ -208,21 +211,3 @@ def _read_bill(folder: RunFolder, nodes: Mapping[str, Sequence[Line]]) -> tuple[
     if bill.total_j is None:
         return None, "; ".join(bill.reasons)
     return bill, ""
-
-
-def _flat_config(path: Path) -> dict[str, str]:
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise StormoError(f"{path} is not valid TOML ({error}); it was changed after it was written.") from error
-    return dict(_flat(content, ""))
-
-
-def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", str(value)

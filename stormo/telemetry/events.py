@@ -9,27 +9,82 @@ import json
 import os
 import re
 import time
+import typing
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from stormo.errors import StormoError
+from stormo.files import (
+    MAX_LINE_BYTES,
+    BadFileError,
+    Fields,
+    fits,
+    open_to_append,
+    parse_json,
+    read_lines,
+    whole_lines_bytes,
+)
 from stormo.telemetry.files import naming, to_json, write_json
-from stormo.telemetry.folder import RunFolder
-from stormo.telemetry.record import NodeSampled, Record, RunEnded, RunStarted, ValidationProgress, flatten
+from stormo.telemetry.folder import SUMMARY, RunFolder
+from stormo.telemetry.record import (
+    CheckpointSaved,
+    DivergenceNoticed,
+    EpochDone,
+    NodeSampled,
+    Notice,
+    Record,
+    RunEnded,
+    RunStarted,
+    StepDone,
+    ValidationProgress,
+    flatten,
+)
 
-_TAIL_BLOCK_BYTES = 65536
+
+class _Ranked(typing.TypedDict):
+    rank: int
+
+
+class _Worker(_Ranked, total=False):
+    train_time_s: float | None
+    input_wait_s: float | None
+    exposed_s: float | None
+
+
+def _event_name(kind: type) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
+
+
+_RECORDS = (RunStarted, StepDone, EpochDone, CheckpointSaved, Notice, DivergenceNoticed, RunEnded)
+
+
+def _fields(kind: type, *, complete: bool) -> dict[str, Any]:
+    """The fields of a record by type: what is not finite is written as null."""
+    hints, known = typing.get_type_hints(kind), kind.__dataclass_fields__  # type: ignore[attr-defined]
+    if complete:
+        return {key: hints[key] for key, one in known.items() if one.default is MISSING is one.default_factory}
+    found = {key: hint | None if hint is float else hint for key, hint in hints.items()}
+    figures: dict[str, Any] = {"validation": Mapping[str, float | None] | None, "workers": list[_Worker] | None}
+    figures = {key: hint for key, hint in figures.items() if key in found}
+    return found | figures | {"images_per_s": float | None, "time_unix_s": float}
+
+
+_REQUIRED = {_event_name(kind): _fields(kind, complete=True) for kind in _RECORDS}
+_FIELDS = {_event_name(kind): Fields(_fields(kind, complete=False)) for kind in _RECORDS}
+_ANY = Fields({"time_unix_s": float})
 
 
 class EventFile:
     """Appends every record to `events.jsonl` and writes `summary.json` at the end of the run."""
 
     def __init__(self, folder: RunFolder, *, clock: Callable[[], float] = time.time) -> None:
-        folder.path.mkdir(parents=True, exist_ok=True)
-        _repair_last_line(folder.events)
+        folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder = folder
         self._clock = clock
-        self._file: BinaryIO = folder.events.open("ab")
+        self._file = open_to_append(folder.events)
+        _repair_last_line(self._file)
 
     def write(self, record: Record) -> None:
         """Append one record; validation progress is for the eye only, and a node's own file has its samples."""
@@ -39,13 +94,14 @@ class EventFile:
             # The summary of the attempt before this one would make a running run look finished;
             # its content stays in events.jsonl.
             self._folder.summary.unlink(missing_ok=True)
-        event = {"event": _event_name(record), "time_unix_s": self._clock(), **flatten(record)}
+        event = {"event": _event_name(type(record)), "time_unix_s": self._clock(), **flatten(record)}
         line = json.dumps(to_json(event), allow_nan=False).encode() + b"\n"
         with naming(self._folder.events):
-            self._file.write(line)
             # Handing the line to the kernel survives a kill of this process. No fsync per line: on a busy
             # parallel file system one can take seconds, and every worker would wait for it.
-            self._file.flush()
+            rest = memoryview(line)
+            while rest:
+                rest = rest[self._file.write(rest) :]
             if isinstance(record, RunEnded):
                 os.fsync(self._file.fileno())
         if isinstance(record, RunEnded):
@@ -56,20 +112,28 @@ class EventFile:
         self._file.close()
 
 
-def read_events(path: Path) -> list[dict[str, Any]]:
-    """Every complete event of the file in order, none if there is no file; a last line cut short is left out."""
-    if not path.is_file():
-        return []
+def read_events(path: Path, *, complete: bool = False) -> list[dict[str, Any]]:
+    """Every complete event of the file in order, none if there is no file; a last line cut short is left out.
+
+    With `complete`, no figure may be missing that every run of this release writes.
+    """
     events: list[dict[str, Any]] = []
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            event = parse_event(line)
+    try:
+        for number, line in enumerate(read_lines(path), start=1):
+            try:
+                event = parse_event(line)
+                if event is not None and complete:
+                    _require_all(event)
+            except ValueError as error:
+                raise BadFileError(path, f"line {number} is not what was written there ({error})") from None
             if event is not None:
                 events.append(event)
             elif line.endswith(b"\n"):
-                raise StormoError(
-                    f"{path}: line {number} is not a JSON object; the file was damaged after it was written."
+                raise BadFileError(
+                    path, f"line {number} is not a JSON object; the file was damaged after it was written"
                 )
+    except FileNotFoundError:
+        return []
     return events
 
 
@@ -93,36 +157,39 @@ def speed_of(figures: Mapping[str, Any]) -> tuple[str, float | None]:
     return unit, figures.get("units_per_s", figures.get(f"{unit}_per_s"))
 
 
-def _event_name(record: Record) -> str:
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", type(record).__name__).lower()
-
-
 def parse_event(line: bytes) -> dict[str, Any] | None:
-    """The event of a line, or None where it is not one."""
+    """The event of a line, or None where it is not one; `ValueError` names a field of another type than it has."""
     try:
-        event = json.loads(line)
+        event = parse_json(line)
     except ValueError:  # malformed JSON and malformed UTF-8 alike
         return None
-    return event if isinstance(event, dict) and "event" in event else None
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return None
+    _FIELDS.get(event["event"], _ANY).check(event)
+    if event["event"] == "run_ended":
+        SUMMARY.check(event.get("summary") or {})
+    return event
 
 
-def _repair_last_line(path: Path) -> None:
+def _require_all(event: Mapping[str, Any]) -> None:
+    """Refuse an event without a figure that has no default."""
+    for key, hint in _REQUIRED.get(event["event"], {}).items():
+        if key not in event or not fits(event[key], hint):
+            raise ValueError(f"{key} of {event['event']} is not there")
+
+
+def _repair_last_line(file: FileIO) -> None:
     """Remove a last line that a kill cut short, so that the next record starts on a line of its own."""
-    if not path.is_file():
+    size_bytes = file.seek(0, os.SEEK_END)
+    begin = whole_lines_bytes(file)
+    if begin == size_bytes:
         return
-    with path.open("r+b") as file:
-        size_bytes = file.seek(0, os.SEEK_END)
-        start, tail = size_bytes, b""
-        while start > 0 and b"\n" not in tail:
-            block_start = max(0, start - _TAIL_BLOCK_BYTES)
-            file.seek(block_start)
-            tail = file.read(start - block_start) + tail
-            start = block_start
-        last_line = tail[tail.rfind(b"\n") + 1 :]
-        if not last_line:
-            return
-        if parse_event(last_line) is None:
-            file.truncate(size_bytes - len(last_line))
-        else:  # only its line end is missing
-            file.seek(0, os.SEEK_END)
-            file.write(b"\n")
+    file.seek(begin)
+    try:
+        is_event = size_bytes - begin <= MAX_LINE_BYTES and parse_event(file.read()) is not None
+    except ValueError:
+        is_event = False
+    if is_event:  # only its line end is missing
+        file.write(b"\n")
+    else:
+        file.truncate(begin)

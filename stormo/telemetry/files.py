@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from stormo.files import create, temporary_name
+
 
 def to_json(value: Any) -> Any:
     """The value with tuples as lists, paths as text and non-finite floats as null, which JSON does not know."""
@@ -40,11 +42,12 @@ def naming(path: Path) -> Iterator[None]:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file so that a reader sees the old or the new content, never a part, even after a power cut."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = temporary_name(path)
     try:
-        with naming(path), temporary.open("wb") as file:
-            file.write(text.encode())
-            file.flush()
+        with naming(path), create(temporary) as file:
+            rest = memoryview(text.encode())
+            while rest:
+                rest = rest[file.write(rest) :]
             os.fsync(file.fileno())  # before the rename, or the new name could point at an empty file
         temporary.replace(path)
     except BaseException:

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from stormo.errors import SettingError, suggestion, unknown_name
+from stormo.files import BadFileError, read_lines
 from stormo.telemetry.events import parse_event
 from stormo.telemetry.folder import RunFolder
 
@@ -72,9 +73,10 @@ def _unknown_run(name: str, names: list[str]) -> SettingError:
 
 def _start_unix_s(run: RunFolder) -> float:
     """When the run first started; the folder's own time stands in until its first event is written."""
-    if run.events.is_file():
-        with run.events.open("rb") as file:
-            first = parse_event(file.readline())
-        if first is not None and isinstance(first.get("time_unix_s"), (int, float)):
-            return float(first["time_unix_s"])
+    try:
+        first = next((parse_event(line) for line in read_lines(run.events)), None)
+    except (BadFileError, FileNotFoundError, ValueError):
+        first = None  # what is wrong with it is said where it is read
+    if first is not None and isinstance(first.get("time_unix_s"), int | float):
+        return float(first["time_unix_s"])
     return run.path.stat().st_mtime

@@ -3,17 +3,83 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import re
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
-from stormo.errors import StormoError
+from stormo.files import Fields, open_to_read, read_object
 
-_CHECKPOINT_NAME = re.compile(r"step-(\d+)")
+_CHECKPOINT_NAME = re.compile(r"step-(\d{1,20})", flags=re.ASCII)
 _SILENT_AFTER_S = 300.0  # validation and saving write no events; longer silence means a dead run
+
+
+class _Pipeline(TypedDict):
+    schedule: str
+    num_stages: int
+    micro_batches: int
+    predicted_bubble: float | None
+    measured_bubble: float | None
+    spans: list[tuple[Any, ...]]
+
+
+class _NodeEnergy(TypedDict):
+    node_id: str
+    host: str
+    energy_j: float | None
+
+
+_NUMBER, _COUNT, _TEXT = float | None, int | None, str | None
+_FIGURES = Mapping[str, float | None]
+# What the files of a run hold, by name and type; a figure that was not measured is null.
+_SUMMARY: Mapping[str, Any] = {
+    **dict.fromkeys(
+        ("run_name", "task", "strategy", "mesh", "device", "precision", "stopped_by", "unit", "mfu_reason", "currency"),
+        _TEXT,
+    ),
+    **dict.fromkeys(("weights_sha256", "sample_order_sha256", "noise_scale_reason", "noise_scale_advice"), _TEXT),
+    **dict.fromkeys(
+        ("diverged_at_step", "world_size", "global_batch_size", "batch_per_pass", "accumulate", "epochs_run", "epochs"),
+        _COUNT,
+    ),
+    **dict.fromkeys(
+        ("steps", "samples_seen", "samples_trained", "num_resumes", "num_rollbacks", "staleness_max"), _COUNT
+    ),
+    **dict.fromkeys(("peak_memory_bytes", "peak_reserved_memory_bytes", "staleness_bound"), _COUNT),
+    **dict.fromkeys(
+        ("train_time_s", "setup_time_s", "wall_time_s", "time_to_target_s", "samples_per_s", "images_per_s", "mfu"),
+        _NUMBER,
+    ),
+    **dict.fromkeys(
+        ("tokens_per_s", "units_per_s", "validation_accuracy", "validation_loss", "best_validation_accuracy"), _NUMBER
+    ),
+    **dict.fromkeys(
+        ("best_validation_loss", "input_wait_fraction", "energy_j", "energy_wh", "energy_error_j", "co2e_g"), _NUMBER
+    ),
+    **dict.fromkeys(
+        ("energy_j_per_sample", "energy_to_target_j", "energy_cost", "noise_scale", "noise_scale_low"), _NUMBER
+    ),
+    **dict.fromkeys(("noise_scale_high", "staleness_mean"), _NUMBER),
+    **dict.fromkeys(
+        ("setup_parts_s", "validation", "energy_parts_j", "energy_parts_error_j", "energy_kinds_j"), _FIGURES | None
+    ),
+    "energy_nodes": list[_NodeEnergy] | None,
+    "energy_reasons": list[str] | Mapping[str, Any] | str | None,
+    "pipeline": _Pipeline | None,
+}
+_MACHINE: Mapping[str, Any] = {
+    **dict.fromkeys(("host", "platform", "machine", "python", "stormo", "torch", "cuda", "nccl", "gpu"), _TEXT),
+    **dict.fromkeys(("working_folder", "git_commit", "git_commit_reason"), _TEXT),
+    **dict.fromkeys(("num_cpus", "pid", "world_size", "threads"), _COUNT),
+    "time_unix_s": _NUMBER,
+    "git_has_changes": bool | None,
+    "command": list[str],
+    "launches": list[str] | None,
+    "variables": Mapping[str, str] | None,
+}
+SUMMARY, ENVIRONMENT = Fields(_SUMMARY), Fields(_MACHINE)
 
 
 @dataclass(frozen=True)
@@ -69,8 +135,11 @@ class RunFolder:
 
     @property
     def is_run(self) -> bool:
-        """Whether the folder holds anything a run writes."""
-        return any(part.is_file() for part in (self.events, self.summary, self.config, self.environment))
+        """Whether the folder holds anything a run writes; of one that this account may not look into, nobody knows."""
+        try:
+            return any(part.is_file() for part in (self.events, self.summary, self.config, self.environment))
+        except PermissionError:
+            return False
 
     def checkpoint_folders(self) -> list[Path]:
         """The published checkpoints, oldest first."""
@@ -83,12 +152,12 @@ class RunFolder:
 
 def read_summary(folder: RunFolder) -> dict[str, Any] | None:
     """The content of `summary.json`, or None while there is none."""
-    return _read_object(folder.summary)
+    return _read(folder.summary, SUMMARY)
 
 
 def read_environment(folder: RunFolder) -> dict[str, Any] | None:
     """The content of `environment.json`, or None if there is none."""
-    return _read_object(folder.environment)
+    return _read(folder.environment, ENVIRONMENT)
 
 
 def is_held(folder: RunFolder) -> bool | None:
@@ -96,7 +165,7 @@ def is_held(folder: RunFolder) -> bool | None:
     if (read_environment(folder) or {}).get("host") != socket.gethostname():
         return None
     try:
-        with folder.lock.open("rb") as file:
+        with open_to_read(folder.lock, 0) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -115,13 +184,8 @@ def goes_on(folder: RunFolder, silent_s: float) -> tuple[bool, bool]:
     return (silent_s < _SILENT_AFTER_S, False) if held is None else (held, True)
 
 
-def _read_object(path: Path) -> dict[str, Any] | None:
+def _read(path: Path, fields: Fields) -> dict[str, Any] | None:
     try:
-        content = json.loads(path.read_bytes())
+        return read_object(path, fields)
     except FileNotFoundError:
         return None
-    except ValueError as error:
-        raise StormoError(f"{path} is not valid JSON ({error}); it was changed after it was written.") from error
-    if not isinstance(content, dict):
-        raise StormoError(f"{path} holds a JSON {type(content).__name__} where an object belongs.")
-    return content

@@ -11,6 +11,7 @@ from stormo.report.clock import make_clock
 from stormo.report.facts import happenings
 from stormo.report.history import Reader
 from stormo.report.lines import JsonLines
+from stormo.telemetry.events import parse_event
 from stormo.telemetry.folder import RunFolder
 from tests.report.made_run import BEGIN_UNIX_S, MadeRun, append
 
@@ -25,7 +26,7 @@ def numbers(lines: JsonLines) -> list[int]:
 
 def test_only_what_was_appended_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    lines = JsonLines(path, "event")
+    lines = JsonLines(path, parse_event)
     assert lines.read() == []
     append(path, [line(1), line(2)])
     assert lines.read() == [line(1), line(2)]
@@ -51,11 +52,11 @@ def test_only_what_was_appended_is_read_again(tmp_path: Path) -> None:
 def test_a_damaged_line_is_an_error_or_counted(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text(f"{json.dumps(line(1))}\n{damage}\n{json.dumps(line(2))}\n")
-    strict = JsonLines(path, "event")
+    strict = JsonLines(path, parse_event)
     for _ in range(2):
-        with pytest.raises(StormoError, match="line 2 is not a JSON object with event and time_unix_s"):
+        with pytest.raises(StormoError, match=r"x\.jsonl: line 2 was damaged"):
             strict.read()
-    lenient = JsonLines(path, "event", strict=False)
+    lenient = JsonLines(path, parse_event, strict=False)
     assert numbers(lenient) == [1, 2]
     assert lenient.num_damaged == 1
     path.write_text(f"{json.dumps(line(1))}\n{json.dumps(line(2))}\n")
@@ -65,7 +66,7 @@ def test_a_damaged_line_is_an_error_or_counted(tmp_path: Path, damage: str) -> N
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     folder = MadeRun(epochs=1).write(tmp_path)
     (folder / "nodes" / "1.jsonl").mkdir()
-    with pytest.raises(StormoError, match=r"1\.jsonl cannot be read \(Is a directory\)"):
+    with pytest.raises(StormoError, match=r"1\.jsonl: it cannot be read \(Is a directory\)"):
         Reader(RunFolder(folder)).read()
 
 

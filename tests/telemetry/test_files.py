@@ -222,13 +222,12 @@ def test_write_json_keeps_the_old_file_and_leaves_no_temporary_one_when_it_fails
 
 
 def test_what_the_system_refuses_names_the_file(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    folder.events.symlink_to("/dev/full")
-    sink = EventFile(folder)
+    sink = EventFile(RunFolder(tmp_path))
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        os.dup2(full.fileno(), sink._file.fileno())
     with pytest.raises(OSError, match=r"No space left on device: '.*/events\.jsonl'"):
         sink.write(Notice(kind="info", text="a"))
-    with pytest.raises(OSError, match="No space left on device"):
-        sink.close()
+    sink.close()
     with pytest.raises(OSError, match=r": '.*/absent/summary\.json'"):
         write_json(tmp_path / "absent" / "summary.json", {})
 
