@@ -53,11 +53,9 @@ def stormo_side(world: World, model: nn.Module, batch: Tensor) -> Turn:
 
 def ddp_side(world: World, model: nn.Module, batch: Tensor) -> Turn:
     """Steps of the same model inside DDP."""
-    from torch.nn.parallel import DistributedDataParallel
+    from stormo.strategies.replicate import replica
 
-    from stormo.strategies.replicate import KEEP_BUFFERS
-
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, **KEEP_BUFFERS)
+    wrapped = replica(model, gradient_as_bucket_view=True)
     return _steps(model, wrapped, batch, lambda loss: loss.backward())
 
 

@@ -67,14 +67,14 @@ def hand_written_side(run: Training, *, is_tuned: bool) -> Callable[[int], None]
     import torch.nn.functional as F
     from torch.nn.parallel import DistributedDataParallel
 
-    from stormo.strategies.replicate import KEEP_BUFFERS
+    from stormo.strategies.replicate import replica
 
     task, rank = run.state.strategy.task, run.world.rank
     global_batch_size = run.plan.global_batch_size
     batch_size = global_batch_size // NUM_WORKERS
     images, labels = task.train_data().tensors  # type: ignore[attr-defined]
     model = task.model()
-    wrapped = DistributedDataParallel(model, **({"gradient_as_bucket_view": True, **KEEP_BUFFERS} if is_tuned else {}))
+    wrapped = replica(model, gradient_as_bucket_view=True) if is_tuned else DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE, momentum=_MOMENTUM, fused=True)
     generator = torch.Generator().manual_seed(0)
 
