@@ -35,6 +35,15 @@ def set_host_states(states: States) -> None:
     numpy.random.set_state(states[2])
 
 
+def same_states(first: States, second: States) -> bool:
+    """Whether nothing was drawn in between."""
+    return (
+        torch.equal(first[0], second[0])
+        and first[1] == second[1]
+        and all(numpy.array_equal(a, b) for a, b in zip(first[2], second[2], strict=True))
+    )
+
+
 @contextmanager
 def generators_kept() -> Iterator[None]:
     """Put them back afterwards."""

@@ -86,7 +86,7 @@ class Loader(ABC):
 
     def samples(self, span: Pass) -> Tensor:
         """The samples of the whole global batch that a pass belongs to, in order."""
-        return self._order[span.step_start : span.step_stop]
+        return self._order[span.step_start : span.step_stop].to(torch.int64)  # as their digest counts them
 
     def _open(self, epoch: int, spans: Iterator[Pass]) -> Iterator[Batch]:
         self._order = epoch_order(self.num_samples, self.seed, epoch)

@@ -30,9 +30,9 @@ def seed_generators(seed: int) -> None:
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
-    """The permutation of an epoch: position -> sample, int64 on the CPU."""
+    """The permutation of an epoch: position -> sample, on the CPU; int32 where it fits, as each rank holds it whole."""
     generator = torch.Generator().manual_seed(derive_seed(seed, "order", epoch))
-    return torch.randperm(num_samples, generator=generator)
+    return torch.randperm(num_samples, generator=generator, dtype=torch.int32 if num_samples < 2**31 else torch.int64)
 
 
 def epoch_draws(num_samples: int, num_draws: int, seed: int, epoch: int) -> Tensor:

@@ -21,7 +21,8 @@ _END = object()
 
 def is_stream(data: Any) -> bool:
     """Whether a data set gives its samples only one after the other."""
-    return isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and not hasattr(data, "__getitem__"))
+    is_read_by_number = hasattr(data, "__getitem__") or hasattr(data, "__getitems__")
+    return isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and not is_read_by_number)
 
 
 def known_length(data: Any) -> int | None:

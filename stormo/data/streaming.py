@@ -18,13 +18,14 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
-from stormo.data.batches import Collate, collate, is_opaque, move, tensors_in
-from stormo.data.generators import generators_kept, seed_host
+from stormo.data.batches import Collate, are_same, collate, is_opaque, move, tensors_in
+from stormo.data.generators import generators_kept, host_states, same_states, seed_host, set_host_states
 from stormo.data.sending import Travels
 from stormo.errors import SettingError
 
 Tag = TypeVar("Tag")
 Key = tuple[int, int]  # a sample and the seed of its own randomness
+_NUM_COMPARED = 2  # samples that are read twice, to see whether they depend on the seed
 
 
 def stream(
@@ -132,25 +133,62 @@ class Answering:
 
 
 class Seeded(Travels, Dataset[Any]):
-    """Seeds every generator before each sample, so that a data set's own randomness depends on the position alone."""
+    """Reads every sample as if all generators were seeded for it: a data set's own randomness depends on the position.
+
+    Seeding takes longer than many a sample. It is left out as long as reading draws nothing, which is looked at twice:
+    the first samples are the same under two seeds, and a batch leaves the generators where they were. Where one has
+    moved them it is read again with seeds, and so is every batch from then on.
+    """
 
     def __init__(self, data: Dataset[Any]) -> None:
         self.data = data
         self.draws = _may_draw(data)
+        self._needs_seeds: bool | None = None  # where it may draw: not known before the first batch
 
     def __getitem__(self, key: Key) -> Any:
         return self.__getitems__([key])[0]
 
     def __getitems__(self, keys: list[Key]) -> list[Any]:
-        """The samples of a batch. Putting the generators back takes longer than a seed, and is done once."""
-        if not self.draws:
-            return [self.data[index] for index, _ in keys]
+        """The samples of a batch."""
+        if self.draws and self._needs_seeds is None:
+            self._needs_seeds = self._depends_on_seeds(keys[:_NUM_COMPARED])
+        if self._needs_seeds:
+            return self._read_seeded(keys)
+        before = host_states() if self.draws else None
+        samples = read(self.data, [index for index, _ in keys])
+        if before is None or same_states(before, host_states()):
+            return samples
+        set_host_states(before)
+        self._needs_seeds = True
+        return self._read_seeded(keys)
+
+    def _read_seeded(self, keys: list[Key]) -> list[Any]:
         samples = []
-        with generators_kept():
+        with generators_kept():  # putting them back takes longer than a seed, and is done once
             for index, seed in keys:
                 seed_host(seed)
-                samples.append(self.data[index])
+                samples.append(read_one(self.data, index))
         return samples
+
+    def _depends_on_seeds(self, keys: list[Key]) -> bool:
+        others = [(index, seed ^ 1) for index, seed in keys]
+        return not are_same(self._read_seeded(keys), self._read_seeded(others))
+
+
+def read(data: Any, indices: list[int]) -> list[Any]:
+    """Samples by their numbers, at once where a data set has a way to, as torch's loaders read them."""
+    if callable(getattr(data, "__getitems__", None)):
+        return list(data.__getitems__(indices))
+    return [data[index] for index in indices]
+
+
+def read_one(data: Any, index: int) -> Any:
+    """One sample; the way to read many is taken only where there is no other."""
+    inner = data
+    while isinstance(inner, Subset):
+        inner = inner.dataset
+    has_one = getattr(type(inner), "__getitem__", Dataset.__getitem__) is not Dataset.__getitem__
+    return data[index] if has_one else read(data, [index])[0]
 
 
 def _may_draw(data: Any) -> bool:

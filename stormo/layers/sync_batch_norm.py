@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -181,28 +182,33 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm, SynchronisedNorm):
         return twin
 
     def _copied(self, state: dict[str, Any]) -> Self:
-        twin = self.__class__.__new__(self.__class__)
+        twin = type(self).__new__(type(self))
         vars(twin).update(state)
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled as the layer it was: who reads it has neither these ranks nor, maybe, this package."""
-        parts: Any = super().__reduce_ex__(1)  # later ones insist on the class that the layer is of now
-        make, arguments, state = parts
+        parts: Any = super().__reduce_ex__(max(protocol, 2))  # in the form that torch.load(weights_only=True) takes
+        make, arguments, state, *rest = parts
         if isinstance(state, dict):
             state = {name: value for name, value in state.items() if name not in ("reduce", "absent")}
-        return make, tuple(self.plain if one is type(self) else one for one in arguments), state
+        return make, tuple(self.plain if one is type(self) else one for one in arguments), state, *rest
 
 
 @functools.cache
 def synchronised(plain: type[nn.Module]) -> type[SyncBatchNorm]:
     """The variant of a batch norm's class that a layer of it becomes, and stays an instance of its own class."""
-    return variant("Sync", SyncBatchNorm, plain)
+    # pickle compares the class it writes with the layer's `__class__`, which is the one that is written.
+    return variant("Sync", SyncBatchNorm, plain, __class__=property(operator.attrgetter("plain"), _become))
 
 
-def variant(prefix: str, mixin: type[Any], plain: type[nn.Module]) -> type[Any]:
+def _become(layer: Any, kind: type[Any]) -> None:
+    vars(object)["__class__"].__set__(layer, kind)
+
+
+def variant(prefix: str, mixin: type[Any], plain: type[nn.Module], **more: Any) -> type[Any]:
     """A class that is both, and that knows the plain one."""
-    body = {"plain": plain, "__module__": plain.__module__, "__doc__": plain.__doc__}
+    body = {"plain": plain, "__module__": plain.__module__, "__doc__": plain.__doc__} | more
     return types.new_class(f"{prefix}{plain.__name__}", (mixin, plain), exec_body=lambda names: names.update(body))
 
 

@@ -49,7 +49,8 @@ def make_loader(
             )
         return _of_loader(loop, data, accumulate=accumulate, sharded=sharded, seed=seed, batch_dim=batch_dim)
     total = _global_size(loop, batch_size, global_batch_size, accumulate, sharded=sharded)
-    is_stream = isinstance(data, IterableDataset) or not hasattr(data, "__getitem__")
+    is_read_by_number = hasattr(data, "__getitem__") or hasattr(data, "__getitems__")
+    is_stream = isinstance(data, IterableDataset) or not is_read_by_number
     if is_stream or sharded:
         if is_stream and not hasattr(data, "__iter__"):
             raise SettingError(

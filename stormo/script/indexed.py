@@ -94,16 +94,16 @@ class IndexedLoader(Giver):
                 self._drawn = self._draw_order(self.epoch, self._position, num_samples)
             order, sizes = self._drawn
             stops = sizes.cumsum(0).tolist()
-            # A batch that the position is inside of, as after a load with other batches, is cut: nothing is lost.
-            steps = [
-                (max(start, self._position), stop)
-                for start, stop in zip([0, *stops], stops, strict=False)
-                if stop > self._position
-            ]
-            parts = [self._parts(start, stop) for start, stop in steps]
-            self._shares.passes = (self._keys(order, a, b) for step in parts for a, b in step if b > a)
+            begin = self._position
+            self._shares.passes = (
+                self._keys(order, a, b)
+                for start, stop in _steps(stops, begin)
+                for a, b in self._parts(start, stop)
+                if b > a
+            )
             reader = iter(self._reader)
-            for (start, stop), step in zip(steps, parts, strict=True):
+            for start, stop in _steps(stops, begin):
+                step = self._parts(start, stop)
                 self._step_stop = stop
                 self._num_begun += 1
                 if self._is_unannounced():
@@ -169,14 +169,13 @@ class IndexedLoader(Giver):
             "grows": self._grows or here != self._had,
         }
         if isinstance(self._draw_order, SamplerOrder):
+            self._draw_order.end()
             state["generators"] = [generator.get_state() for generator in self._draw_order.generators()]
             state["is_made"] = self._turn is None and self._made is not None and self._made() is not None
             drawn = self._drawn or self._draw_order.early
             if drawn is not None:
                 state["order"], state["sizes"] = drawn
-                state["num_notes"] = self._draw_order.num_notes
-                state["since"] = [since for since, _ in self._draw_order.states]
-                state["states"] = [states for _, states in self._draw_order.states]
+                state["inside"] = self._draw_order.inside
         return state
 
     def _load_position(self, state: dict[str, Any]) -> None:
@@ -195,8 +194,7 @@ class IndexedLoader(Giver):
         for generator, saved in zip(self._draw_order.generators(), state.get("generators", []), strict=False):
             generator.set_state(saved)
         if self.loop.world.is_main:  # which alone draws
-            self._draw_order.num_notes = state.get("num_notes", 0)
-            self._draw_order.states = list(zip(state.get("since", []), state.get("states", []), strict=True))
+            self._draw_order.inside = state.get("inside")
 
     def _other_data(self, had: str) -> SettingError:
         return SettingError(
@@ -206,10 +204,19 @@ class IndexedLoader(Giver):
         )
 
     def _rewind(self) -> None:
+        self._draw_order.end()
         self._drawn, self._position = None, 0
 
     def _break_off(self) -> None:
         self._draw_order.leave(self._num_begun)
+
+
+def _steps(stops: list[int], begin: int) -> Iterator[tuple[int, int]]:
+    """Where each batch from a position on starts and stops.
+
+    One that the position is inside of, as after a load with other batches, is cut: nothing is lost.
+    """
+    return ((max(start, begin), stop) for start, stop in zip([0, *stops], stops, strict=False) if stop > begin)
 
 
 def taken_settings(loader: DataLoader[Any]) -> dict[str, Any]:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
+from array import array
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from stormo.data.order import epoch_order
 from stormo.errors import SettingError
 from stormo.script.loop import Loop
-
-_MOST_STATES = 200  # a sampler that draws for every batch of a long epoch would fill memory and checkpoints
+from stormo.script.sharing import on_main
 
 
 class PlainOrder:
@@ -46,6 +46,9 @@ class PlainOrder:
     def leave(self, num_batches: int) -> None:
         """Nothing was drawn."""
 
+    def end(self) -> None:
+        """Nothing is drawn behind the last batch."""
+
     def __len__(self) -> int:
         return math.ceil(len(self._data) / self.global_batch_size)
 
@@ -58,9 +61,9 @@ class SamplerOrder:
         self.global_batch_size = loader.batch_size
         self._loop = loop
         self.early: tuple[Tensor, Tensor] | None = None  # drawn before the first batch is asked for
-        # Of the generators: from which number of batches on they were so. It ends with the end of the epoch.
-        self.states: list[tuple[int, list[Tensor]]] = []
-        self.num_notes = 0
+        self._source: Iterator[Any] | None = None  # has given all samples of the epoch, and not been asked for its end
+        # Where the generators were before that end, which may draw once more.
+        self.inside: list[Tensor] | None = None
 
     def begin(self, epoch: int) -> None:
         """Draw what a torch loader draws when an iteration over it is made: the numbers after it must be the same."""
@@ -71,60 +74,66 @@ class SamplerOrder:
         self.early = self._draw() if self.own.num_workers else None  # its processes begin to read
 
     def leave(self, num_batches: int) -> None:
-        """Take back what was drawn for batches that a torch loader would not have asked its sampler for."""
+        """An epoch is left in the middle: put the generators where a torch loader leaves them, which has not ended."""
         asked = num_batches + self.own.num_workers * (self.own.prefetch_factor or 0)
-        before = [states for since, states in self.states if since <= min(asked, self.num_notes - 1)]
-        for generator, state in zip(self.generators(), before[-1] if before else [], strict=False):
-            generator.set_state(state)
-        self.states = []
+        if asked > len(self):
+            self.end()
+        elif self.inside is not None:
+            for generator, state in zip(self.generators(), self.inside, strict=False):
+                generator.set_state(state)
+        self._source = self.inside = None
+
+    def end(self) -> None:
+        """Let the sampler come to its end, as a torch loader does behind the last batch; it may draw there."""
+        if self._source is not None:
+            self.inside = self._states()
+            assert next(self._source, None) is None
+            self._source = None
 
     def __call__(self, _epoch: int, _position: int, _num_samples: int) -> tuple[Tensor, Tensor]:
         """The samples of an epoch one after the other, and the length of each batch, wherever the position is."""
-        drawn = (self.early or self._draw()) if self._loop.world.is_main else None
+        drawn = on_main(self._loop.world, lambda: self.early or self._draw())
         self.early = None
         one = None if drawn is None else torch.cat([torch.tensor([len(drawn[1])]), drawn[1], drawn[0]])
         shared = self._loop.world.share_vector(one, torch.int64)
         start = 1 + int(shared[0])
-        return shared[start:], shared[1:start]
-
-    def _note(self) -> None:
-        here = [generator.get_state() for generator in self.generators()]
-        last = self.states[-1][1] if self.states else []
-        is_same = len(last) == len(here) and all(torch.equal(a, b) for a, b in zip(last, here, strict=True))
-        if not is_same and len(self.states) <= _MOST_STATES:
-            self.states.append((self.num_notes, here))
-        self.num_notes += 1
+        return _narrow(shared[start:]), shared[1:start].clone()
 
     def _draw(self) -> tuple[Tensor, Tensor]:
-        assert self.own.batch_sampler is not None
+        """All samples of an epoch and the lengths of its batches; millions of samples take a part of a second."""
+        batch_sampler: Any = self.own.batch_sampler
         # A length may be an estimate; what goes far beyond it would fill the memory before the first batch is given.
         limit = 2 * len(self) + 1
-        batches: list[list[Any]] = []
-        self.states, self.num_notes = [], 0
-        self._note()
-        for batch in itertools.islice(self.own.batch_sampler, limit + 1):
-            batches.append(list(batch))
-            self._note()
-        self._note()
-        if len(self.states) > _MOST_STATES:
-            self.states = []
-        if len(batches) > limit:
+        is_plain = type(batch_sampler) is BatchSampler  # which cuts what its sampler gives into equal batches
+        length = batch_sampler.batch_size if is_plain else 1
+        source = iter(batch_sampler.sampler if is_plain else (list(batch) for batch in batch_sampler))
+        self._source = self.inside = None
+        if is_plain and type(batch_sampler.sampler) in (RandomSampler, SequentialSampler):  # whose len is the truth
+            given = list(itertools.islice(source, len(batch_sampler.sampler)))
+            self._source = source
+        else:
+            given = list(itertools.islice(source, length))
+            before = self._states()
+            given += itertools.islice(source, max(len(self) - 1, 0) * length)
+            # One that draws as it goes has come to other states: where a torch loader would leave it is not kept.
+            is_same = all(torch.equal(a, b) for a, b in zip(before, self._states(), strict=True))
+            self.inside = before if is_same else None
+            given += itertools.islice(source, (limit + 1 - len(self)) * length)
+        if len(given) > limit * length:
             raise SettingError(
                 f"a loader was passed to world.loader() whose sampler has len {len(self)} in batches",
                 f"it gave more than {limit} and did not end, and the workers agree on an epoch's order at its start",
                 "let the sampler end after its len, or make it an iterable data set",
             )
-        flat = [index for batch in batches for index in batch]
-        wrong = next((index for index in flat if not hasattr(index, "__index__")), None)
-        if wrong is not None:
-            raise SettingError(
-                f"a loader whose sampler gives {type(wrong).__name__} was passed to world.loader()",
-                "the workers agree on samples by their number",
-                "let the sampler give whole numbers",
-            )
-        sizes = torch.tensor([len(batch) for batch in batches], dtype=torch.int64)
-        numbers = [operator.index(index) for index in flat]  # NumPy's and torch's whole numbers, too
-        return torch.tensor(numbers, dtype=torch.int64), sizes
+        if not is_plain:
+            sizes = [len(batch) for batch in given]
+            return _numbers([index for batch in given for index in batch]), torch.tensor(sizes, dtype=torch.int64)
+        full, left = divmod(len(given), length)
+        sizes = [length] * full + [left] * (left > 0 and not batch_sampler.drop_last)
+        return _numbers(given)[: sum(sizes)], torch.tensor(sizes, dtype=torch.int64)
+
+    def _states(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self.generators()]
 
     def generators(self) -> list[torch.Generator]:
         """Those the user has given to the loader and its sampler."""
@@ -135,3 +144,25 @@ class SamplerOrder:
 
     def __len__(self) -> int:
         return len(self.own.batch_sampler)  # type: ignore[arg-type]
+
+
+def _numbers(samples: list[Any]) -> Tensor:
+    """Whole numbers of any kind, NumPy's and torch's too, as a tensor."""
+    try:
+        found = array("q", samples)
+    except TypeError:
+        wrong = next((each for each in samples if not hasattr(each, "__index__")), None)
+        if wrong is None:
+            raise
+        raise SettingError(
+            f"a loader whose sampler gives {type(wrong).__name__} was passed to world.loader()",
+            "the workers agree on samples by their number",
+            "let the sampler give whole numbers",
+        ) from None
+    return torch.frombuffer(found, dtype=torch.int64) if found else torch.empty(0, dtype=torch.int64)
+
+
+def _narrow(order: Tensor) -> Tensor:
+    """The same numbers in half the memory, where they fit."""
+    fits = not len(order) or max(abs(int(each)) for each in order.aminmax()) < 2**31
+    return order.to(torch.int32) if fits else order.clone()

@@ -6,9 +6,8 @@ code. Any number of workers can load what any other has saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -17,14 +16,14 @@ from torch import Tensor
 from stormo import checkpoint
 from stormo.checkpoint import CorruptCheckpointError, Snapshot
 from stormo.data.order import derive_seed, seed_generators
-from stormo.errors import SettingError, StormoError
+from stormo.errors import SettingError
 from stormo.script.loop import Loop
 from stormo.script.plain import decode, encode
+from stormo.script.sharing import on_main
 from stormo.script.stepping import Group, Stage
 
 _IDENTITY = "script"
 _PLAIN = "plain/"
-_Result = TypeVar("_Result")
 
 
 def save(loop: Loop, folder: Path, extra: dict[str, Any], *, keep: int) -> None:
@@ -61,13 +60,13 @@ def save(loop: Loop, folder: Path, extra: dict[str, Any], *, keep: int) -> None:
         checkpoint.save(folder, snapshot, step=step, identity=_IDENTITY, keep_last=keep, keep_best=0, metric=None)
         loop.folders.add(folder.resolve())
 
-    _on_main(loop, write)
+    on_main(world, write)
 
 
 def load(loop: Loop, folder: Path) -> dict[str, Any] | None:
     """Take over the newest checkpoint of a folder, on all workers; its extra values, or None where there is none."""
     world = loop.world
-    path, snapshot = _on_main(loop, lambda: _read(folder)) or (None, None)
+    path, snapshot = on_main(world, lambda: _read(folder)) or (None, None)
     path = world.share_json(path)
     loop.folders.add(folder.resolve())
     if path is None:
@@ -93,24 +92,6 @@ def load(loop: Loop, folder: Path) -> dict[str, Any] | None:
     extra = decode(state["extra"], plain)
     assert isinstance(extra, dict)
     return extra
-
-
-def _on_main(loop: Loop, call: Callable[[], _Result]) -> _Result | None:
-    """Call on the main worker; an error of ours is raised by all of them."""
-    result, failure = None, None
-    if loop.world.is_main:
-        try:
-            result = call()
-        except StormoError as error:
-            failure = error
-    words = loop.world.share_json(None if failure is None else [str(failure), failure.exit_code])
-    if failure is not None:
-        raise failure
-    if words is not None:
-        there = StormoError(words[0])
-        there.exit_code = words[1]
-        raise there
-    return result
 
 
 def _read(folder: Path) -> tuple[str, Snapshot] | None:

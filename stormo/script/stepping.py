@@ -176,6 +176,7 @@ class Group:
         self.others: list[Any] = []  # schedulers and loss scalers: anything else that steps and has a state
         for module in (part for part in parts if isinstance(part, nn.Module)):
             _replace(module, "zero_grad", functools.partial(self._zero_grad, module))
+            vars(module)["__getstate__"] = MethodType(_state_without_gates, module)
         self.add(tuple(part for part in parts if not isinstance(part, nn.Module)))
 
     def add(self, parts: tuple[Any, ...]) -> None:
@@ -293,6 +294,14 @@ class Group:
             if cleared.issuperset(stepper.parameters):
                 stepper.stage = Stage.CLEAN
         return inner(*args, **kwargs)
+
+
+def _state_without_gates(module: nn.Module) -> Any:
+    """What a module is pickled and copied with: as it was before it was wrapped."""
+    state: Any = type(module).__getstate__(module)
+    if not isinstance(state, dict):
+        return state
+    return {name: value for name, value in state.items() if name not in ("zero_grad", "__getstate__")}
 
 
 def _without_gates(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -9,6 +9,7 @@ import torch
 
 from stormo.data.batches import move
 from stormo.data.reading import is_stream
+from stormo.data.streaming import read
 from stormo.data.tensors import TensorData
 from stormo.tasks.task import Task
 
@@ -28,4 +29,4 @@ def sample_batch(task: Task, num_samples: int, device: torch.device) -> Any:
 
 
 def _first(data: Any, num_samples: int) -> list[Any]:
-    return [data[index] for index in range(min(num_samples, len(data)))]
+    return read(data, list(range(min(num_samples, len(data)))))

@@ -285,6 +285,8 @@ def test_a_copy_has_the_same_ranks_and_what_is_read_from_a_file_has_none() -> No
         torch.testing.assert_close(read(x), deepcopy(alone)(x))
     assert len(sums) == 3
     assert isinstance(model[0], SyncBatchNorm)  # pickling has left it alone
+    model[0].__class__ = nn.BatchNorm2d
+    assert type(model[0]) is nn.BatchNorm2d
 
 
 @pytest.mark.parametrize("refused", ["class", "object"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset, WeightedRandomSampler
 
 from stormo.errors import SettingError
 from stormo.launch import alone
@@ -291,3 +291,31 @@ def test_a_time_major_stream_is_cut_along_its_samples(run_ranks: Ranks, tmp_path
     assert sorted(each for rank in seen for each in rank) == whole
     with pytest.raises(SettingError, match=r"batch_dim=1\) was set for a data set that is read by number, but"):
         _alone().loader(DataLoader(_numbers(), batch_size=4), batch_dim=1)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("kind", ["random", "weighted", "in order"])
+def test_loops_that_are_broken_off_draw_as_torch_does(kind: str, num_workers: int) -> None:
+    def seen(through: Any) -> list[Any]:
+        torch.manual_seed(1)
+        draws = torch.Generator().manual_seed(4)
+        sampler = WeightedRandomSampler([1.0] * NUM_SAMPLES, 30, generator=draws) if kind == "weighted" else None
+        own = DataLoader(
+            _numbers(),
+            batch_size=8,
+            shuffle=kind == "random",
+            sampler=sampler,
+            generator=draws,
+            num_workers=num_workers,
+            drop_last=True,
+        )
+        loader, found = through(own), []
+        for stop_at in (2, 99, 1, 99):
+            for number, (x,) in enumerate(loader, 1):
+                found.append(x.flatten().tolist())
+                if number == stop_at:
+                    break
+            found.append(draws.get_state().tolist())
+        return found
+
+    assert seen(lambda own: _alone().loader(own)) == seen(lambda own: own)

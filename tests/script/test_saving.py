@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from stormo.errors import SettingError, StormoError
 from stormo.launch import alone
 from stormo.script.world import World
+from stormo.world.store import PeerFailedError
 from stormo.world.world import World as Workers
 from tests.script.loops import Ranks, Weights, data, make, weights, world_of
 
@@ -250,6 +251,30 @@ def test_saving_behind_the_checkpoints_of_another_run_is_refused(tmp_path: Path)
         break
     with pytest.raises(SettingError, match=r"at step 1, but a checkpoint of step 3 is there that was not loaded"):
         world.save(tmp_path)
+
+
+class _Broken(nn.Linear):
+    """Cannot be saved on rank 0, for a reason of its own."""
+
+    fails = False
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        if self.fails:
+            raise KeyError("no such layer")
+        return super().state_dict(*args, **kwargs)
+
+
+def _fails_on_main(workers: Workers, folder: str) -> str:
+    world = world_of(workers)
+    model = world.wrap(_Broken(2, 2))
+    model.fails = workers.is_main
+    with pytest.raises(KeyError if workers.is_main else PeerFailedError) as caught:
+        world.save(folder)
+    return str(caught.value)
+
+
+def test_any_error_of_the_main_worker_reaches_all_who_wait_for_it(run_ranks: Ranks, tmp_path: Path) -> None:
+    assert all("no such layer" in said for said in run_ranks(_fails_on_main, 2, str(tmp_path)))
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:

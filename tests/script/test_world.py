@@ -647,6 +647,37 @@ def test_a_wrapped_model_can_be_copied_and_pickled(run_ranks: Ranks) -> None:
     assert run_ranks(_copies, 2) == [(True, True)] * 2
 
 
+def _stored(model: nn.Module) -> tuple[set[str], bool]:
+    """What a file of a whole model names, and whether it can be read as weights with the model's own classes."""
+    stored = io.BytesIO()
+    torch.save(model, stored)
+    named = set(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(stored.getvalue())))
+    classes: list[Any] = [Net, nn.Linear, nn.BatchNorm1d, nn.Dropout, set]
+    with torch.serialization.safe_globals(classes):
+        read = torch.load(io.BytesIO(stored.getvalue()), weights_only=True)
+    read.zero_grad()
+    return named, all(torch.equal(value, model.state_dict()[name]) for name, value in read.state_dict().items())
+
+
+def _stored_by_torch(workers: Workers) -> list[tuple[set[str], bool]]:
+    world = world_of(workers)
+    model, optimizer = make()
+    before = _stored(model)
+    world.wrap(model, optimizer)
+    world_loop(world, model, optimizer, world.loader(DataLoader(data(), batch_size=8)), 1)
+    stored = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict()], stored)
+    torch.load(io.BytesIO(stored.getvalue()), weights_only=True)
+    return [before, _stored(model)]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_wrapped_model_is_stored_as_if_it_were_not(run_ranks: Ranks, size: int) -> None:
+    for before, after in run_ranks(_stored_by_torch, size):
+        assert after == before
+        assert after[1]
+
+
 def _split_later(workers: Workers) -> str:
     world = world_of(workers)
     model, optimizer = world.wrap(*make())
