@@ -33,6 +33,7 @@ from stormo.tasks.task import Task
 # How far the rounding of a loss of each type may take it, as a share of it.
 _ROUNDING = {torch.float64: 1e-11, torch.float32: 1e-5}
 _ROUNDING_OF_HALVES = 2e-2
+_MOST_SAMPLES = 32  # that are looked at: many take time, and are more alike in their parts
 _MUCH = 0.05  # by which a loss or an output differs for another reason than rounding
 
 
@@ -79,15 +80,17 @@ def check_parts(strategy: Strategy, batch: Batch | None, num_passes: int) -> Non
 
 
 def _parts(batch: Batch) -> tuple[Any, ...] | None:
-    """A batch, the same in another order, and several times two parts of it; None where it cannot be cut."""
+    """Samples of a batch, the same in another order, and several times two parts of them; None if it cannot be cut."""
     try:
         length = batch_length(batch.data)
         if batch.is_ghost or length < 2 or length != batch.span.num_samples:
             return None
+        length = min(length, _MOST_SAMPLES)
+        data = cut(batch.data, 0, length)
         # Several, as two parts may be alike by chance: as many words a sentence, or the same share of each class.
         cuts = (max(1, length // 3), length // 2, 1)
-        pairs = ((cut(batch.data, 0, at), cut(batch.data, at, length)) for at in cuts)
-        return batch.data, rotated(batch.data, cuts[0]), *itertools.chain(*pairs)
+        pairs = ((cut(data, 0, at), cut(data, at, length)) for at in cuts)
+        return data, rotated(data, cuts[0]), *itertools.chain(*pairs)
     except SettingError:
         return None
 
