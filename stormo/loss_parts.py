@@ -1,34 +1,40 @@
 """Whether the loss of a batch follows from those of its parts, as a step of several workers or passes takes it to.
 
 The loss of a first batch is compared with those of two parts of it. A mean over tokens, a sum, or a loss of the batch
-as a whole would train to another result on every number of workers, without a word.
+as a whole would train to another result on every number of workers, without a word. How far rounding goes is seen from
+the same batch in another order, and from what the model makes of one sample in batches of different sizes.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from stormo.data.batches import batch_length, cut
+from stormo.data.batches import batch_length, cut, rotated
 from stormo.data.loaders import Batch
 from stormo.errors import SettingError, counted
 from stormo.pipeline.trial import trial
+from stormo.strategies.halves import HALVES
 from stormo.strategies.strategy import Strategy
 from stormo.tasks.measured import held_metrics
 from stormo.tasks.task import Task
 
-# How far rounding may take a loss, as a share of it.
-_TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "tf32": 5e-3}
-_HALF_TOLERANCE = 2e-2
+# How far the rounding of a loss of each type may take it, as a share of it.
+_ROUNDING = {torch.float64: 1e-11, torch.float32: 1e-5}
+_ROUNDING_OF_HALVES = 2e-2
+_MOST_SAMPLES = 32  # that are looked at: many take time, and are more alike in their parts
+_MUCH = 0.05  # by which a loss or an output differs for another reason than rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +67,7 @@ def check_parts(strategy: Strategy, batch: Batch | None, num_passes: int) -> Non
             f"{counted(num_parts, 'part')}, and another number of workers or passes gives another result."
         )
         return
-    parts = _parts(batch) if batch is not None and not _has_batch_statistics(strategy.module) else None
+    parts = None if batch is None else _parts(batch)
     can = torch.tensor([float(parts is not None)])
     # Workers of a model that is spread call it equally often: all of them look, or none.
     if strategy.is_spread and strategy.world.max(1 - can).item():
@@ -73,74 +79,133 @@ def check_parts(strategy: Strategy, batch: Batch | None, num_passes: int) -> Non
         raise _refusal(task, _Found(*first), num_parts)
 
 
-def _parts(batch: Batch) -> tuple[Any, Any, Any] | None:
-    """A batch and two unequal parts of it; None where it cannot be cut."""
+def _parts(batch: Batch) -> tuple[Any, ...] | None:
+    """Samples of a batch, the same in another order, and several times two parts of them; None if it cannot be cut."""
     try:
         length = batch_length(batch.data)
         if batch.is_ghost or length < 2 or length != batch.span.num_samples:
             return None
-        at = max(1, length // 3)
-        return batch.data, cut(batch.data, 0, at), cut(batch.data, at, length)
+        length = min(length, _MOST_SAMPLES)
+        data = cut(batch.data, 0, length)
+        # Several, as two parts may be alike by chance: as many words a sentence, or the same share of each class.
+        cuts = (max(1, length // 3), length // 2, 1)
+        pairs = ((cut(data, 0, at), cut(data, at, length)) for at in cuts)
+        return data, rotated(data, cuts[0]), *itertools.chain(*pairs)
     except SettingError:
         return None
 
 
-def _has_batch_statistics(module: nn.Module) -> bool:
-    """Whether a layer takes the statistics of its batch in a validation too."""
-    return any(
-        isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.running_mean is None for layer in module.modules()
-    )
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """One evaluation."""
+
+    num_samples: int
+    loss: float
+    count: float | None
+    rounding: float  # of a number of the loss's type
+    rows: tuple[Tensor, Tensor] | None  # the first and the last of what the model returned
 
 
-def _look(strategy: Strategy, whole: Any, first: Any, second: Any) -> _Found | None:
+def _look(strategy: Strategy, *batches: Any) -> _Found | None:
     model, task = strategy.validated, strategy.task
-    with trial([strategy.module], strategy.world.device), _task_kept(task), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with trial([strategy.module], strategy.world.device), _task_kept(task), _exact(strategy):
         model.eval()
         # All of them, also after one has failed: others may wait in the model.
-        seen = [_value(strategy, model, data) for data in (whole, whole, first, second)]
-    if any(value is None for value in seen):
+        evaluated = [_seen(strategy, model, data) for data in batches]
+    whole, again, *parts = evaluated
+    if whole is None or again is None:
         return None
-    (total, count), (again, _), (a, count_a), (b, count_b) = (value for value in seen if value is not None)
-    tolerance = _TOLERANCE.get(strategy._plan.precision, _HALF_TOLERANCE)
-    if not math.isfinite(total) or not _close(total, again, tolerance):
+    noise = abs(whole.loss - again.loss)
+    is_random = not noise <= _MUCH * max(abs(whole.loss), abs(again.loss))  # or no number
+    if is_random or (whole.count is not None and not whole.count):
         return None
-    sizes = batch_length(first), batch_length(second)
-    by = sizes if count is None else (count_a or 0.0, count_b or 0.0)
-    mean = _mean((a, b), by)
-    expected = a + b if task.loss_reduction == "sum" else mean
-    if _close(total, expected, tolerance, a, b) or (count is not None and not count):
+    for first, second in zip(parts[::2], parts[1::2], strict=True):
+        found = _compared(task, noise, whole, first, second) if first is not None and second is not None else None
+        if found is not None:
+            return found
+    return None
+
+
+def _compared(task: Task, noise: float, whole: _Seen, first: _Seen, second: _Seen) -> _Found | None:
+    losses = whole.loss, first.loss, second.loss
+    drift = _drift(whole, first, second)
+    size = max(abs(loss) for loss in losses if math.isfinite(loss))
+    slack = size * max(whole.rounding, 10 * drift) + 10 * noise + 1e-30
+    sizes = first.num_samples, second.num_samples
+    by = sizes if whole.count is None else (first.count or 0.0, second.count or 0.0)
+    off_mean, off_sum = abs(whole.loss - _mean(losses[1:], by)), abs(whole.loss - (first.loss + second.loss))
+    if drift > _MUCH or (off_sum if task.loss_reduction == "sum" else off_mean) <= slack:
         return None
     return _Found(
-        is_sum=_close(total, a + b, tolerance, a, b),
-        is_mean=_close(total, mean, tolerance, a, b),
-        is_counted=count is not None,
-        losses=(total, a, b),
+        is_sum=off_sum <= slack,
+        is_mean=off_mean <= slack,
+        is_counted=whole.count is not None,
+        losses=losses,
         num_samples=sizes,
     )
 
 
-def _mean(losses: tuple[float, float], weights: tuple[float, float]) -> float:
+def _drift(whole: _Seen, first: _Seen, second: _Seen) -> float:
+    """By how much the model's outputs of a sample depend on the batch that it is in, where they can be seen."""
+    if whole.rows is None or first.rows is None or second.rows is None:
+        return 0.0
+    size = max(float(row.abs().max()) for row in whole.rows)
+    pairs = ((whole.rows[0], first.rows[0]), (whole.rows[1], second.rows[1]))
+    if not size or any(a.shape != b.shape for a, b in pairs):
+        return 0.0
+    return max(float((a - b).abs().max()) for a, b in pairs) / size
+
+
+def _mean(losses: Sequence[float], weights: Sequence[float]) -> float:
     pairs = [(loss, weight) for loss, weight in zip(losses, weights, strict=True) if weight]
     return sum(loss * weight for loss, weight in pairs) / (sum(weights) or 1.0)
 
 
-def _close(value: float, other: float, tolerance: float, *beside: float) -> bool:
-    size = max(abs(number) for number in (value, other, *beside) if math.isfinite(number))
-    return abs(value - other) <= tolerance * size + 1e-30
+@contextmanager
+def _exact(strategy: Strategy) -> Iterator[None]:
+    """Compute in the format of the weights, which shows more than one of 16 bits, and without compiling anything."""
+    matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    formats = matmul.fp32_precision, conv.fp32_precision
+    with warnings.catch_warnings(), ExitStack() as stack:
+        warnings.simplefilter("ignore")
+        if strategy._plan.compile:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        is_gathered_in_half = strategy._plan.layout.zero == 3 and strategy._plan.precision in HALVES
+        if is_gathered_in_half:
+            stack.enter_context(strategy.autocast())
+        matmul.fp32_precision = conv.fp32_precision = "ieee"
+        try:
+            yield
+        finally:
+            matmul.fp32_precision, conv.fp32_precision = formats
 
 
-def _value(strategy: Strategy, model: nn.Module, data: Any) -> tuple[float, float | None] | None:
-    """The loss and its count; None where there is none to be had."""
+def _seen(strategy: Strategy, model: nn.Module, data: Any) -> _Seen | None:
+    """The loss of a batch; None where there is none to be had."""
+    outputs: list[Any] = []
+    hook = model.register_forward_hook(lambda module, inputs, output: outputs.append(output))
     try:
-        with torch.no_grad(), strategy.autocast():
+        with torch.no_grad():
             returned: Any = strategy.task.loss(model, data)
-        if isinstance(returned, tuple):
-            loss, count = returned
-            return float(loss), float(count)
-        return float(returned), None
+        loss, count = returned if isinstance(returned, tuple) else (returned, None)
+        return _Seen(
+            num_samples=batch_length(data),
+            loss=float(loss),
+            count=None if count is None else float(count),
+            rounding=_ROUNDING.get(loss.dtype, _ROUNDING_OF_HALVES),
+            rows=_rows(outputs, batch_length(data)),
+        )
     except Exception:
         return None  # a task may take whole batches only, or give no loss in a validation
+    finally:
+        hook.remove()
+
+
+def _rows(outputs: list[Any], length: int) -> tuple[Tensor, Tensor] | None:
+    for leaf in tree_leaves(outputs):
+        if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == length and leaf.is_floating_point():
+            return leaf[0].double(), leaf[-1].double()
+    return None
 
 
 @contextmanager

@@ -133,8 +133,8 @@ class Validation:
         return self._is_stream
 
     def start(self) -> Any:
-        """The first batch of a stream, on every worker."""
-        _, data = next(iter(self._batches))
+        """The first batch of a stream, on every worker; None where it has none."""
+        _, data = next(iter(self._batches), (0, None))
         return answered(data)
 
     def _turns(self) -> Iterator[_Turn | None]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 from stormo import loop
 from stormo.keeper import NoKeeper
@@ -26,6 +27,8 @@ from stormo.world.world import World
 from tests.test_keeper import Desk
 from tests.tiny_run import Parts, build
 from tests.tiny_task import Tiny
+
+Ranks = Callable[..., list[Any]]
 
 
 @dataclass
@@ -235,6 +238,69 @@ def test_the_first_record_after_a_resume_tells_nothing_of_the_steps_before_it(mo
     train(run.training)
     first, _, *losses, _ = [mean([one]) for one in heard(run)]
     assert [record.loss for record in run.of(StepDone)] == pytest.approx([first, *losses])
+
+
+class Steady(Tiny):
+    """Some classes count, in a mean that is weighed by them; without batch norm and dropout."""
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(replace(options, norm=False, dropout=0.0))
+
+    def loss(self, model: torch.nn.Module, batch: Any) -> Any:
+        x, y = batch
+        return cross_entropy(model(x), y, ignore_index=0), (y != 0).sum()
+
+
+class SteadyMean(Steady):
+    """The mean over samples."""
+
+    def loss(self, model: torch.nn.Module, batch: Any) -> Any:
+        x, y = batch
+        return cross_entropy(model(x), y)
+
+
+class SteadySum(SteadyMean):
+    """The sum over samples, which is told as their mean."""
+
+    loss_reduction = "sum"
+
+    def loss(self, model: torch.nn.Module, batch: Any) -> Any:
+        x, y = batch
+        return cross_entropy(model(x), y, reduction="sum")
+
+
+def _told(world: World, task: type[Task], flags: dict[str, Any]) -> tuple[list[float], list[float]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "_SECONDS_BETWEEN_RECORDS", -1.0)
+        run = prepare(world=world, task_class=task, precision="fp64", base_lr=0.001, **flags)
+        train(run.training)
+    return [record.loss for record in run.of(StepDone)], [record.train_loss for record in run.of(EpochDone)]
+
+
+@pytest.mark.parametrize("task", [Steady, SteadyMean, SteadySum])
+def test_the_losses_that_are_told_are_those_of_all_workers(run_ranks: Ranks, task: type[Task]) -> None:
+    (expected,) = run_ranks(_told, 1, task, {})
+    for size, flags in ((3, {}), (2, {"accumulate": 2, "on_divergence": "ignore"})):
+        steps, epochs = run_ranks(_told, size, task, flags)[0]  # whose main worker has a few of the samples
+        assert steps == pytest.approx(expected[0], rel=1e-12)
+        assert epochs == pytest.approx(expected[1], rel=1e-12)
+
+
+def test_the_loss_of_an_epoch_is_a_mean_over_items_and_goes_on_over_a_stop() -> None:
+    """The mean of the steps' losses is another one where their items differ."""
+
+    def on_step(run: Run, step: int) -> None:
+        run.flag.signal_number = signal.SIGTERM if step == 1 else 0
+
+    whole, stopped = prepare(task_class=Steady, epochs=1), prepare(task_class=Steady, epochs=1, on_step=on_step)
+    train(whole.training)
+    assert train(stopped.training).stopped_by == "signal"
+    stopped.flag.signal_number = 0
+    train(stopped.training)
+    assert stopped.of(EpochDone)[0].train_loss == whole.of(EpochDone)[0].train_loss
+    labels = whole.parts.task.datasets()[0].tensors[1]  # type: ignore[attr-defined]
+    assert float(whole.parts.state.num_items) == 0  # of the next epoch
+    assert 0 < int((labels != 0).sum()) < len(labels)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
 from stormo.launch import alone
@@ -127,3 +128,75 @@ def test_a_caller_that_gives_up_between_rounds_gets_the_model_back_in_training_m
     assert not model.training
     rounds.close()  # type: ignore[attr-defined]
     assert model.training
+
+
+class Masked(Tiny):
+    """Means over samples of one class, which many batches have none of."""
+
+    def metrics(self, model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        each, mask = cross_entropy(model(x), y, reduction="none"), y == 2
+        count = mask.sum()
+        return {
+            "loss": cross_entropy(model(x), y, reduction="sum"),
+            "masked": ((each * mask).sum() / count, count),
+            "by number": (float((each * mask).sum() / max(int(count), 1)), int(count)),
+            "never": (torch.tensor(math.nan), 0),
+        }
+
+
+def _masked(world: World) -> dict[str, float]:
+    task = Masked(TinyOptions(num_validation=50))
+    torch.manual_seed(0)
+    found = list(Validation(task, task.validation_data(), 3, world).run(task.model(), nullcontext))[-1]
+    assert found is not None
+    return found
+
+
+def test_a_mean_with_its_count_is_that_over_all_items_on_any_number_of_ranks(run_ranks: Ranks) -> None:
+    (expected,) = run_ranks(_masked, 1)
+    task = Masked(TinyOptions(num_validation=50))
+    torch.manual_seed(0)
+    model, (x, y) = task.model().eval(), task.validation_data().tensors
+    with torch.no_grad():
+        each = cross_entropy(model(x), y, reduction="none")
+    assert list(expected) == ["by number", "loss", "masked", "never"]
+    assert expected["loss"] == pytest.approx(float(each.mean()), rel=1e-6)
+    assert expected["masked"] == pytest.approx(float(each[y == 2].mean()), rel=1e-6)
+    assert expected["by number"] == pytest.approx(expected["masked"], rel=1e-6)
+    assert math.isnan(expected["never"])  # there was no item at all
+    for result in run_ranks(_masked, 3):
+        assert {name: result[name] for name in ("loss", "masked", "by number")} == {
+            name: expected[name] for name in ("loss", "masked", "by number")
+        }
+
+
+class CountedLoss(LossOnly):
+    """Its loss is a mean over samples of some classes."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        return cross_entropy(model(x), y, ignore_index=0), (y != 0).sum()
+
+
+class SummedLoss(LossOnly):
+    """Its loss is a sum."""
+
+    loss_reduction = "sum"
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        return cross_entropy(model(x), y, reduction="sum")
+
+
+@pytest.mark.parametrize("kind", [CountedLoss, SummedLoss])
+def test_a_task_without_metrics_reports_the_mean_of_whatever_its_loss_is(kind: type[Tiny]) -> None:
+    task = kind(TinyOptions(num_validation=50))
+    torch.manual_seed(0)
+    model, (x, y) = task.model().eval(), task.validation_data().tensors
+    (*_, found) = Validation(task, task.validation_data(), 16, World(alone(), torch.device("cpu"))).run(
+        model, nullcontext
+    )
+    with torch.no_grad():
+        expected = cross_entropy(model(x), y, ignore_index=0 if kind is CountedLoss else -100)
+    assert found == {"loss": pytest.approx(float(expected), rel=1e-6)}

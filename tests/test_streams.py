@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,9 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from stormo import options
-from stormo.data.order import derive_seed
+from stormo.data.iterables import IterableLoader
+from stormo.data.loaders import Share
+from stormo.data.order import derive_seed, epoch_order
 from stormo.errors import SettingError
 from stormo.launch import alone
 from stormo.layout import resolve_layout
@@ -23,10 +28,10 @@ from stormo.plan import resolve
 from stormo.progress import Progress
 from stormo.state import RunState
 from stormo.strategies.table import strategy_class
-from stormo.worker import make_batch, make_loader
+from stormo.worker import _require_same_streams, make_batch, make_loader
 from stormo.world.world import World
 from tests import programs
-from tests.stream_task import Streamed, StreamOptions
+from tests.stream_task import InOrder, Streamed, StreamOptions
 from tests.tiny_run import Parts, arrays, assert_same_bits, steps, whole_state
 
 Ranks = Callable[..., list[Any]]
@@ -229,3 +234,66 @@ def test_a_stream_trains_by_the_command_with_an_optimizer_and_metrics_of_its_own
     events = [json.loads(line) for line in (tmp_path / "runs/whole/events.jsonl").read_text().splitlines()]
     rates = [event["learning_rate"] for event in events if "train_loss" in event]
     assert rates == [0.008, 0.008]  # the first group's, for two workers
+
+
+class _Sharded(InOrder):
+    """Every worker reads a part of its own."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(super().__iter__(), dist.get_rank(), None, dist.get_world_size())
+
+
+class _Unseeded(InOrder):
+    """Draws an order that nobody can know."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(sorted(super().__iter__(), key=lambda one: secrets.randbelow(2**30)))
+
+
+class _Reading(Streamed):
+    """Reads training or validation data by one of these."""
+
+    train: Any = InOrder
+    validation: Any = InOrder
+
+    def train_data(self) -> Any:
+        return self.train(24, shuffled=True)
+
+    def validation_data(self) -> Any:
+        return self.validation(24, shuffled=False)
+
+
+class _ShardsTraining(_Reading):
+    train = _Sharded
+
+
+class _ShardsValidation(_Reading):
+    validation = _Sharded
+
+
+class _Shuffles(_Reading):
+    train = _Unseeded
+
+
+def _same_streams(world: World, kind: type[Streamed]) -> str:
+    task = kind(StreamOptions())
+    share = Share(global_batch_size=8, accumulate=1, worker=world.data.rank, num_workers=world.data.size)
+    how = (share, 0, task.num_draws, task.augment, world.device, 0, task.collate)
+    loader = IterableLoader(task.train_data(), 24, *how)
+    validation = Validation(task, task.validation_data(), 8, world, make_batch=task.collate)
+    try:
+        _require_same_streams(task, world, loader, validation)
+    except SettingError as error:
+        return str(error)
+    # It is read from its beginning afterwards.
+    first = next(loader.epoch(1)).data["points"]["index"].tolist()
+    expected = epoch_order(24, 0, 1)[:8].tolist()
+    return "" if kind is _Shuffles or first == expected[4 * world.rank :][:4] else f"read {first}"
+
+
+def test_a_stream_of_which_every_worker_reads_another_part_is_refused_by_all(run_ranks: Ranks) -> None:
+    for kind, method in ((_ShardsTraining, "train_data"), (_ShardsValidation, "validation_data")):
+        results = run_ranks(_same_streams, 2, kind)
+        assert all(f"{method}() gave a stream" in result and "rank" in result for result in results)
+    for kind in (_Reading, _Shuffles):
+        assert run_ranks(_same_streams, 2, kind) == ["", ""]

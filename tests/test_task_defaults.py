@@ -105,3 +105,8 @@ def test_a_resume_keeps_those_of_its_day(tmp_path: Path, monkeypatch: pytest.Mon
     assert (resumed.optimizer.optimizer, resumed.stop.epochs, resumed.optimizer.base_lr) == ("adamw", 7, 0.5)
     assert resumed.optimizer.clip_norm is None  # it was not clipped before
     assert read_settings(["--resume", "one", "--epochs", "8"])[0].stop.epochs == 8
+
+
+def test_only_the_reference_job_ends_at_an_accuracy_by_itself(tmp_path: Path) -> None:
+    assert read_settings(["fashion-mnist"])[0].stop.target_accuracy == 0.85
+    assert read_settings([_task(tmp_path, "Long", {})])[0].stop.target_accuracy is None

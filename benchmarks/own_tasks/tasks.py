@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import os
 import socket
@@ -11,8 +10,9 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from benchmarks.command import relative_difference
+from benchmarks.command import largest, relative_difference
 from benchmarks.own_tasks.outcome import Outcome
 
 LIMIT = 1e-10
@@ -95,21 +95,18 @@ def _judge(case: Case, folder: Path) -> Outcome:
     differences = [0.0]
     ends = [*([alone] if case.also_alone else []), *(_start(case, folder, *start) for start in case.starts)]
     for ended in ends:
-        if case.words:
-            if ended.code != 2 or not all(word in ended.said for word in case.words):
-                return _wrong(case, ended)
-        elif ended.code or case.says not in ended.said:
+        words = case.words or (case.says,)
+        if ended.code != (2 if case.words else 0) or not all(word in ended.said for word in words):
             return _wrong(case, ended)
-        else:
+        if not case.words:
             differences.append(_difference(ended.folder, alone.folder))
     if case.words:
         return Outcome(case.task, "refused", ends[-1].last_line)
     if case.says:
-        return Outcome(case.task, "refused", f"differs by {max(differences):.1e}, and the run says so")
-    starts = ", ".join(ended.start for ended in ends)
-    if math.isnan(max(differences)) or max(differences) > LIMIT:
-        return Outcome(case.task, "silent", f"differs by {max(differences):.1e} on {starts}")
-    return Outcome(case.task, "equal", f"{max(differences):.1e} on {starts}")
+        return Outcome(case.task, "refused", f"differs by {largest(differences):.1e}, and the run says so")
+    most = largest(differences)
+    verdict: Literal["equal", "silent"] = "equal" if most <= LIMIT else "silent"
+    return Outcome(case.task, verdict, f"differs by {most:.1e} on {', '.join(ended.start for ended in ends)}")
 
 
 def _wrong(case: Case, ended: Ended) -> Outcome:

@@ -1,5 +1,7 @@
 """Tasks as users write them: each trains in a second, and most have a trap that only several workers step into."""
 
+# ruff: noqa: D102
+
 from __future__ import annotations
 
 import os
@@ -94,8 +96,9 @@ class MaskedMean(_Pictures):
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         x, y, mask = batch
-        each = binary_cross_entropy_with_logits(model(x), y, reduction="none")
-        return (each * mask).sum() / mask.sum().clamp(min=1)
+        each = binary_cross_entropy_with_logits(model(x), y, reduction="none") * mask
+        mean: Tensor = each.sum() / mask.sum().clamp(min=1)
+        return mean
 
 
 class MaskedCount(_Pictures):
@@ -112,8 +115,9 @@ class BatchDice(_Pictures):
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         x, y, _ = batch
-        found = model(x).sigmoid()
-        return 1 - 2 * (found * y).sum() / (found + y).sum()
+        found: Tensor = model(x).sigmoid()
+        loss: Tensor = 1 - 2 * (found * y).sum() / (found + y).sum()
+        return loss
 
 
 class LocalDice(BatchDice):
@@ -126,9 +130,7 @@ class BatchNorm(_Pictures):
     """Batch norm; the last batch has one sample."""
 
     def model(self) -> nn.Module:
-        return nn.Sequential(
-            nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 1, 3, padding=1)
-        )
+        return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 1, 3, padding=1))
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         x, y, _ = batch
@@ -138,7 +140,7 @@ class BatchNorm(_Pictures):
 class _Points(stormo.Task):
     """Points of three classes."""
 
-    def model(self) -> nn.Module:
+    def model(self) -> Any:
         return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
 
     def train_data(self) -> Any:
@@ -183,7 +185,7 @@ class _Expert(nn.Module):
 
     def forward(self, x: Tensor, is_third: Tensor) -> Tensor:
         inner = self.body(x).tanh()
-        found = self.head(inner)
+        found: Tensor = self.head(inner)
         if is_third.any():
             found = found + torch.where(is_third[:, None], self.expert(inner), 0.0)
         return found
@@ -205,7 +207,7 @@ class Unused(_Points):
 class Frozen(_Points):
     """The first layer is not trained."""
 
-    def model(self) -> nn.Module:
+    def model(self) -> Any:
         model = super().model()
         model[0].requires_grad_(False)
         return model
@@ -214,7 +216,7 @@ class Frozen(_Points):
 class OwnOptimizer(_Points):
     """Two groups with rates of their own."""
 
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+    def optimizer(self, model: Any) -> torch.optim.Optimizer:
         groups = [{"params": model[0].parameters(), "lr": 0.002}, {"params": model[2:].parameters(), "lr": 0.01}]
         return torch.optim.AdamW(groups)
 

@@ -124,6 +124,13 @@ def repeat_rows(batch: Any, num_rows: int) -> Any:
     return _cut(batch, [row % length for row in range(num_rows)], _ROOT)
 
 
+def rotated(batch: Any, start: int) -> Any:
+    """The rows of a batch from one to the last, and then those before it."""
+    _check_rows(batch)
+    length = batch_length(batch)
+    return _cut(batch, [*range(start, length), *range(start)], _ROOT)
+
+
 def _check_rows(batch: Any) -> None:
     lengths = list(_lengths(batch, _ROOT))
     for place, length in lengths[1:]:

@@ -62,7 +62,7 @@ def _loss(histories: Sequence[History]) -> Panel:
     return Panel(
         id="loss",
         title="Loss",
-        about="Training loss since the point before, of the main worker's samples; validation loss of each epoch. "
+        about="Training loss since the point before, over all workers; validation loss of each epoch. "
         "A run too short for such points has its training loss of each epoch.",
         charts=[chart],
     )

@@ -30,7 +30,7 @@ METRICS: dict[str, Metric] = {
     "stormo_samples_total": Metric("counter", "Samples trained on; those computed again after a rollback count again."),
     "stormo_samples_per_second": Metric("gauge", "Samples a second over all workers, over the last steps."),
     "stormo_units_per_second": Metric("gauge", "Speed in what the task counts: images, tokens, ...", ("unit",)),
-    "stormo_loss": Metric("gauge", "Mean training loss of the main worker's samples over the last steps."),
+    "stormo_loss": Metric("gauge", "Mean training loss of the last steps, over all workers."),
     "stormo_learning_rate": Metric("gauge", "Learning rate of the last step."),
     "stormo_global_batch_size": Metric("gauge", "Samples a step, over all workers."),
     "stormo_mfu_ratio": Metric("gauge", "Share of the devices' published peak that the model uses."),

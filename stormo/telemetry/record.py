@@ -34,7 +34,7 @@ class StepDone:
     step: int  # optimizer steps since the start of the run
     step_in_epoch: int
     samples_seen: int  # over all workers, since the start of the run
-    loss: float  # the mean over the main worker's samples of these steps
+    loss: float  # the mean over all workers' samples of the steps that they have told of since the record before
     learning_rate: float  # of the last of them
     samples_per_s: float
     units_per_s: float

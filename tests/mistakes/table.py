@@ -119,6 +119,15 @@ IN_THE_CLASS = [
         ),
     ),
     Mistake(
+        name="a `loss_reduction` that is none",
+        change=(_CLASS, _CLASS + '    loss_reduction = "median"\n\n'),
+        before_workers=True,
+        says=(
+            "Net.loss_reduction is 'median', but it says what loss() is over the samples of a batch; "
+            'set it to "mean", "sum" or "local".'
+        ),
+    ),
+    Mistake(
         name="a class that is no `stormo.Task`",
         change=("(stormo.Task)", ""),
         before_workers=True,

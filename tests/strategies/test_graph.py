@@ -379,6 +379,39 @@ def test_replayed_training_is_the_eager_one_to_the_last_bit(flags: dict[str, Any
     assert_same_bits(*states)
 
 
+class CountedImages(Images):
+    """The mean over the images of some classes, with their number; it is 0/0 where there are none."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        images, labels = batch
+        mask = labels == 3
+        each = cross_entropy(model(images).float(), labels, reduction="none")
+        return (each * mask).sum() / mask.sum(), mask.sum()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_losses_with_counts_are_replayed_as_they_are_computed_without_waiting(precision: str) -> None:
+    states = []
+    for is_graph in (True, False):
+        parts = build_on_gpu(CountedImages, graph=is_graph, precision=precision)
+        parts.strategy.warm_up(parts.loader)
+        assert (parts.strategy._graph is not None) is is_graph
+        _steps(parts, 20)
+        states.append(_state(parts))
+        batch = next(parts.loader.epoch(1))
+        if precision == "bf16":  # the loss scale is read on the host
+            torch.cuda.set_sync_debug_mode(2)
+            try:
+                part = parts.strategy.forward_backward(batch)
+                parts.strategy.step(0.0)
+                parts.state.add_loss(part, batch.span.step_samples)
+            finally:
+                torch.cuda.set_sync_debug_mode(0)
+    assert_same_bits(*states)
+
+
 @pytest.mark.gpu
 def test_full_batches_are_replayed_and_the_short_one_is_not() -> None:
     parts = build_on_gpu()
