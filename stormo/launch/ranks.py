@@ -86,7 +86,7 @@ class RanksLifeline:
         place = self._place
         hello = Hello(member=place.rank, num_members=place.world_size, host=place.host, digest=digest, options=options)
         if place.is_main:
-            number = listening_address(place.master_addr, all_on_this_host=place.all_on_this_host)
+            number = listening_address(place.master_addr, all_on_this_host=place.all_on_this_host, peer=place.peer)
             listener = listen(number, 0, backlog=_BACKLOG)
             token = secrets.token_hex(16)  # only those who can read the caller's store are let in
             server = Server(listener, replace(hello, token=token), timing=timing, noun="rank")

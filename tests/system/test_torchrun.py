@@ -15,7 +15,7 @@ def test_a_worker_on_each_of_two_hosts_train_to_the_same_bits_as_two_local_ones(
 ) -> None:
     jobs = []
     for node_rank, host in enumerate(hosts):
-        nodes = ("--nnodes", "2", "--node-rank", str(node_rank), "--master-addr", "10.99.0.1", "--master-port", "29500")
+        nodes = ("--nnodes", "2", "--node-rank", str(node_rank), "--master-addr", "n1", "--master-port", "29500")
         command = (*TORCHRUN, "--nproc-per-node", "1", *nodes, "-m", "stormo", "train", *train.arguments())
         jobs.append(host.start(*command))
     assert [job.wait() for job in jobs] == [0, 0], "".join(job.err for job in jobs)
