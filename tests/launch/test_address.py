@@ -26,7 +26,8 @@ def test_a_host_name_that_leads_to_loopback_gives_the_address_others_can_reach(
     """Debian maps a machine's own name to 127.0.1.1, where no other machine could come in."""
     routes: dict[str, str | None] = {"10.0.0.9": "10.0.0.5", "192.0.2.1": "192.168.1.5"}
     own = {"lo": ["127.0.0.1"], "eth0": ["192.168.1.5"], "ib0": ["10.0.0.5"]}
-    monkeypatch.setattr(address, "resolve", lambda name: {"n2": ["10.0.0.9"]}.get(name, ["127.0.1.1", "::ffff:127.0.1.1"]))
+    names = {"n1": ["127.0.1.1", "::ffff:127.0.1.1"], "n2": ["10.0.0.9"]}
+    monkeypatch.setattr(address, "resolve", lambda name: names[name])
     monkeypatch.setattr(address, "address_towards", routes.get)
     monkeypatch.setattr(address, "_addresses_of", lambda name: own[name])
     monkeypatch.setattr(address.socket, "if_nameindex", lambda: list(enumerate(own)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from tests.system.hosts import Host
@@ -28,4 +29,5 @@ def test_a_worker_that_raises_ends_the_job_and_is_named_first(hosts: tuple[Host,
     job.wait_for("Epoch = 1:")
     assert job.wait(ENDS_WITHIN_S) == 1
     assert job.first_line == "stormo: rank 1 on host n1 failed: ValueError: boom"
+    assert re.search(r"Root Cause.*?rank +: 1 .*?failed: ValueError: boom", job.err, re.DOTALL)
     assert 'raise ValueError("boom")' in job.err
