@@ -169,12 +169,10 @@ def _work(config: TrainConfig, layout: Layout, task: Task, place: Place) -> int:
         if not isinstance(error, StormoError):
             note_method(error, task)
         if lifeline is None or not lifeline.shows_failures:
-            note_failure(os.environ, error)
+            note_failure(os.environ, f"{type(error).__name__}: {error}")
             raise error from None if error is not raised else raised.__cause__
         from stormo.world.store import is_secondary
 
-        if not is_secondary(error):
-            note_failure(os.environ, error)
         lifeline.report_failure(error, secondary=is_secondary(error))
         return error.exit_code if isinstance(error, StormoError) else EXIT_FAILURE
     lifeline.close()

@@ -49,7 +49,7 @@ def own_address(place: Place, environ: Mapping[str, str] | None = None) -> str:
         return LOOPBACK
     environ = os.environ if environ is None else environ
     named = environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
-    interface = named or interface_towards(place.master_addr)
+    interface = named or interface_towards(place.master_addr, place.peer)
     if interface is None:
         return resolve(place.host)[0]  # as Gloo itself would
     found = psutil.net_if_addrs().get(interface, [])

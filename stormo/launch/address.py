@@ -19,8 +19,11 @@ _SIOCGIFADDR = 0x8915
 _SOMEWHERE_ELSE = "192.0.2.1"  # reserved for documentation
 
 
-def listening_address(master_addr: str, *, all_on_this_host: bool) -> str:
-    """The numeric address of this machine under which the others find it; loopback when there are no others."""
+def listening_address(master_addr: str, *, all_on_this_host: bool, peer: str = "") -> str:
+    """The numeric address of this machine under which the others find it; loopback when there are no others.
+
+    `peer` names one of the others, where one is known: the address by which this machine reaches it is the right one.
+    """
     if all_on_this_host:
         return LOOPBACK
     numbers = resolve(master_addr)
@@ -30,13 +33,13 @@ def listening_address(master_addr: str, *, all_on_this_host: bool) -> str:
             "it stands for all addresses of a machine and stormo listens on one only",
             "set the name or the address under which the other nodes reach node 0",
         )
-    reachable = [number for number in numbers if not ipaddress.ip_address(number).is_loopback]
+    reachable = [number for number in numbers if not is_loopback(number)]
     if reachable:
         return reachable[0]
     if master_addr in numbers or master_addr == "localhost":
         return numbers[0]  # asked for by its number: several nodes on one machine
     # Many systems map their own host name to 127.0.1.1, where no other machine could come in.
-    return _address_towards_others() or numbers[0]
+    return _address_towards_others(master_addr, peer) or numbers[0]
 
 
 def resolve(name: str) -> list[str]:
@@ -54,7 +57,9 @@ def resolve(name: str) -> list[str]:
 
 def is_loopback(number: str) -> bool:
     """Whether only this machine can reach the numeric address."""
-    return ipaddress.ip_address(number).is_loopback
+    address = ipaddress.ip_address(number)
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
 
 
 def listen(number: str, port: int, *, backlog: int = 128) -> socket.socket:
@@ -109,9 +114,23 @@ def _free_port(number: str) -> int:
     return 29_500
 
 
-def _address_towards_others() -> str | None:
-    number = address_towards(_SOMEWHERE_ELSE)
-    return None if number is None or is_loopback(number) else number
+def _address_towards_others(master_addr: str, peer: str) -> str | None:
+    """By the route to another host, or else the default one, or else the only network; None where there is none."""
+    with contextlib.suppress(SettingError):
+        for number in (*(resolve(peer) if peer else ()), _SOMEWHERE_ELSE):
+            own = address_towards(number)
+            if own is not None and not is_loopback(own):
+                return own
+    found = [number for _, name in socket.if_nameindex() for number in _addresses_of(name) if ":" not in number]
+    networks = [number for number in found if not is_loopback(number)]
+    if len(networks) > 1:
+        raise SettingError(
+            f"--master-addr {master_addr} was set",
+            f"on host {host_name()} it leads to a loopback address, and the others may come to any of "
+            + ", ".join(networks),
+            "set it to the one under which they reach this host",
+        )
+    return networks[0] if networks else None
 
 
 def address_towards(number: str) -> str | None:
@@ -124,9 +143,9 @@ def address_towards(number: str) -> str | None:
     return None
 
 
-def interface_towards(name: str) -> str | None:
-    """The network interface by which this machine reaches a host; None where that cannot be told."""
-    own = address_towards(resolve(name)[0])
+def interface_towards(master_addr: str, peer: str = "") -> str | None:
+    """The network interface by which this machine reaches the others; None where that cannot be told."""
+    own = address_towards(listening_address(master_addr, all_on_this_host=False, peer=peer))
     return next((interface for _, interface in socket.if_nameindex() if own in _addresses_of(interface)), None)
 
 

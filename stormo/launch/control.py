@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from stormo.errors import SettingError, StormoError, counted
-from stormo.launch.failure import Failure, printable
+from stormo.launch.failure import OUT_OF_MEMORY, Failure, printable
 from stormo.launch.link import Link
 
 PROTOCOL = 1
@@ -174,7 +174,7 @@ class Peer:
         if self.link.fault:
             return f"broke the control channel: {self.link.fault}"
         if self.link.closed:
-            return "ended without a word (it was killed, or crashed)"
+            return f"was killed, or ended without a message; {OUT_OF_MEMORY}"
         if now - self.heard_at > timing.stalled_after_s:
             return f"is lost: no heartbeat for {timing.stalled_after_s:g} s"
         return None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from stormo.errors import SettingError, counted
-from stormo.launch import local, mpi, slurm, torchrun
+from stormo.launch import env, local, mpi, slurm, torchrun
 from stormo.launch.place import Place
 
 
@@ -61,6 +61,15 @@ LAUNCHERS: Mapping[str, Launcher] = {
         set_local_size="--ntasks-per-node {}",
         set_num_nodes="--nodes {}",
         names_master=False,
+    ),
+    "env": Launcher(  # last: the others may set the same variables beside their own
+        detect=env.detect,
+        place=env.place,
+        command="the launcher that set RANK",
+        worker="rank",
+        set_local_size="LOCAL_WORLD_SIZE={}",
+        set_num_nodes="{} hosts",
+        names_master=True,
     ),
 }
 

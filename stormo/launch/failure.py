@@ -18,7 +18,7 @@ from stormo.launch.peer_loss import PeerLoss, peer_loss
 MAX_DETAILS_CHARACTERS = 24_000
 _MAX_SENTENCE_CHARACTERS = 4_000
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-_OUT_OF_MEMORY = "The kernel's out-of-memory killer may have done this; dmesg would say so.\n"
+OUT_OF_MEMORY = "the kernel's out-of-memory killer may have done this; dmesg would say so"
 ORDERLY_EXIT_CODES = (0, EXIT_DIVERGED, EXIT_RESUMABLE, EXIT_INTERRUPTED)
 _EXIT_CODES = (EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_RESUMABLE)
 _KINDS = ("exception", "setting", "signal", "exit", "early", "silent", "gone", "stopped")
@@ -129,7 +129,7 @@ def of_signal(number: int, *, rank: int, host: str) -> Failure:
         who=f"rank {rank}",
         host=host,
         what=f"was killed by {signal_name(number)} (signal {number})",
-        details=_OUT_OF_MEMORY if number == signal.SIGKILL else "",
+        details=f"{OUT_OF_MEMORY.capitalize()}.\n" if number == signal.SIGKILL else "",
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from stormo.errors import SettingError, counted
 from stormo.launch.place import DEFAULT_MASTER_PORT, Place, derived_port, host_name, read_int
+from stormo.launch.slurm import is_step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,27 +30,38 @@ FAMILIES: Mapping[str, Variables] = {
         local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
         local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    # srun's PMI plugins set PMI_RANK too, but not the local pair: such a task is read as Slurm's.
+    # srun's PMI plugins set PMI_RANK too, and one for Cray PALS_RANKID, but not the local size: that task is Slurm's.
     "Hydra": Variables(rank="PMI_RANK", size="PMI_SIZE", local_rank="MPI_LOCALRANKID", local_size="MPI_LOCALNRANKS"),
+    # The mpiexec of HPE Cray systems; it says how many ranks there are only where it serves Cray's PMI.
+    "PALS": Variables(
+        rank="PALS_RANKID", size="PMI_SIZE", local_rank="PALS_LOCAL_RANKID", local_size="PALS_LOCAL_SIZE"
+    ),
 }
+_PALS = FAMILIES["PALS"]
+# What PALS may leave out, and where else it may be found; the last is the user's.
+_LEFT_OUT = {"PMI_SIZE": ("WORLD_SIZE",), "PALS_LOCAL_SIZE": ("PMI_LOCAL_SIZE", "LOCAL_WORLD_SIZE")}
 
 # Set alike on every rank of a job and different between jobs; the first one present gives the port.
-_JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+_JOB_NAMES = ("PALS_APID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 
 
 def detect(environ: Mapping[str, str]) -> bool:
     """Whether mpirun started this process as one of several; `mpirun -n 1` is no launch of many."""
+    environ = _completed(environ)
     family = _family(environ)
     return family is not None and environ[family.size] != "1"
 
 
 def place(environ: Mapping[str, str]) -> Place:
     """Who this process is, according to mpirun; MASTER_ADDR and MASTER_PORT are the user's."""
+    environ = _completed(environ)
     family = _family(environ)
     assert family is not None, "place() is for environments that detect() accepts"
     rank, world_size = read_int(environ, family.rank), read_int(environ, family.size)
     local_rank, local_size = read_int(environ, family.local_rank), read_int(environ, family.local_size)
     num_nodes, node_id = _node(rank, world_size, local_rank, local_size)
+    if family is _PALS and "PALS_NODEID" in environ:
+        node_id = read_int(environ, "PALS_NODEID")
     return Place(
         launcher="mpi",
         rank=rank,
@@ -62,6 +74,22 @@ def place(environ: Mapping[str, str]) -> Place:
         master_port=read_int(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else _port(environ),
         host=host_name(),
     )
+
+
+def _completed(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """The variables of PALS with what it leaves out, where the user says it; any others as they are."""
+    if _PALS.rank not in environ or is_step(environ) or any(name.startswith("OMPI_COMM_WORLD_") for name in environ):
+        return environ
+    more = {}
+    for name, others in _LEFT_OUT.items():
+        more[name] = next((environ[other] for other in (name, *others) if environ.get(other)), "")
+        if not more[name]:
+            raise SettingError(
+                f"mpiexec (PALS) started this process as rank {environ[_PALS.rank]}",
+                f"{name} is not set, which would tell how many ranks there are",
+                f"set {others[-1]} for all ranks, as in mpiexec --env {others[-1]}=8",
+            )
+    return {**environ, **more}
 
 
 def _family(environ: Mapping[str, str]) -> Variables | None:

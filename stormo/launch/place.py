@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from stormo.errors import SettingError, counted
 
-LAUNCHERS = ("local", "torchrun", "slurm", "mpi", "alone")
+LAUNCHERS = ("local", "torchrun", "slurm", "mpi", "env", "alone")
 
 # Derived ports stay above the services sites commonly run and below Linux' outgoing range (32768 and up), so that
 # neither a daemon nor somebody's outgoing connection sits on one. The span is a prime, see `derived_port`.
@@ -36,6 +36,7 @@ class Place:
     master_addr: str
     master_port: int
     host: str
+    peer: str = ""  # the name of another host of the job, where the launcher tells one
 
     def __post_init__(self) -> None:
         assert self.launcher in LAUNCHERS, self.launcher

@@ -24,11 +24,13 @@ from stormo.launch.failure import Failure, of_exception
 from stormo.launch.place import Place
 from stormo.launch.relay import write_all
 from stormo.launch.server import Server
+from stormo.launch.torchrun import note_failure
 from stormo.launch.verdict import Ending, Settling, Sign, Weight, cause, decide_at
 
 _STDERR = 2
 _BACKLOG = 4096
 _POLL_S = 0.1
+_BROKEN_S = 10.0  # after which a channel that only raises errors is given up
 _SENT_S = 2.0  # for a report to be on its way
 _SAME_SENTENCE_S = 0.5  # for another rank to show a sentence that all of them raise
 _LINGER_S = 5.0  # for a failed rank to end by itself, and for rank 0 to wait for the others' goodbye
@@ -86,7 +88,7 @@ class RanksLifeline:
         place = self._place
         hello = Hello(member=place.rank, num_members=place.world_size, host=place.host, digest=digest, options=options)
         if place.is_main:
-            number = listening_address(place.master_addr, all_on_this_host=place.all_on_this_host)
+            number = listening_address(place.master_addr, all_on_this_host=place.all_on_this_host, peer=place.peer)
             listener = listen(number, 0, backlog=_BACKLOG)
             token = secrets.token_hex(16)  # only those who can read the caller's store are let in
             server = Server(listener, replace(hello, token=token), timing=timing, noun="rank")
@@ -116,6 +118,7 @@ class RanksLifeline:
                 time.sleep(_LINGER_S)  # the thread is about to end this process
                 self._end_process(EXIT_FAILURE)
             failure = failure.as_cause()
+        note_failure(os.environ, failure.sentence)
         failure = replace(failure, printed=True)
         self._exit_at = time.monotonic() + _LINGER_S
         self._cause = self._cause or failure
@@ -167,11 +170,21 @@ class RanksLifeline:
     # --- what the thread does ------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
+        broken_since: float | None = None
         try:
             while not self._closing.is_set():
-                for event in self._control.poll(_POLL_S):
-                    self._take(event)
-                self._empty_outbox()
+                try:
+                    for event in self._control.poll(_POLL_S):
+                        self._take(event)
+                    self._empty_outbox()
+                    broken_since = None
+                except OSError as error:  # a connection that broke as it was made, no descriptors left, ...
+                    broken_since = broken_since or time.monotonic()
+                    if time.monotonic() - broken_since > _BROKEN_S:
+                        raise StormoError(
+                            f"rank {self._place.rank} cannot hear the other ranks any more: {error}."
+                        ) from error
+                    time.sleep(_POLL_S)
                 self._decide()
             self._empty_outbox()
             self._control.dismiss()
@@ -220,6 +233,7 @@ class RanksLifeline:
             return
         sign = cause(self._signs, self._endings)
         failure = sign.failure
+        note_failure(os.environ, failure.sentence, is_cause=False)
         told_by_culprit = sign.from_other_node and sign.weight is Weight.CAUSE
         if self._place.is_main:
             if not told_by_culprit:

@@ -63,6 +63,7 @@ def place(environ: Mapping[str, str]) -> Place:
         if environ.get("MASTER_PORT")
         else derived_port(read_int(environ, job_name), read_int(environ, step_name)),
         host=environ.get("SLURMD_NODENAME") or host_name(),
+        peer=next((host for host in _hosts(environ) if host != environ.get("SLURMD_NODENAME")), ""),
     )
 
 

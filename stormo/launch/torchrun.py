@@ -13,6 +13,7 @@ from stormo.errors import SettingError
 from stormo.launch.place import Place, host_name, read_int
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where the agent looks for a worker's last word
+_SURVIVOR_LATER_S = 5  # torchrun sees a worker that was killed at most a second or two after its peers
 _NO_ID = "none"  # what torchrun calls a job without --rdzv-id
 
 
@@ -62,10 +63,13 @@ def launch_id(environ: Mapping[str, str]) -> str | None:
     return f"{host_name()} {os.getppid()} {started}"
 
 
-def note_failure(environ: Mapping[str, str], error: BaseException) -> None:
-    """Leave the agent a word on why this worker fails, where it looks for one."""
+def note_failure(environ: Mapping[str, str], message: str, *, is_cause: bool = True) -> None:
+    """Leave the agent a word on why this worker ends, where it looks for one.
+
+    torchrun calls the earliest failure the root cause, to the second, so that a survivor's must look later.
+    """
     path = environ.get(_ERROR_FILE)
     if path:
-        text = json.dumps({"message": f"{type(error).__name__}: {error}", "timestamp": int(time.time())})
+        text = json.dumps({"message": message, "timestamp": int(time.time()) + (0 if is_cause else _SURVIVOR_LATER_S)})
         with contextlib.suppress(OSError):
             Path(path).write_text(text, encoding="utf-8")

@@ -27,6 +27,8 @@ def device_of(device_type: str, place: Place, store: Store | None = None, *, may
     if device_type == "cpu":
         return torch.device("cpu")
     num_visible = torch.cuda.device_count()
+    if place.launcher == "env" and place.local_size == 1 and store is not None and not may_share:
+        _require_own_gpu(place, store)
     all_see_enough = place.launcher in _SHOW_ALL_THE_SAME and num_visible >= place.local_size
     if all_see_enough or place.local_size == 1 or store is None or may_share:
         return torch.device("cuda", place.local_rank % num_visible)
@@ -35,6 +37,21 @@ def device_of(device_type: str, place: Place, store: Store | None = None, *, may
     shared.set(str(place.local_rank), json.dumps(_identities(num_visible)))
     told = shared.multi_get([str(local_rank) for local_rank in range(place.local_size)])
     return torch.device("cuda", choose_gpus([json.loads(seen) for seen in told], place.host)[place.local_rank])
+
+
+def _require_own_gpu(place: Place, store: Store) -> None:
+    """Refuse two ranks that share a GPU because nobody told them that they are on one host."""
+    shared = store.shared("devices")
+    shared.set(str(place.rank), json.dumps([place.host, *_identities(1)]))
+    told = shared.multi_get([str(rank) for rank in range(place.world_size)])
+    others = [rank for rank, gpu in enumerate(told) if rank != place.rank and gpu == told[place.rank]]
+    if others:
+        first, second = sorted((place.rank, others[0]))
+        raise SettingError(
+            f"RANK={first} and RANK={second} were started on host {place.host} without LOCAL_RANK",
+            "both would take its first GPU",
+            "set LOCAL_RANK and LOCAL_WORLD_SIZE too, or start them by torchrun",
+        )
 
 
 def choose_gpus(seen: Sequence[Sequence[str]], host: str) -> list[int]:

@@ -47,7 +47,9 @@ class Store:
     def __init__(self, place: Place, timeout_s: float) -> None:
         self._timeout = timedelta(seconds=timeout_s)
         is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and place.launcher == "torchrun"
-        store = self._open_beside(place) if is_served else self._open(place, place.master_addr, place.master_port)
+        # By number on node 0, whose own name may lead to a loopback address there.
+        address = _listening_address(place) if place.node_id == 0 else place.master_addr
+        store = self._open_beside(place) if is_served else self._open(place, address, place.master_port)
         self._store = dist.PrefixStore("stormo", store)
 
     def _open_beside(self, place: Place) -> dist.Store:
@@ -59,7 +61,7 @@ class Store:
         deadline = time.monotonic() + self._timeout.total_seconds()
         board = dist.TCPStore(place.master_addr, place.master_port, is_master=False, timeout=self._timeout)
         if place.is_main:
-            number = listening_address(place.master_addr, all_on_this_host=place.all_on_this_host)
+            number = _listening_address(place)
             listener = listen(number, 0, backlog=_BACKLOG)
             port = listener.getsockname()[1]
             store = self._serve(number, port, listener.detach())
@@ -91,11 +93,8 @@ class Store:
     def _open(self, place: Place, address: str, port: int) -> dist.Store:
         if place.is_main:
             inherited = os.environ.pop(STORE_FD, None)  # the agent of the node has bound it
-            if inherited:
-                descriptor = int(inherited)
-            else:
-                number = listening_address(address, all_on_this_host=place.all_on_this_host)
-                descriptor = listen(number, port, backlog=_BACKLOG).detach()  # the store owns it from here
+            # The store owns the socket from here.
+            descriptor = int(inherited) if inherited else listen(address, port, backlog=_BACKLOG).detach()
             return self._serve(address, port, descriptor)
         try:
             return dist.TCPStore(address, port, is_master=False, timeout=self._timeout)
@@ -117,6 +116,10 @@ class Store:
         """Rank 0's line, when it has published it."""
         self._store.wait([_LIFELINE], timedelta(seconds=timeout_s))
         return self._store.get(_LIFELINE).decode()
+
+
+def _listening_address(place: Place) -> str:
+    return listening_address(place.master_addr, all_on_this_host=place.all_on_this_host, peer=place.peer)
 
 
 def _answers(number: str, port: int) -> bool:

@@ -73,7 +73,7 @@ class World:
         # Tensors on the CPU always travel by Gloo, so that counters and votes never wait for a GPU.
         backends = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
         # Gloo would listen where this host's name leads, which on many systems is a loopback address, or nowhere.
-        interface = "lo" if self.place.all_on_this_host else interface_towards(self.place.master_addr)
+        interface = "lo" if self.place.all_on_this_host else interface_towards(self.place.master_addr, self.place.peer)
         if interface is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if self.place.all_on_this_host:

@@ -24,10 +24,21 @@ def test_a_host_name_that_leads_to_loopback_gives_the_address_others_can_reach(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Debian maps a machine's own name to 127.0.1.1, where no other machine could come in."""
-    monkeypatch.setattr(address, "resolve", lambda name: ["127.0.1.1"])
-    monkeypatch.setattr(address, "_address_towards_others", lambda: "10.0.0.5")
-    assert listening_address("n1", all_on_this_host=False) == "10.0.0.5"
-    monkeypatch.setattr(address, "_address_towards_others", lambda: None)
+    routes: dict[str, str | None] = {"10.0.0.9": "10.0.0.5", "192.0.2.1": "192.168.1.5"}
+    own = {"lo": ["127.0.0.1"], "eth0": ["192.168.1.5"], "ib0": ["10.0.0.5"]}
+    names = {"n1": ["127.0.1.1", "::ffff:127.0.1.1"], "n2": ["10.0.0.9"]}
+    monkeypatch.setattr(address, "resolve", lambda name: names[name])
+    monkeypatch.setattr(address, "address_towards", routes.get)
+    monkeypatch.setattr(address, "_addresses_of", lambda name: own[name])
+    monkeypatch.setattr(address.socket, "if_nameindex", lambda: list(enumerate(own)))
+    assert listening_address("n1", all_on_this_host=False, peer="n2") == "10.0.0.5"  # by the route to a peer
+    assert listening_address("n1", all_on_this_host=False) == "192.168.1.5"  # by the default route
+    routes["192.0.2.1"] = None
+    with pytest.raises(SettingError, match=r"the others may come to any of 192\.168\.1\.5, 10\.0\.0\.5; set it"):
+        listening_address("n1", all_on_this_host=False)
+    del own["eth0"]
+    assert listening_address("n1", all_on_this_host=False) == "10.0.0.5"  # the only network
+    del own["ib0"]
     assert listening_address("n1", all_on_this_host=False) == "127.0.1.1"
 
 

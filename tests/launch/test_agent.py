@@ -150,9 +150,9 @@ def test_a_script_whose_ranks_never_meet_is_fine(start_agent: StartAgent) -> Non
 
 
 def test_a_scripts_rank_that_does_not_come_is_named_and_not_the_one_that_waited(start_agent: StartAgent) -> None:
-    waits = "rank 0 is at: world.sum in a.py line 3; another rank has not come within 8 s."
+    waits = ["give up", 8.0, "world.sum in a.py line 3"]
     patience = {**OF_SCRIPT, "settling": {"secondary_s": 0.5}}
-    job = start_agent({"0": [["complain", waits]], "1": [["step", 4], *FOREVER]}, patience=patience)
+    job = start_agent({"0": [waits], "1": [["step", 4], *FOREVER]}, patience=patience)
     assert job.wait() == 1
     assert first_line(job).startswith("stormo: rank 1 on host ")
     assert "did not come within 8 s to where rank 0 waits: world.sum in a.py line 3; rank 1 (pid " in first_line(job)

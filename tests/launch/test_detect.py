@@ -1,4 +1,7 @@
-"""Which launcher is recognised, from environments recorded under Slurm 22.05, Open MPI 5, MPICH and torchrun 2.13."""
+"""Which launcher is recognised, from environments recorded under Slurm 22.05, Open MPI 5, MPICH and torchrun 2.13.
+
+Those of PyTorchJob, PALS and Slurm's plugin for Cray are written after their sources, not recorded.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from stormo.errors import SettingError
 from stormo.launch.detect import LAUNCHERS, check_flags, detect
 from stormo.launch.local import Node, environment
 from stormo.launch.place import LAUNCHERS as PLACES
-from stormo.launch.place import Place, alone
+from stormo.launch.place import Place, alone, host_name
 
 RECORDED = Path(__file__).parent / "environments"
 NO_FLAGS: dict[str, Any] = {
@@ -41,6 +44,9 @@ def recorded(name: str) -> dict[str, str]:
         ("openmpi-5-in-salloc-rank-1-of-2", "mpi", (1, 2, 1, 2, 0, 1)),
         ("mpich-rank-1-of-2", "mpi", (1, 2, 1, 2, 0, 1)),
         ("mpich-in-salloc-rank-1-of-2", "mpi", (1, 2, 1, 2, 0, 1)),
+        ("pytorchjob-worker-0-of-2", "env", (1, 2, 0, 1, 1, 2)),
+        ("pals-rank-3-of-4", "mpi", (3, 4, 1, 2, 1, 2)),
+        ("srun-cray-task-1-of-2", "slurm", (1, 2, 1, 2, 0, 1)),
     ],
 )
 def test_a_launched_rank_is_recognised(name: str, launcher: str, numbers: tuple[int, ...]) -> None:
@@ -68,7 +74,9 @@ def test_a_shell_inside_an_allocation_is_no_launch(name: str) -> None:
     "environ",
     [
         {},
-        {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "n1"},  # left over in a shell
+        {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "n1"},
+        {"WORLD_SIZE": "4", "MASTER_ADDR": "n1"},  # left over in a shell
+        {"PALS_RANKID": "0", "PALS_LOCAL_RANKID": "0", "PALS_LOCAL_SIZE": "1", "PMI_SIZE": "1"},
         {"OMPI_MCA_btl": "tcp", "PMI_RANK": "0", "PMI_SIZE": "4"},
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"},
         {"SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967291", "SLURM_STEP_NUM_TASKS": "8"},  # the batch script's step
@@ -78,6 +86,59 @@ def test_a_shell_inside_an_allocation_is_no_launch(name: str) -> None:
 )
 def test_look_alikes_are_no_launch(environ: dict[str, str]) -> None:
     assert detect(environ) is None
+
+
+BARE = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "n1", "MASTER_PORT": "23456"}
+
+
+@pytest.mark.parametrize(
+    ("more", "numbers"),
+    [
+        ({}, (0, 1, 1, 4)),
+        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, (1, 2, 0, 2)),
+        ({"LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}, (1, 4, 0, 1)),
+    ],
+)
+def test_ranks_with_torchs_variables_alone_join(more: dict[str, str], numbers: tuple[int, ...]) -> None:
+    place = detect({**BARE, **more})
+    assert place is not None
+    assert (place.launcher, place.rank, place.world_size, place.master_port) == ("env", 1, 4, 23456)
+    assert (place.local_rank, place.local_size, place.node_id, place.num_nodes) == numbers
+
+
+@pytest.mark.parametrize(
+    ("environ", "sentence"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "4"}, "RANK=1 and WORLD_SIZE=4 are set without MASTER_ADDR"),
+        ({**BARE, "LOCAL_RANK": "1"}, "RANK=1 and LOCAL_RANK=1 are set without LOCAL_WORLD_SIZE"),
+        ({**BARE, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "every host holds equally many ranks"),
+        ({**BARE, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}, "every host holds equally many ranks"),
+        ({**BARE, "RANK": "4"}, "0 <= rank < 4 must hold"),
+        ({"PALS_RANKID": "1", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "2"}, "set WORLD_SIZE for all ranks"),
+        ({"PALS_RANKID": "1", "PALS_LOCAL_RANKID": "1", "PMI_SIZE": "2"}, "set LOCAL_WORLD_SIZE for all ranks"),
+    ],
+)
+def test_ranks_that_are_told_half_of_it_are_refused(environ: dict[str, str], sentence: str) -> None:
+    with pytest.raises(SettingError, match=sentence):
+        detect(environ)
+
+
+def test_the_first_pod_of_a_pytorchjob_listens_where_the_others_come_in() -> None:
+    pod = {**recorded("pytorchjob-worker-0-of-2"), "RANK": "0", "MASTER_ADDR": "localhost"}
+    place = detect(pod)
+    assert place is not None
+    assert place.master_addr == host_name()
+    del pod["KUBERNETES_SERVICE_HOST"]
+    here = detect(pod)
+    assert here is not None
+    assert here.master_addr == "localhost"
+
+
+def test_pals_leaves_out_what_the_user_can_say() -> None:
+    environ = {"PALS_RANKID": "1", "PALS_LOCAL_RANKID": "1", "PMI_LOCAL_SIZE": "2", "WORLD_SIZE": "2"}
+    place = detect(environ)
+    assert place is not None
+    assert (place.launcher, place.rank, place.world_size, place.local_size) == ("mpi", 1, 2, 2)
 
 
 @pytest.mark.parametrize("outer", ["srun-task-2-of-4", "torchrun-rank-1-of-2", "mpich-in-salloc-rank-1-of-2"])

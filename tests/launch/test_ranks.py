@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 HERE = Path(__file__).parent
 FOREVER = [["out", "ready"], ["sleep", 60]]
@@ -89,7 +90,7 @@ def test_a_killed_rank_is_named_once_by_another(start_ranks: StartRanks, killed:
     assert [job.wait() for job in survivors] == [1, 1]
     assert time.monotonic() - began < 10.0
     assert jobs[speaker].err.startswith(f"stormo: rank {killed} on host ")
-    assert "ended without a word (it was killed, or crashed)" in jobs[speaker].err
+    assert "was killed, or ended without a message; the kernel's out-of-memory killer may have" in jobs[speaker].err
     assert all_text(jobs) == jobs[speaker].err
 
 
@@ -179,3 +180,46 @@ def test_what_a_surviving_rank_had_printed_is_not_lost(start_ranks: StartRanks) 
     jobs[1].process.kill()
     assert jobs[0].wait() == 1
     assert "epoch 3 done" in jobs[0].out
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_channel_that_breaks_for_a_moment_still_tells_of_a_death(start_ranks: StartRanks, broken: int) -> None:
+    jobs = start_ranks({"*": FOREVER, str(broken): [["break the channel", 3], *FOREVER]})
+    wait_until_ready(jobs)
+    jobs[2].process.kill()
+    assert [job.wait() for job in jobs[:2]] == [1, 1]
+    assert "rank 2 on host" in all_text(jobs)
+
+
+def error_files(tmp_path: Path) -> list[str]:
+    return [str(tmp_path / f"error-{rank}.json") for rank in range(3)]
+
+
+def root_cause(files: list[str], exit_codes: list[int]) -> tuple[int, str]:
+    """What torchrun would call the root cause of these ends, and what it shows of it."""
+    failures = {
+        rank: ProcessFailure(local_rank=rank, pid=1, exitcode=code, error_file=files[rank])
+        for rank, code in enumerate(exit_codes)
+    }
+    rank, failure = ChildFailedError("stormo", failures).get_first_failure()
+    return rank, str(failure.message)
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_torchrun_finds_the_root_cause_where_it_is(start_ranks: StartRanks, failing: int, tmp_path: Path) -> None:
+    files = error_files(tmp_path)
+    scenario = {str(failing): [["sleep", 0.5], ["raise", "boom"]], "*": FOREVER}
+    jobs = start_ranks(scenario, TORCHELASTIC_ERROR_FILE=files)
+    rank, message = root_cause(files, [job.wait() for job in jobs])
+    assert rank == failing
+    assert message.endswith("failed: ValueError: boom")
+
+
+def test_torchrun_finds_a_killed_rank_to_be_the_root_cause(start_ranks: StartRanks, tmp_path: Path) -> None:
+    files = error_files(tmp_path)
+    jobs = start_ranks({"*": FOREVER}, TORCHELASTIC_ERROR_FILE=files)
+    wait_until_ready(jobs)
+    jobs[2].process.kill()
+    assert root_cause(files, [job.wait() for job in jobs])[0] == 2
+    survivor = json.loads(Path(files[0]).read_text())["message"]
+    assert survivor.startswith("rank 2 on host ")  # for the report of a node that has only survivors

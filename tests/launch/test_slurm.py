@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stormo.errors import SettingError
@@ -67,6 +67,7 @@ def compress(prefix: str, values: list[tuple[int, int]], suffix: str) -> str:
     return f"{prefix}[{','.join(parts)}]{suffix}"
 
 
+@settings(deadline=None)  # a busy machine
 @given(
     groups=st.lists(st.tuples(st.sampled_from(["n", "gpu-", "r2c"]), numbers, st.sampled_from(["", "a", "-ib"]))),
 )

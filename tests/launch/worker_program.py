@@ -18,6 +18,7 @@ from stormo.errors import SettingError
 from stormo.launch import Lifeline, Place, open_lifeline
 from stormo.launch.control import Timing
 from stormo.launch.detect import detect
+from stormo.launch.peer_loss import PeerLoss
 from stormo.launch.ranks import RanksLifeline
 
 stops: list[int] = []
@@ -69,6 +70,28 @@ def fail(line: Lifeline, error: ValueError, *, secondary: bool = False, linger: 
         sys.exit(getattr(caught, "exit_code", 1))
 
 
+def give_up(line: Lifeline, waited_s: float, at: str) -> None:
+    """Fail as one that has waited in vain."""
+    error = ValueError("another rank has not come")
+    error.peer_loss = PeerLoss(waited_s, at)  # type: ignore[attr-defined]
+    fail(line, error, secondary=True)
+
+
+def break_channel(line: Lifeline, num_errors: int) -> None:
+    """Have the channel raise for a while, as where no descriptors are left."""
+    assert isinstance(line, RanksLifeline)
+    inner, left = line._control.poll, [OSError(24, "Too many open files")] * num_errors
+
+    def poll(timeout_s: float = 0.0) -> Any:
+        if left:
+            raise left.pop()
+        return inner(timeout_s)
+
+    line._control.poll = poll  # type: ignore[method-assign]
+    while left:
+        time.sleep(0.05)
+
+
 def wait_for_stop(line: Lifeline) -> None:
     print("ready", flush=True)
     while not stops:
@@ -103,6 +126,8 @@ ACTIONS: dict[str, Callable[..., Any]] = {
     "raise": lambda line, text: fail(line, ValueError(text)),
     "raise and linger": lambda line, text: fail(line, ValueError(text), linger=True),
     "complain": lambda line, text: fail(line, ValueError(text), secondary=True),
+    "give up": give_up,
+    "break the channel": break_channel,
     "setting": lambda line, *parts: fail(line, SettingError(*parts)),
     "stop on": lambda line, name: signal.signal(getattr(signal, name), note_stop),
     "stops": lambda line: print(f"asked {len(stops)} time", flush=True),

@@ -61,7 +61,7 @@ def _skip_or_fail(reason: str) -> None:
 
 @pytest.fixture(scope="session")
 def hosts(need: Need, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Host, Host]]:
-    """The hosts n1 and n2 on one switch. As Debian installs them, the name of n2 leads to loopback on n2 itself."""
+    """The hosts n1 and n2 on one switch. As Debian installs them, the name of each leads to loopback on itself."""
     need("ip", "iproute2")
     why_not = machines.why_not()
     if why_not is not None:
@@ -72,7 +72,7 @@ def hosts(need: Need, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tupl
     made: list[Host] = []
     try:
         for name, address in both.items():
-            names = both | ({"n2": "127.0.1.1"} if name == "n2" else {})
+            names = both | {name: "127.0.1.1"}
             made.append(Host(switch, name, address, hosts_file(names), folder / name))
         yield made[0], made[1]
     finally:

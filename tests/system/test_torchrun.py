@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from tests.system.hosts import Host
@@ -15,7 +16,7 @@ def test_a_worker_on_each_of_two_hosts_train_to_the_same_bits_as_two_local_ones(
 ) -> None:
     jobs = []
     for node_rank, host in enumerate(hosts):
-        nodes = ("--nnodes", "2", "--node-rank", str(node_rank), "--master-addr", "10.99.0.1", "--master-port", "29500")
+        nodes = ("--nnodes", "2", "--node-rank", str(node_rank), "--master-addr", "n1", "--master-port", "29500")
         command = (*TORCHRUN, "--nproc-per-node", "1", *nodes, "-m", "stormo", "train", *train.arguments())
         jobs.append(host.start(*command))
     assert [job.wait() for job in jobs] == [0, 0], "".join(job.err for job in jobs)
@@ -28,4 +29,5 @@ def test_a_worker_that_raises_ends_the_job_and_is_named_first(hosts: tuple[Host,
     job.wait_for("Epoch = 1:")
     assert job.wait(ENDS_WITHIN_S) == 1
     assert job.first_line == "stormo: rank 1 on host n1 failed: ValueError: boom"
+    assert re.search(r"Root Cause.*?rank +: 1 .*?failed: ValueError: boom", job.err, re.DOTALL)
     assert 'raise ValueError("boom")' in job.err

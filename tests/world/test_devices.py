@@ -96,6 +96,19 @@ def test_a_worker_that_sees_enough_asks_one_that_does_not(monkeypatch: pytest.Mo
     assert device_of("cuda", second_of_two(), cast(Store, OneNode('["b"]'))) == torch.device("cuda", 0)
 
 
+def test_ranks_that_do_not_know_that_they_share_a_host_do_not_share_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(devices, "_identities", lambda count: ["a", "b"][:count])
+    place = replace(second_of_two(), launcher="env", local_rank=0, local_size=1, node_id=1, num_nodes=2)
+    store = OneNode("")
+    store.shared("devices").set("0", '["n1", "a"]')
+    with pytest.raises(SettingError, match="RANK=0 and RANK=1 were started on host n1 without LOCAL_RANK"):
+        device_of("cuda", place, cast(Store, store))
+    assert device_of("cuda", place, cast(Store, store), may_share=True) == torch.device("cuda", 0)
+    store.shared("devices").set("0", '["n0", "c"]')
+    assert device_of("cuda", place, cast(Store, store)) == torch.device("cuda", 0)
+
+
 @pytest.mark.gpu
 def test_every_gpu_has_a_name_of_its_own() -> None:
     count = torch.cuda.device_count()

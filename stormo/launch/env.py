@@ -1,0 +1,67 @@
+"""Ranks that somebody else started and told torch's own variables: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
+
+Kubernetes' PyTorchJob does so, and many a site's own wrapper. Without LOCAL_RANK there is one rank on each host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from stormo.errors import SettingError
+from stormo.launch.hostfile import is_loopback_name
+from stormo.launch.place import DEFAULT_MASTER_PORT, Place, host_name, read_int
+
+
+def detect(environ: Mapping[str, str]) -> bool:
+    """Whether the variables tell this process that it is one of several."""
+    return "RANK" in environ and environ.get("WORLD_SIZE", "1") != "1"
+
+
+def place(environ: Mapping[str, str]) -> Place:
+    """Who this process is, according to the variables."""
+    rank, world_size = read_int(environ, "RANK"), read_int(environ, "WORLD_SIZE")
+    address = environ.get("MASTER_ADDR", "")
+    if not address:
+        raise SettingError(
+            f"RANK={rank} and WORLD_SIZE={world_size} are set without MASTER_ADDR",
+            "the ranks must know where rank 0 is",
+            "set MASTER_ADDR to the name of its host, or unset RANK and WORLD_SIZE to train with one process",
+        )
+    local_rank, local_size = _on_host(environ, rank, world_size, address)
+    num_nodes, node_id = -(-world_size // local_size), rank // local_size
+    if world_size % local_size or local_rank != rank % local_size:
+        raise SettingError(
+            f"RANK={rank} of WORLD_SIZE={world_size} is LOCAL_RANK={local_rank} of LOCAL_WORLD_SIZE={local_size}",
+            "every host holds equally many ranks, with consecutive numbers",
+            "number them so, or start them by torchrun",
+        )
+    if rank == 0 and num_nodes > 1 and is_loopback_name(address) and "KUBERNETES_SERVICE_HOST" in environ:
+        address = host_name()  # PyTorchJob tells its first pod "localhost", where no other pod could come in
+    return Place(
+        launcher="env",
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_size=local_size,
+        node_id=node_id,
+        num_nodes=num_nodes,
+        master_addr=address,
+        master_port=read_int(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else DEFAULT_MASTER_PORT,
+        host=host_name(),
+    )
+
+
+def _on_host(environ: Mapping[str, str], rank: int, world_size: int, address: str) -> tuple[int, int]:
+    """The number of this rank among those of its host, and how many these are."""
+    if "LOCAL_RANK" not in environ:
+        return 0, 1
+    local_rank = read_int(environ, "LOCAL_RANK")
+    if "LOCAL_WORLD_SIZE" in environ:
+        return local_rank, read_int(environ, "LOCAL_WORLD_SIZE")
+    if local_rank == rank and is_loopback_name(address):
+        return local_rank, world_size  # all are here
+    raise SettingError(
+        f"RANK={rank} and LOCAL_RANK={local_rank} are set without LOCAL_WORLD_SIZE",
+        "nothing else tells how many ranks a host holds",
+        "set LOCAL_WORLD_SIZE to that number",
+    )
