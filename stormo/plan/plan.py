@@ -203,8 +203,8 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
         noise_scale_reason=noise_scale_reason,
         beginning=replace(beginning(begun, layout, facts, found, pass_samples), own_rate_factor=None),
         explanation=(
-            *one_worker_line(config, layout, global_batch_size, facts.has_batch_norms).items(),
             *([("changed", ", ".join(map(str, config.changed)))] if config.changed else []),
+            *one_worker_line(config, layout, global_batch_size, facts.has_batch_norms).items(),
             *layout.explanation,
             *averaging_line.items(),
             *compression_line(config, layout, precision).items(),
