@@ -387,3 +387,27 @@ def test_parameters_without_a_gradient_are_left_alone(
         _assert_close(first, run_ranks(_reached, 1, plain, {})[0])
     for other in others:
         _assert_close(other, first)
+
+
+def _lone_sample(world: World, num_train: int, is_synchronised: bool) -> str:
+    flags = {"global_batch_size": 16, "sync_batch_norm": is_synchronised}
+    parts = build(world, {"num_train": num_train}, **flags)
+    try:
+        parts.strategy.warm_up(parts.loader)
+    except SettingError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_last_batch_of_one_sample_is_refused_on_any_number_of_workers(run_ranks: Ranks, size: int) -> None:
+    for said in run_ranks(_lone_sample, size, 33, True):
+        assert "a batch of 1 is a single sample" in said
+        assert "--sync-batch-norm" not in said
+
+
+def test_synchronised_statistics_are_proposed_where_they_help(run_ranks: Ranks) -> None:
+    assert run_ranks(_lone_sample, 2, 34, True) == [""] * 2
+    for said in run_ranks(_lone_sample, 2, 34, False):
+        assert "a batch of 2 leaves one of them a single sample" in said
+        assert said.endswith("or --sync-batch-norm.")
