@@ -169,15 +169,6 @@ def test_a_step_that_may_need_the_whole_is_refused(kind: Any) -> None:
     assert "set --strategy ddp" in said
 
 
-def test_hooks_on_a_step_make_it_unknown() -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2, 2))], lr=0.1)
-    hook = optimizer.register_step_pre_hook(lambda *_: None)
-    with pytest.raises(SettingError, match="has a hook"):
-        check_elementwise(optimizer)
-    hook.remove()
-    check_elementwise(optimizer)
-
-
 def clipped(*_: Any) -> None:
     """A hook."""
 
