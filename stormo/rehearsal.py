@@ -34,6 +34,7 @@ from stormo.progress import Progress
 from stormo.strategies.strategy import Strategy
 from stormo.strategies.undo import Before
 from stormo.tasks.measured import COUNT_OF, read_metrics
+from stormo.tasks.returned import unused_parameters
 from stormo.tasks.task import Task
 
 Steps = Set[tuple[int, int]]  # samples and passes of each
@@ -202,7 +203,7 @@ class _FirstLook:
         strategy = self._strategy
         names = strategy.without_gradient()
         if names and not strategy.task.find_unused:
-            raise _unused(strategy.task, names)
+            raise unused_parameters(strategy.task, names)
         strategy.check_first_pass()
         if not strategy.module.training:
             raise SettingError(
@@ -279,18 +280,6 @@ def _num_rows(batch: Any) -> int:
         return batch_length(batch)
     except SettingError:
         return 0
-
-
-def _unused(task: Task, names: list[str]) -> SettingError:
-    name, more = type(task).__name__, len(names) - 3
-    listed = ", ".join(names[:3]) + (f" and {more} more" if more > 0 else "")
-    are, them = ("parameters", "them") if len(names) > 1 else ("parameter", "it")
-    return SettingError(
-        f"{name}.model() has the {are} {listed}",
-        f"{name}.loss() gave {them} no gradient in the first batch",
-        f"use {them} in loss(), leave {them} out, call requires_grad_(False) on {them}, or set find_unused = True on "
-        f"{name} if other batches use {them}",
-    )
 
 
 def _checked(strategy: Strategy, loader: Loader, look: _FirstLook, *, goes_on: bool) -> Iterator[Batch]:

@@ -133,8 +133,9 @@ def test_standard_output_on_a_pipe_is_the_plan_and_one_fixed_line_for_each_epoch
     whole: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:
     lines = whole[1].stdout.splitlines()
-    assert lines[0].startswith("workers        2 = 1 node × 2 CPU processes (as set; ")
-    assert lines[2] == "global batch   128 = 64 per worker × 2 workers × 1 accumulation"
+    assert lines[0].startswith("as 1 worker    with --global-batch-size 64 ")
+    assert lines[1].startswith("workers        2 = 1 node × 2 CPU processes (as set; ")
+    assert lines[3] == "global batch   128 = 64 per worker × 2 workers × 1 accumulation"
     epochs = [_EPOCH_LINE.fullmatch(line) for line in lines[-3:-1]]
     assert [match and match[1] for match in epochs] == ["1", "2"]
     assert lines[-1].startswith("Energy: ")

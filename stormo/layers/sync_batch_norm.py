@@ -102,6 +102,10 @@ class SyncNorm(torch.autograd.Function):
                 variance, mean = torch.var_mean(x.to(compute_dtype), dims, correction=0)
                 vector = pack_moments(num_rows, mean, variance)
             reduce(vector)
+            # As on one rank, a single value per channel is refused, and by all ranks: where the whole batch has one,
+            # none of them has more. Where a rank has several, nothing is read, as that would wait for the device.
+            if num_rows <= 1 and reduce is not _keep and vector[0] == 1:
+                raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.size()}")
             count, mean, variance = unpack_moments(vector)
             if running_mean is not None and running_var is not None:
                 update_running(running_mean, running_var, vector, mean, variance, momentum)

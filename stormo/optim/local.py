@@ -31,23 +31,49 @@ _ELEMENTWISE: tuple[type[Optimizer], ...] = (
 )
 
 
-def check_elementwise(optimizer: Optimizer) -> None:
+def check_elementwise(
+    optimizer: Optimizer,
+    shares: str = "workers would each step a part of a layer",
+    units: str = "element",
+    instead: str = "set --strategy ddp",
+) -> None:
     """Refuse an optimizer whose step on parts of layers may be another than on whole ones.
 
-    Known are the steps of torch.optim that take every element by itself, and stormo's layer-wise ones. Whose class
-    has an attribute `elementwise`, True or False, is taken at its word.
+    Known are the steps of torch.optim that take every element by itself, and stormo's layer-wise ones, without hooks.
+    Whose class has an attribute `elementwise`, True or False, is taken at its word.
+
+    Args:
+        optimizer: to be looked at.
+        shares: how the step is shared out, in words.
+        units: what must be stepped by itself, in a word.
+        instead: what to set instead.
     """
-    said = getattr(optimizer, "elementwise", None)
-    known = (
-        any(_is_own(optimizer, kind, ("step", "_init_group")) for kind in _ELEMENTWISE)
-        or _is_own(optimizer, LayerwiseOptimizer, ("step",))
-    ) and not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
-    if not (known if said is None else said):
-        raise SettingError(
-            f"the optimizer is {type(optimizer).__name__}",
-            "workers would each step a part of a layer, and it is not known to step every element by itself",
-            "set --strategy ddp, or elementwise = True in its class if it does",
+    said, name = getattr(optimizer, "elementwise", None), type(optimizer).__name__
+    known = any(_is_own(optimizer, kind, ("step", "_init_group")) for kind in _ELEMENTWISE) or _is_own(
+        optimizer, LayerwiseOptimizer, ("step",)
+    )
+    hooks = [
+        f"{method}({getattr(hook, '__name__', type(hook).__name__)})"
+        for method, table in (
+            ("register_step_pre_hook", optimizer._optimizer_step_pre_hooks),
+            ("register_step_post_hook", optimizer._optimizer_step_post_hooks),
         )
+        for hook in table.values()
+    ]
+    if said or (said is None and known and not hooks):
+        return
+    if known and hooks:
+        raise SettingError(
+            f"the optimizer, {name}, has a hook, {hooks[0]}",
+            f"{shares}, and the hook would see that part alone",
+            f"leave the hook out, or {instead}, or elementwise = True in a class of your own if it treats every "
+            f"{units} by itself",
+        )
+    raise SettingError(
+        f"the optimizer is {name}",
+        f"{shares}, and it is not known to step every {units} by itself",
+        f"{instead}, or elementwise = True in its class if it does",
+    )
 
 
 def _is_own(optimizer: Optimizer, kind: type[Optimizer], methods: tuple[str, ...]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from stormo.config import TrainConfig
+from stormo.plan.one_worker import one_worker_line
 from stormo.plan.plan import Plan
 
 # A line of the explanation: the settings that it is about, and the layers.
@@ -19,6 +20,7 @@ def with_layers(
 ) -> Plan:
     """The plan without lines on layers that the model has not; None where it is not known what the model has."""
     said = dict(plan.explanation)
+    said |= one_worker_line(config, plan.layout, plan.global_batch_size, has_batch_norms)
     for (label, (settings, layer)), has_some in zip(_LINES.items(), (has_convolutions, has_batch_norms), strict=True):
         if has_some is None:
             said[label] += f", where the model has a {layer}"

@@ -30,6 +30,7 @@ from stormo.plan.compression import check_compression, compression_line
 from stormo.plan.every import Every
 from stormo.plan.facts import Facts
 from stormo.plan.noise import check_noise, choose_noise_scale, noise_lines
+from stormo.plan.one_worker import one_worker_line
 from stormo.plan.optimizer import optimizer_text, own_optimizer_text
 from stormo.plan.profile import check_profile
 from stormo.plan.rate import choose_rate, own_rate_text, schedule_text, warmup_fraction
@@ -203,6 +204,7 @@ def resolve(config: TrainConfig, layout: Layout, facts: Facts) -> Plan:
         beginning=replace(beginning(begun, layout, facts, found, pass_samples), own_rate_factor=None),
         explanation=(
             *([("changed", ", ".join(map(str, config.changed)))] if config.changed else []),
+            *one_worker_line(config, layout, global_batch_size, facts.has_batch_norms).items(),
             *layout.explanation,
             *averaging_line.items(),
             *compression_line(config, layout, precision).items(),

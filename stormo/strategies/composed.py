@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from stormo import config
+from stormo.data.loaders import Batch
 from stormo.errors import SettingError
 from stormo.optim.layerwise import LayerwiseOptimizer
 from stormo.optim.local import check_elementwise, localise
@@ -25,7 +26,7 @@ from stormo.plan import Plan
 from stormo.strategies.blank import Value, blank_model, make_room
 from stormo.strategies.compose import compose
 from stormo.strategies.parts import Held, Part, as_part, held, plain, values_on_host
-from stormo.strategies.replicate import replica
+from stormo.strategies.replicate import check_reached, in_own_words, replica
 from stormo.strategies.split_layers import Cut
 from stormo.strategies.strategy import Strategy
 from stormo.strategies.tensor import unequal_gradients
@@ -205,12 +206,19 @@ class Composed(Strategy):
             return self._replica.no_sync()
         return nullcontext()
 
+    def forward_backward(self, batch: Batch) -> Tensor:
+        """As on one device; a parameter that the last pass has not reached ends it."""
+        with in_own_words(self.task, self.module):
+            return super().forward_backward(batch)
+
     def _backward(self, loss: Tensor) -> None:
         super()._backward(loss)
         if self._reducer is not None:
             self._reducer.finish()
 
     def _collect_gradients(self) -> None:
+        if self._replica is not None:
+            check_reached(self.task, self.module, (one.parameter for one in self._held))
         self._follow_torch()
         rows = self._reducer.collected() if self._reducer is not None else {}
         for one, part in self._pairs:

@@ -111,15 +111,24 @@ class PassRunner(ModelHolder):
         except ValueError as error:
             may_be_one = self._plan.layout.devices_per_worker > 1 or batch.span.num_samples <= self._plan.micro_batches
             if may_be_one and "more than 1 value per channel" in str(error):
-                workers = counted(self.world.data.size, self._plan.layout.sharer)
-                raise SettingError(
-                    f"a global batch of {self._plan.global_batch_size} was set for {workers}",
-                    f"a batch of {batch.span.step_samples} leaves one of them a single sample, of which batch norm can "
-                    "make no statistics",
-                    "set another --batch-size or --global-batch-size, or --sync-batch-norm"
-                    + " instead of --ghost-batch-size" * (self._settings.batch.ghost_batch_size is not None),
-                ) from error
+                raise self._too_few_values(batch.span.step_samples) from error
             raise
+
+    def _too_few_values(self, step_samples: int) -> SettingError:
+        """What to say of a batch of so many samples, of which batch norm sees a single value per channel."""
+        workers = counted(self.world.data.size, self._plan.layout.sharer)
+        instead = "set another --batch-size or --global-batch-size"
+        # Statistics over all workers help where another one has samples too.
+        if step_samples > 1 and self.world.data.size > 1 and not self._settings.speed.sync_batch_norm:
+            instead += ", or --sync-batch-norm"
+            instead += " instead of --ghost-batch-size" * (self._settings.batch.ghost_batch_size is not None)
+        return SettingError(
+            f"a global batch of {self._plan.global_batch_size} was set for {workers}",
+            f"a batch of {step_samples} leaves one of them a single sample, of which batch norm can make no statistics"
+            if step_samples > 1
+            else "a batch of 1 is a single sample, of which batch norm can make no statistics",
+            instead,
+        )
 
     def _pass(self, model: nn.Module, data: Any, weight: float) -> Tensor:
         # Gradients are averaged over those who take parts of a batch, hence the factor of their number: together they

@@ -20,6 +20,8 @@ from stormo.strategies.compression import Compression
 from stormo.strategies.halves import HALVES, Halves
 from stormo.strategies.low_rank import LowRank
 from stormo.strategies.strategy import Strategy
+from stormo.tasks.returned import unused_parameters, without_gradient
+from stormo.tasks.task import Task
 
 # Buffers start as rank 0's and are averaged before validation, not overwritten in every forward. Before torch 2.13 one
 # switch stands for both, so there it is turned off once the replica is made.
@@ -28,6 +30,8 @@ _KEEP_BUFFERS: dict[str, Any] = (
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
     else {}
 )
+
+_LATER = "in a later batch, and with several workers all must have one"
 
 
 def replica(model: nn.Module, **options: Any) -> DistributedDataParallel:
@@ -56,6 +60,27 @@ def _replica(model: nn.Module, **options: Any) -> DistributedDataParallel:
     return made
 
 
+def check_reached(task: Task, model: nn.Module, trained: Iterable[nn.Parameter]) -> None:
+    """Before a step: refuse gradients that torch has not averaged, as a pass has not reached all that it waits for."""
+    if not task.find_unused and any(parameter.grad is None and parameter.requires_grad for parameter in trained):
+        raise unused_parameters(task, without_gradient(model), _LATER)
+
+
+@contextmanager
+def in_own_words(task: Task, model: nn.Module) -> Iterator[None]:
+    """Say what torch says of such a pass when the next one begins: of several passes the last has to reach all."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if "Expected to have finished reduction in the prior iteration" not in text:
+            raise
+        trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        numbers = text.partition("did not receive grad for rank")[2].partition(":")[2].split("\n")[0].split()
+        names = [trained[int(number)] for number in numbers if number.isdecimal() and int(number) < len(trained)]
+        raise unused_parameters(task, names or trained, _LATER) from error
+
+
 def _arithmetic(device: torch.device) -> dict[str, Any]:
     """On what the last bits depend of what every worker computes by itself from the matrices that all have alike."""
     if device.type == "cuda":
@@ -82,6 +107,7 @@ class Replicate(Strategy):
             gradient_as_bucket_view=True,
             find_unused_parameters=self.task.find_unused,
         )
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         # No method itself: torch reads annotations, and does not know them as text.
         if self._settings.workers.compress != "none":
             self._compression = Compression(self.world, self._method(model), self.noise_scale)
@@ -118,6 +144,15 @@ class Replicate(Strategy):
         finally:
             if self.low_rank is not None:
                 self.low_rank.is_rehearsal = False
+
+    def forward_backward(self, batch: Batch) -> Tensor:
+        """As on one device; a parameter that the last pass has not reached ends it."""
+        with in_own_words(self.task, self.module):
+            return super().forward_backward(batch)
+
+    def _collect_gradients(self) -> None:
+        if self.world.size > 1:
+            check_reached(self.task, self.module, self._trained)
 
     def _gradient_sync(self, is_last: bool) -> AbstractContextManager[Any]:
         if self.world.size == 1:

@@ -70,14 +70,7 @@ class Server(Strategy):
     def _check_optimizer(self) -> None:
         if self._settings.workers.servers == 1:
             return
-        try:
-            check_elementwise(self.optimizer)
-        except SettingError:
-            raise SettingError(
-                f"the optimizer is {type(self.optimizer).__name__}",
-                "each server would step some of the tensors, and it is not known to step every one by itself",
-                "set --servers 1, or elementwise = True in its class if it does",
-            ) from None
+        check_elementwise(self.optimizer, "each server would step some of the tensors", "tensor", "set --servers 1")
 
     def _make_server(self) -> Kept | None:
         """This worker as a server, where it is one, and its optimizer over what it keeps."""

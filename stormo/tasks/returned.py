@@ -173,6 +173,19 @@ def without_gradient(module: nn.Module) -> list[str]:
     return [name for name, parameter in module.named_parameters() if parameter.requires_grad and parameter.grad is None]
 
 
+def unused_parameters(owner: object, names: list[str], when: str = "in the first batch") -> SettingError:
+    """What to say of parameters that a pass has not reached."""
+    name, more = type(owner).__name__, len(names) - 3
+    listed = ", ".join(names[:3]) + (f" and {more} more" if more > 0 else "")
+    are, them = ("parameters", "them") if len(names) > 1 else ("parameter", "it")
+    return SettingError(
+        f"{name}.model() has the {are} {listed}",
+        f"{name}.loss() gave {them} no gradient {when}",
+        f"use {them} in loss(), leave {them} out, call requires_grad_(False) on {them}, or set find_unused = True on "
+        f"{name} if other batches use {them}",
+    )
+
+
 def _kind(value: Any) -> str:
     if value is None:
         return "None"

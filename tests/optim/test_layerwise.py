@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from benchmarks import optimizer_exactness
 from stormo.checkpoint import Snapshot, flatten_optimizer, load, restore_optimizer, save
 from stormo.errors import SettingError
-from stormo.optim import LAMB, LARS, NovoGrad
+from stormo.optim import LAMB, LARC, LARS, NovoGrad
 from tests.optim.layers import KINDS, copies, make_layers, set_gradients, take_steps
 
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
@@ -97,6 +97,24 @@ def test_zeros_make_no_infinities(kind: Any, weight: float, gradient: float, dec
         assert layer.isfinite().all()
         assert all(value.isfinite().all() for value in optimizer.state[layer].values())
     assert (layer != weight).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "share"),
+    [
+        (LARS, {"trust_coefficient": 0.02}, 0.1 * 0.02),  # lr × trust × |w| / (decay × |w|) × decay
+        (LARC, {"trust_coefficient": 0.02}, 0.02),  # trust / decay = 0.04 is below lr
+        (LARC, {"trust_coefficient": 0.5}, 0.1 * 0.5),  # 1 is not: lr × decay
+        (LAMB, {}, 0.1),  # lr × |w| / (decay × |w|) × decay
+        (NovoGrad, {}, 0.1 * 0.5),  # lr × decay
+    ],
+)
+def test_weights_decay_by_the_formula_where_the_gradient_is_zero(kind: Any, options: Any, share: float) -> None:
+    layer = nn.Parameter(torch.randn(3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+    before = layer.detach().clone()
+    layer.grad = torch.zeros_like(layer)
+    kind([layer], lr=0.1, weight_decay=0.5, **options).step()
+    torch.testing.assert_close(layer.detach(), (1 - share) * before, rtol=1e-12, atol=0.0)
 
 
 @pytest.mark.parametrize("kind", [KINDS["lars"], KINDS["larc"], KINDS["lamb"]])

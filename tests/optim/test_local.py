@@ -169,10 +169,16 @@ def test_a_step_that_may_need_the_whole_is_refused(kind: Any) -> None:
     assert "set --strategy ddp" in said
 
 
-def test_hooks_on_a_step_make_it_unknown() -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2, 2))], lr=0.1)
-    hook = optimizer.register_step_pre_hook(lambda *_: None)
-    with pytest.raises(SettingError, match="the optimizer is SGD"):
+def clipped(*_: Any) -> None:
+    """A hook."""
+
+
+@pytest.mark.parametrize("method", ["register_step_pre_hook", "register_step_post_hook"])
+@pytest.mark.parametrize("make", [MADE["sgd"], lambda p: LARS(p, lr=0.1)], ids=["sgd", "lars"])
+def test_a_hook_is_named_not_the_kind_of_optimizer(make: Any, method: str) -> None:
+    optimizer = make([nn.Parameter(torch.ones(2))])
+    handle = getattr(optimizer, method)(clipped)
+    with pytest.raises(SettingError, match=rf"has a hook, {method}\(clipped\), but .*; leave the hook out"):
         check_elementwise(optimizer)
-    hook.remove()
+    handle.remove()
     check_elementwise(optimizer)

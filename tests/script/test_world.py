@@ -544,7 +544,7 @@ def _validate(workers: Workers, num_samples: int, batch_size: int, after_trainin
     return world.sum(loss), world.sum(num_seen), int(world.max(num_seen))
 
 
-@pytest.mark.parametrize(("num_samples", "batch_size"), [(1001, 50), (10, 3)])
+@pytest.mark.parametrize(("num_samples", "batch_size"), [(1002, 50), (11, 3)])
 @pytest.mark.parametrize("after_training", [False, True])
 def test_a_validation_counts_each_sample_once(
     run_ranks: Ranks, num_samples: int, batch_size: int, after_training: bool

@@ -387,3 +387,62 @@ def test_parameters_without_a_gradient_are_left_alone(
         _assert_close(first, run_ranks(_reached, 1, plain, {})[0])
     for other in others:
         _assert_close(other, first)
+
+
+def _lone_sample(world: World, num_train: int, is_synchronised: bool) -> str:
+    flags = {"global_batch_size": 16, "sync_batch_norm": is_synchronised}
+    parts = build(world, {"num_train": num_train}, **flags)
+    try:
+        parts.strategy.warm_up(parts.loader)
+    except SettingError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_last_batch_of_one_sample_is_refused_on_any_number_of_workers(run_ranks: Ranks, size: int) -> None:
+    for said in run_ranks(_lone_sample, size, 33, True):
+        assert "a batch of 1 is a single sample" in said
+        assert "--sync-batch-norm" not in said
+
+
+def test_synchronised_statistics_are_proposed_where_they_help(run_ranks: Ranks) -> None:
+    assert run_ranks(_lone_sample, 2, 34, True) == [""] * 2
+    for said in run_ranks(_lone_sample, 2, 34, False):
+        assert "a batch of 2 leaves one of them a single sample" in said
+        assert said.endswith("or --sync-batch-norm.")
+
+
+class Missed(Reached):
+    """The layer is reached in the first batch, which is looked at, but not in a later one; of that nothing is said."""
+
+    find_unused = False
+
+    def model(self) -> nn.Module:
+        self.net = Sometimes()
+        self.net.never.requires_grad_(False)
+        return self.net
+
+
+def _missed(world: World, flags: dict[str, Any], is_last_pass: bool) -> str:
+    parts = build(world, {"num_train": 48}, task_class=Missed, global_batch_size=16, **flags)
+    net: Any = parts.task.net  # type: ignore[attr-defined]
+    try:
+        for number, batch in enumerate(parts.loader.epoch(1, 0)):
+            net.uses_later = number < 2 or (is_last_pass and not batch.span.is_last)
+            parts.strategy.forward_backward(batch)
+            if batch.span.is_last:
+                parts.strategy.step(0.1)
+    except SettingError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_parameter_that_a_later_batch_misses_is_named(run_ranks: Ranks, strategy: str, accumulate: int) -> None:
+    flags = {"strategy": strategy, "accumulate": accumulate}
+    for said in run_ranks(_missed, 2, flags, accumulate > 1):
+        assert said.startswith("Missed.model() has the parameters later.weight, later.bias, but Missed.loss() gave ")
+        assert "set find_unused = True on Missed" in said
+        assert "find_unused_parameters" not in said
