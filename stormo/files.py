@@ -55,8 +55,8 @@ def open_to_read(path: Path, max_bytes: int, *, follow: bool = False) -> BinaryI
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     try:
         file = open(os.open(path, flags), "rb")  # noqa: PTH123, SIM115 - a descriptor, which the caller closes
-    except FileNotFoundError:
-        raise
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FileNotFoundError(error.errno, error.strerror, str(path)) from None
     except OSError as error:
         is_link = error.errno == errno.ELOOP
         problem = "it is a symbolic link" if is_link else f"it cannot be read ({error.strerror})"
@@ -172,6 +172,7 @@ def fits(value: Any, hint: Any) -> bool:
     if typing.is_typeddict(kind) or dataclasses.is_dataclass(kind):
         known, required = _hints(kind), getattr(kind, "__required_keys__", ())
         is_whole = isinstance(value, Mapping) and all(key in value for key in required)
+        is_whole = is_whole and (typing.is_typeddict(kind) or value.keys() <= known.keys())
         return is_whole and all(fits(value[key], one) for key, one in known.items() if key in value)
     if kind is not Any:
         return isinstance(value, Mapping) and all(fits(item, inner[1]) for item in value.values())
@@ -181,6 +182,13 @@ def fits(value: Any, hint: Any) -> bool:
 def open_to_append(path: Path) -> FileIO:
     """A file of the user's own that is written on at its end, not buffered; made where it is not there."""
     return open_own(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+
+
+def write_all(file: FileIO, data: bytes) -> None:
+    """Hand all of it to the system, which survives a kill of this process."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
 
 
 def whole_lines_bytes(file: FileIO) -> int:
@@ -227,6 +235,7 @@ def create(path: Path) -> FileIO:
 
 def make_folder(path: Path) -> None:
     """Make a folder inside another: as open as that one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(mode=path.parent.stat().st_mode & 0o777, exist_ok=True)
 
 

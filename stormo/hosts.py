@@ -27,6 +27,7 @@ from stormo.launch.hostfile import (
 from stormo.launch.mpirun import Start, command_line
 from stormo.launch.place import derived_port
 from stormo.launch.ssh import run_on_hosts
+from stormo.process import own_command
 
 # What of this environment the workers on other hosts get too: what numerical and network libraries read, but not the
 # numbers of the GPUs of this host, which may be others there.
@@ -111,7 +112,7 @@ def start_on_hosts(config: TrainConfig, hosts: tuple[ListedHost, ...], verb: str
     own, theirs = _without(rest[:at]), rest[at:]
     if config.command.config is not None:
         own += ["--launcher", "auto"]  # the file may say otherwise
-    command = [sys.executable, "-m", "stormo", verb, *own]
+    command = [*own_command(verb), *own]
     if workers.launcher == "mpi":
         return _start_by_mpi(config, hosts, address, port, [*command, *theirs])
     num_gpus = slots_of(hosts, workers.num_gpus)

@@ -26,11 +26,12 @@ from stormo.launch.elastic import (
 )
 from stormo.launch.torchrun import check_restarts, end_with_agent, note_failure
 from stormo.layout import Layout, resolve_layout
+from stormo.masking import MASK
 from stormo.nodes import find_place, launched_by, node_of
 from stormo.plan import check_settings, resolve
-from stormo.process import STARTED, process_start_unix_s
+from stormo.process import STARTED, own_command, process_start_unix_s
 from stormo.resuming.changes import changes, require_task
-from stormo.resuming.finding import run_to_resume
+from stormo.resuming.finding import require_own, run_to_resume
 from stormo.resuming.inherited import (
     OF_COPIES,
     SPREAD,
@@ -38,6 +39,7 @@ from stormo.resuming.inherited import (
     inherited_workers,
     lost_with_strategy,
     place_of,
+    require_few_processes,
 )
 from stormo.staging import of_task as staging
 from stormo.tasks.check import check_made, check_options, check_task, note_method
@@ -104,19 +106,26 @@ def read_settings(arguments: list[str]) -> tuple[TrainConfig, type[Task]]:
     inherited = options.read_toml(resumed.config, f"{resumed.config} is of the run to resume") if resumed else {}
     workers = inherited.get("workers", {})
     inherited["workers"] = inherited_workers(workers, document.get("workers"), peeked)
-    names = (peeked.get("task"), document.get("task"), inherited.get("task"), TrainConfig.task)
+    said = next((name for name in (peeked.get("task"), document.get("task")) if isinstance(name, str)), None)
+    if resumed is not None and said is None:
+        require_own(resumed, inherited.get("task"), is_built_in=inherited.get("task") in TASKS)
+    names = (said, inherited.get("task"), TrainConfig.task)
     task_class = find_task(next(name for name in names if isinstance(name, str)))
     check_options(task_class)
     plain = options.train_options(task_class.Options)
     defaults, every = options.defaults_of_task(task_class.defaults, plain, task_class.name)
     flags = options.parse_flags("stormo train", arguments, every, f"Task {task_class.name}")
+    options.check_masked(document, flags, peeked.get("config", ""))
     in_file = options.asked_by_file(document, every, peeked.get("config", ""))
     settings = options.left_below(in_file, flags) | flags
     if resumed is None:
         return options.make_config(settings, task_class.Options, defaults), task_class
     require_task(settings.get("task"), inherited.get("task"), resumed)
     # The file holds whatever was in force, the task's defaults of that day among it; what is not there was not set.
+    options.check_masked(inherited, settings, str(resumed.config))
     before = options.settings_from_toml(inherited, every, str(resumed.config))
+    before |= {key: settings[key] for key, value in before.items() if value == MASK and key in settings}
+    require_few_processes(before, settings)
     effective = inherited_effect(inherited, resumed)
     keys = ("strategy", "staleness", *OF_COPIES)  # also where they are others now
     spread = {key: workers[key] for key in keys if key in workers}
@@ -144,7 +153,7 @@ def _start_workers(arguments: list[str], config: TrainConfig, layout: Layout) ->
 
 
 def _command(arguments: list[str]) -> list[str]:
-    return [sys.executable, "-m", "stormo", "train", *arguments]
+    return [*own_command("train"), *arguments]
 
 
 def _start_agent(arguments: list[str], config: TrainConfig, layout: Layout, task: Task, outer: Place | None) -> int:

@@ -16,7 +16,7 @@ from stormo.launch.place import host_name
 from stormo.options import flat_settings, to_toml
 from stormo.train import read_settings
 
-RUN = [sys.executable, "-m", "stormo"]
+RUN = [sys.executable, "-P", "-m", "stormo"]
 
 
 @pytest.fixture(autouse=True)
