@@ -31,6 +31,7 @@ LARGEST_FLOAT = 1e100  # a figure beyond it is none: sums and products of figure
 _MAX_INT_BITS = 63
 _MAX_DEPTH = 32
 _UNUSUAL = re.compile(rb"\d{18}|[eE]\+?\d{3}|NaN|Infinity")
+_LONG_KEY = re.compile(rb"(?:[^.\n=,]*\.){200}")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -113,10 +114,10 @@ def parse_json(data: bytes) -> Any:
     return value
 
 
-def read_object(path: Path, fields: Fields | None = None) -> dict[str, Any]:
+def read_object(path: Path, fields: Fields | None = None, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """The object of a JSON file, the type of each of its known fields checked."""
     try:
-        value = parse_json(read_bytes(path, MAX_JSON_BYTES))
+        value = parse_json(read_bytes(path, max_bytes))
         if not isinstance(value, dict):
             raise ValueError(f"a JSON {type(value).__name__} where an object belongs")
         if fields is not None:
@@ -131,6 +132,8 @@ def read_toml(path: Path, *, follow: bool = False) -> dict[str, Any]:
     import tomllib
 
     data = read_bytes(path, MAX_TOML_BYTES, follow=follow)
+    if _LONG_KEY.search(data):  # the parser's time and memory grow with the square of its parts
+        raise ValueError("it has a key of hundreds of parts")
     try:
         document = tomllib.loads(data.decode())
     except RecursionError:

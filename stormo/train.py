@@ -13,7 +13,7 @@ from typing import Any
 from stormo import __version__, dry_run, options
 from stormo.config import NodeRange, TrainConfig, least_nodes
 from stormo.early_signals import leave_if_warned
-from stormo.errors import EXIT_FAILURE, StormoError, full_disk
+from stormo.errors import EXIT_FAILURE, SettingError, StormoError, full_disk
 from stormo.hardware import visible_gpus
 from stormo.hosts import hosts_of, on_hosts, start_on_hosts
 from stormo.launch import Place, alone, open_lifeline, run_node
@@ -105,6 +105,12 @@ def read_settings(arguments: list[str]) -> tuple[TrainConfig, type[Task]]:
     resumed = run_to_resume((run if isinstance(run, dict) else {}) | peeked)
     inherited = options.read_toml(resumed.config, f"{resumed.config} is of the run to resume") if resumed else {}
     workers = inherited.get("workers", {})
+    if not isinstance(workers, dict):
+        raise SettingError(
+            f"{inherited['workers']!r:.40} are the workers in the config.toml of the run to resume",
+            "they are no section",
+            "restore that file, or start a new run",
+        )
     inherited["workers"] = inherited_workers(workers, document.get("workers"), peeked)
     said = next((name for name in (peeked.get("task"), document.get("task")) if isinstance(name, str)), None)
     if resumed is not None and said is None:

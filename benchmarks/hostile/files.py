@@ -142,7 +142,9 @@ def _of_kinds() -> Iterator[Case]:
     for file in _FILES:
         for name, make in kinds.items():
             # A line that was cut short, and a node whose file is damaged, are told and left out.
-            lenient = file.startswith("nodes") or (file == "events.jsonl" and name in ("nothing", "nested deeply"))
+            lenient = file.startswith("nodes") or (
+                file == "events.jsonl" and name in ("nothing", "nested deeply", "only zeros")
+            )
             lenient |= name == "nothing" and file == "config.toml"
             lenient |= file == "config.toml"  # of which only the page of a report shows anything
             yield Case(name=f"{file} is {name}", change=_replaced(file, make), refused=not lenient)
@@ -540,7 +542,8 @@ def _of_checkpoints() -> Iterator[Case]:
     }
     for file in ("manifest.json", "model.safetensors", "state.json"):
         for name, make in kinds.items():
-            yield Case(name=f"{file} is {name}", change=_in_checkpoint(file, make), verbs=("export", "resume"))
+            verbs = ("resume",) if file == "state.json" else ("export", "resume")
+            yield Case(name=f"{file} is {name}", change=_in_checkpoint(file, make), verbs=verbs)
 
 
 def _with_state(change: Callable[[dict[str, Any]], None]) -> Change:
@@ -688,6 +691,20 @@ def _arguments(place: Place, verb: str) -> list[str]:
     }[verb]
 
 
+def victim() -> int:
+    """Who the verbs are run as: another account, where there is root and that account can read the interpreter."""
+    if os.geteuid() != 0:
+        return os.geteuid()
+    needed = [Path(sys.executable).resolve(), Path(os.__file__), Path(__file__).resolve()]
+    folders = {parent for path in needed for parent in path.parents}
+    return VICTIM if all(folder.stat().st_mode & 0o001 for folder in folders) else 0
+
+
+def _environment() -> dict[str, str]:
+    """That of the processes which are not forked: with this very stormo."""
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+
+
 def _train_healthy(folder: Path) -> Path:
     """One run that nothing is wrong with."""
     task = folder / "small.py"
@@ -704,7 +721,12 @@ def _train_healthy(folder: Path) -> Path:
     ]
     words = [word for word in words if word != "--no-energy"]
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "stormo", *words], capture_output=True, text=True, check=False, cwd=folder
+        [sys.executable, "-P", "-m", "stormo", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=folder,
+        env=_environment(),
     )
     if done.returncode != 0:
         raise RuntimeError(f"the healthy run ended with {done.returncode}: {done.stderr}")
@@ -743,7 +765,7 @@ def _prepare(folder: Path, healthy: Path, case: Case) -> Place:
     case.change(place)
     if os.geteuid() == 0:
         cache = place.home / "cache"
-        _own(folder, VICTIM, but=cache if case.is_foreign else None)
+        _own(folder, victim(), but=cache if case.is_foreign else None)
         if case.is_foreign:
             _own(place.run, ATTACKER)
             subprocess.run(["chmod", "-R", "a+rX", str(place.run)], check=True)
@@ -805,7 +827,7 @@ def _become(place: Place, verb: str, output: Path, terminal: int | None) -> None
             os.dup2(file.fileno() if terminal is None else terminal, 2)
         used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used_bytes + 2 * _MEMORY_BYTES,) * 2)
-        if os.geteuid() == 0:
+        if victim() != os.geteuid():
             os.setgroups([])
             os.setgid(VICTIM)
             os.setuid(VICTIM)
@@ -876,7 +898,13 @@ def _planted(folder: Path) -> list[Verdict]:
     for name, words in commands.items():
         marker.unlink(missing_ok=True)
         done = subprocess.run(
-            [sys.executable, *words], cwd=here, capture_output=True, text=True, check=False, timeout=120
+            [sys.executable, *words],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+            env=_environment(),
         )
         said = done.stdout + done.stderr
         is_traceback = "Traceback (most recent call last)" in said
