@@ -1,11 +1,13 @@
 """Trains one PyTorch model on many devices: fast, exact, in one command."""
 
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
 
-from stormo.tasks.task import Task
-
+TYPE_CHECKING = False  # as in typing, which `python -m stormo` must not import from the current folder
 if TYPE_CHECKING:
+    from typing import Any
+
     from stormo.script.world import World
+    from stormo.tasks.task import Task
 
 __all__ = ["Task", "World", "__version__"]
 __version__ = "0.1.0"
@@ -17,4 +19,8 @@ def __getattr__(name: str) -> Any:
         from stormo.script.world import World
 
         return World
+    if name == "Task":
+        from stormo.tasks.task import Task
+
+        return Task
     raise AttributeError(f"module 'stormo' has no attribute {name!r}")

@@ -11,6 +11,7 @@ from pathlib import Path
 from stormo import __version__
 from stormo.early_signals import hold_warning, leave_when_interrupted, leave_when_told
 from stormo.errors import EXIT_INTERRUPTED, StormoError, full_disk, unknown_name
+from stormo.files import printable
 from stormo.telemetry.text import discard, open_closed_streams
 
 _USAGE = """\
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(error: StormoError) -> int:
-    print(f"stormo: {error}", file=sys.stderr)  # noqa: T201
+    print(f"stormo: {printable(str(error))}", file=sys.stderr)  # noqa: T201
     return error.exit_code
 
 

@@ -31,6 +31,7 @@ LARGEST_FLOAT = 1e100  # a figure beyond it is none: sums and products of figure
 _MAX_INT_BITS = 63
 _MAX_DEPTH = 32
 _UNUSUAL = re.compile(rb"\d{18}|[eE]\+?\d{3}|NaN|Infinity")
+_LONG_KEY = re.compile(rb"(?:[^.\n=,]*\.){200}")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -55,8 +56,8 @@ def open_to_read(path: Path, max_bytes: int, *, follow: bool = False) -> BinaryI
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     try:
         file = open(os.open(path, flags), "rb")  # noqa: PTH123, SIM115 - a descriptor, which the caller closes
-    except FileNotFoundError:
-        raise
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FileNotFoundError(error.errno, error.strerror, str(path)) from None
     except OSError as error:
         is_link = error.errno == errno.ELOOP
         problem = "it is a symbolic link" if is_link else f"it cannot be read ({error.strerror})"
@@ -113,10 +114,10 @@ def parse_json(data: bytes) -> Any:
     return value
 
 
-def read_object(path: Path, fields: Fields | None = None) -> dict[str, Any]:
+def read_object(path: Path, fields: Fields | None = None, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """The object of a JSON file, the type of each of its known fields checked."""
     try:
-        value = parse_json(read_bytes(path, MAX_JSON_BYTES))
+        value = parse_json(read_bytes(path, max_bytes))
         if not isinstance(value, dict):
             raise ValueError(f"a JSON {type(value).__name__} where an object belongs")
         if fields is not None:
@@ -131,6 +132,8 @@ def read_toml(path: Path, *, follow: bool = False) -> dict[str, Any]:
     import tomllib
 
     data = read_bytes(path, MAX_TOML_BYTES, follow=follow)
+    if _LONG_KEY.search(data):  # the parser's time and memory grow with the square of its parts
+        raise ValueError("it has a key of hundreds of parts")
     try:
         document = tomllib.loads(data.decode())
     except RecursionError:
@@ -172,6 +175,7 @@ def fits(value: Any, hint: Any) -> bool:
     if typing.is_typeddict(kind) or dataclasses.is_dataclass(kind):
         known, required = _hints(kind), getattr(kind, "__required_keys__", ())
         is_whole = isinstance(value, Mapping) and all(key in value for key in required)
+        is_whole = is_whole and (typing.is_typeddict(kind) or value.keys() <= known.keys())
         return is_whole and all(fits(value[key], one) for key, one in known.items() if key in value)
     if kind is not Any:
         return isinstance(value, Mapping) and all(fits(item, inner[1]) for item in value.values())
@@ -181,6 +185,13 @@ def fits(value: Any, hint: Any) -> bool:
 def open_to_append(path: Path) -> FileIO:
     """A file of the user's own that is written on at its end, not buffered; made where it is not there."""
     return open_own(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+
+
+def write_all(file: FileIO, data: bytes) -> None:
+    """Hand all of it to the system, which survives a kill of this process."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
 
 
 def whole_lines_bytes(file: FileIO) -> int:
@@ -227,6 +238,7 @@ def create(path: Path) -> FileIO:
 
 def make_folder(path: Path) -> None:
     """Make a folder inside another: as open as that one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(mode=path.parent.stat().st_mode & 0o777, exist_ok=True)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from stormo.launch.hostfile import (
 )
 from stormo.launch.place import derived_port
 from stormo.launch.ssh import run_on_hosts
+from stormo.process import own_command
 
 # What of this environment the workers on other hosts get too: what numerical and network libraries read, but not the
 # numbers of the GPUs of this host, which may be others there.
@@ -94,7 +94,7 @@ def start_on_hosts(config: TrainConfig, hosts: tuple[ListedHost, ...], verb: str
     own, theirs = _without(rest[:at]), rest[at:]
     if config.command.config is not None:
         own += ["--launcher", "auto"]  # the file may say otherwise
-    command = [sys.executable, "-m", "stormo", verb, *own]
+    command = [*own_command(verb), *own]
     num_gpus = slots_of(hosts, workers.num_gpus)
     told = [] if num_gpus is None else ["--num-gpus", str(num_gpus)]
     told += ["--master-addr", address, "--master-port", str(port), "--num-nodes", str(len(hosts))]

@@ -17,6 +17,7 @@ from stormo.energy.linefile import LineFile
 from stormo.energy.meter import Meter
 from stormo.energy.nodefile import PHASES
 from stormo.energy.window import Window
+from stormo.files import make_folder
 from stormo.telemetry.files import to_json
 
 _POWER_SPAN_S = 3.0
@@ -97,7 +98,7 @@ class Keeper:
             "notes": list(self._told_notes),
         }
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
         except OSError as error:
             self._fail(f"{path.parent} cannot be made: {error.strerror or error}")
         with self._lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -17,6 +18,11 @@ def process_start_unix_s() -> float:
     started_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
     return time.time() - age_s
+
+
+def own_command(verb: str) -> list[str]:
+    """What starts a verb of this very stormo in another process; -P: without the current folder on its path."""
+    return [sys.executable, "-P", "-m", "stormo", verb]
 
 
 class SetUp:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import typing
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from torch import Tensor
 
 from stormo.divergence import Trend
+from stormo.errors import StormoError
+from stormo.files import fits, printable
+
+_MOST_COUNTED = 2**62
 
 
 @dataclass(kw_only=True)
@@ -57,6 +62,13 @@ class Progress:
     def take(self, values: dict[str, Any]) -> None:
         """Put back what `to_json` gave."""
         values = {"samples_trained": values.get("samples_seen", 0), **values}  # before it was counted apart
+        for name, hint in typing.get_type_hints(Progress).items():
+            if name not in values:
+                continue
+            is_count = hint is int
+            if not fits(values[name], hint) or (is_count and not 0 <= values[name] < _MOST_COUNTED):
+                shown = "out of range" if type(values[name]) is int else printable(repr(values[name])[:40])
+                raise StormoError(f"The checkpoint cannot be resumed: its counter {name} is {shown}.")
         for one in fields(self):
             # What an older release did not save stays at its default.
             if one.name in values:

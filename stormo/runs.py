@@ -15,6 +15,7 @@ from typing import Any
 
 from stormo.errors import SettingError, StormoError
 from stormo.files import BadFileError, read_toml
+from stormo.masking import masked
 from stormo.telemetry.events import current_events, read_events, speed_of
 from stormo.telemetry.files import to_json
 from stormo.telemetry.finding import list_runs
@@ -147,7 +148,7 @@ def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", str(value)
+            yield f"{prefix}{key}", str(masked(key, value))
 
 
 def last_event(events: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any]:

@@ -40,7 +40,8 @@ from stormo.checkpoint import (
     whole_box,
 )
 from stormo.data.order import derive_seed, seed_generators
-from stormo.errors import counted
+from stormo.errors import StormoError, counted
+from stormo.files import fits
 from stormo.mesh import Mesh
 from stormo.progress import Progress
 from stormo.strategies.strategy import Strategy
@@ -161,6 +162,8 @@ class RunState:
     def _restore_rest(self, world: World, state: Mapping[str, Any], ranks: Mapping[str, Tensor], seed: int) -> None:
         """All but the weights and the optimizer's state."""
         strategy = self.strategy
+        if problem := _problem(state):
+            raise StormoError(f"The checkpoint cannot be resumed: its state.json {problem}.")
         is_own = strategy.steps_alone and _is_same_mesh(state, world)
         if "local" in state and state["world_size"] > 1 and not is_own:
             strategy.notices.append(
@@ -191,6 +194,19 @@ class RunState:
             # Checkpoints of former releases do not tell: losses were means over samples.
             num_items = torch.stack(items).sum() if items else torch.tensor(float(self.progress.position))
             self.num_items.copy_(num_items / world.size)
+
+
+def _problem(state: Mapping[str, Any]) -> str | None:
+    """What of the plain values is not what a run has saved."""
+    hints = {"world_size": int, "progress": dict[str, Any], "random": list[Any], "scaler": dict[str, Any] | None}
+    for key, hint in hints.items():
+        if key not in state or not fits(state[key], hint):
+            return f"has no valid {key}"
+    if not 0 < state["world_size"] <= 2**31:
+        return "has no valid world_size"
+    ages = state.get("stale_gradients", {})
+    is_valid = fits(ages, dict[str, int]) and fits(state.get("noise_scale"), list[float] | None)
+    return None if is_valid else "has no valid stale_gradients or noise_scale"
 
 
 def _names(strategy: Strategy) -> dict[Any, str]:

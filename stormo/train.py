@@ -13,7 +13,7 @@ from typing import Any
 from stormo import __version__, dry_run, options
 from stormo.config import TrainConfig
 from stormo.early_signals import leave_if_warned
-from stormo.errors import EXIT_FAILURE, StormoError, full_disk
+from stormo.errors import EXIT_FAILURE, SettingError, StormoError, full_disk
 from stormo.hardware import visible_gpus
 from stormo.hosts import hosts_of, on_hosts, start_on_hosts
 from stormo.launch import Place, alone, open_lifeline, run_node
@@ -21,17 +21,19 @@ from stormo.launch.lifeline import die_with_parent
 from stormo.launch.restarts import run_with_restarts
 from stormo.launch.torchrun import note_failure
 from stormo.layout import Layout, resolve_layout
+from stormo.masking import MASK
 from stormo.nodes import check_restarts, find_place, launched_by, node_of
 from stormo.plan import check_settings, resolve
-from stormo.process import STARTED, process_start_unix_s
+from stormo.process import STARTED, own_command, process_start_unix_s
 from stormo.resuming.changes import changes, require_task
-from stormo.resuming.finding import run_to_resume
+from stormo.resuming.finding import require_own, run_to_resume
 from stormo.resuming.inherited import (
     OF_COPIES,
     inherited_effect,
     inherited_workers,
     lost_with_strategy,
     place_of,
+    require_few_processes,
 )
 from stormo.staging import of_task as staging
 from stormo.tasks.check import check_made, check_options, check_task, note_method
@@ -89,20 +91,33 @@ def read_settings(arguments: list[str]) -> tuple[TrainConfig, type[Task]]:
     resumed = run_to_resume((run if isinstance(run, dict) else {}) | peeked)
     inherited = options.read_toml(resumed.config, f"{resumed.config} is of the run to resume") if resumed else {}
     workers = inherited.get("workers", {})
+    if not isinstance(workers, dict):
+        raise SettingError(
+            f"{inherited['workers']!r:.40} are the workers in the config.toml of the run to resume",
+            "they are no section",
+            "restore that file, or start a new run",
+        )
     inherited["workers"] = inherited_workers(workers, document.get("workers"), peeked)
-    names = (peeked.get("task"), document.get("task"), inherited.get("task"), TrainConfig.task)
+    said = next((name for name in (peeked.get("task"), document.get("task")) if isinstance(name, str)), None)
+    if resumed is not None and said is None:
+        require_own(resumed, inherited.get("task"), is_built_in=inherited.get("task") in TASKS)
+    names = (said, inherited.get("task"), TrainConfig.task)
     task_class = find_task(next(name for name in names if isinstance(name, str)))
     check_options(task_class)
     plain = options.train_options(task_class.Options)
     defaults, every = options.defaults_of_task(task_class.defaults, plain, task_class.name)
     flags = options.parse_flags("stormo train", arguments, every, f"Task {task_class.name}")
+    options.check_masked(document, flags, peeked.get("config", ""))
     in_file = options.asked_by_file(document, every, peeked.get("config", ""))
     settings = options.left_below(in_file, flags) | flags
     if resumed is None:
         return options.make_config(settings, task_class.Options, defaults), task_class
     require_task(settings.get("task"), inherited.get("task"), resumed)
     # The file holds whatever was in force, the task's defaults of that day among it; what is not there was not set.
+    options.check_masked(inherited, settings, str(resumed.config))
     before = options.settings_from_toml(inherited, every, str(resumed.config))
+    before |= {key: settings[key] for key, value in before.items() if value == MASK and key in settings}
+    require_few_processes(before, settings)
     effective = inherited_effect(inherited, resumed)
     keys = ("strategy", "staleness", *OF_COPIES)  # also where they are others now
     spread = {key: workers[key] for key in keys if key in workers}
@@ -133,7 +148,7 @@ def _start_workers(arguments: list[str], config: TrainConfig, layout: Layout) ->
         words = [*named, "--resume"] if number else first
         os.environ[STARTED] = str(time.time() if number else process_start_unix_s())
         same = _same_on_all(read_settings(words)[0] if number else config, layout)
-        command = [sys.executable, "-m", "stormo", "train", *words]
+        command = [*own_command("train"), *words]
         return run_node(command, node_of(config, layout), timeout_s=workers.timeout, signals=signals, **same)
 
     return run_with_restarts(attempt, restarts=workers.max_restarts, signals=signals, join_s=workers.timeout)

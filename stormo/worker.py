@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from stormo.cache import keep_compiled
 from stormo.config import TrainConfig
 from stormo.data.batches import Collate, collate
 from stormo.data.iterables import IterableLoader
@@ -123,6 +124,8 @@ def _require_same_plan(plan: Plan, world: World) -> None:
 
 def set_arithmetic(config: TrainConfig, plan: Plan) -> None:
     """Set torch to the number formats and algorithms of the plan."""
+    if plan.compile:
+        keep_compiled(os.environ)
     tf32 = "ieee" if plan.precision in ("fp32", "fp64") else "tf32"
     torch.backends.cuda.matmul.fp32_precision = tf32
     torch.backends.cudnn.conv.fp32_precision = tf32  # type: ignore[attr-defined]

@@ -15,7 +15,8 @@ PACKAGE = ROOT / "stormo"
 
 # A room's number is its floor; docs/architecture.md draws the same picture.
 FLOORS = {
-    "cache": 0,
+    "cache": 2,
+    "masking": 0,
     "errors": 0,
     "hardware": 0,
     "process": 0,
@@ -88,6 +89,7 @@ SIDEWAYS = {
 WITHOUT_TORCH = {
     *(
         "cache",
+        "masking",
         "errors",
         "files",
         "hardware",

@@ -20,6 +20,8 @@ Names = Mapping[Tensor, str] | Sequence[str]
 
 # Scalars that torch's optimizers keep in host memory, unless the step runs inside a kernel or a graph.
 _HOST_SCALARS = frozenset({"step", "mu_product"})
+# States of one value for each of the parameter's.
+_LIKE_PARAMETER = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg"})
 
 
 class OptimizerStateError(StormoError):
@@ -77,6 +79,11 @@ def restore_optimizer(optimizer: Optimizer, names: Names, tensors: Mapping[str, 
             elif kind == "none":
                 state[key] = None
             elif key:
+                if key in _LIKE_PARAMETER and tensor.dim() and tensor.shape != parameter.shape:
+                    raise OptimizerStateError(
+                        f"The stored {key} of {name} has shape {list(tensor.shape)}, and the parameter "
+                        f"{list(parameter.shape)}."
+                    )
                 state[key] = _placed(tensor, key, parameter, group)
         if state:
             optimizer.state[parameter] = state

@@ -241,7 +241,12 @@ def _body(response: http.client.HTTPResponse, stop: threading.Event) -> Iterator
                 kind = response.headers.get_content_type()
                 raise UnusableError(f"came as something else than gzip data ({kind})")
             is_first = False
-            yield inflater.decompress(piece)
+            # A few bytes can stand for gigabytes: never more of them at once than one chunk.
+            while piece:
+                yield inflater.decompress(piece, CHUNK_BYTES)
+                piece = inflater.unconsumed_tail
+        while rest := inflater.decompress(b"", CHUNK_BYTES):
+            yield rest
     except (OSError, http.client.HTTPException, zlib.error) as error:
         raise UnusableError(f"failed ({reason_of(error)})") from error
     if not inflater.eof:

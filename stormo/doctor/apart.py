@@ -104,7 +104,7 @@ class _Child:
         self._words = words
         self._buffer = b""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __spec__.name, json.dumps(asked)],
+            [sys.executable, "-P", "-m", __spec__.name, json.dumps(asked)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=words,

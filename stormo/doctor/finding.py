@@ -62,7 +62,7 @@ def show(findings: Sequence[Finding], stream: TextIO) -> None:
     paint = _painter(stream)
     width = min(shutil.get_terminal_size((100, 24)).columns, _WIDEST)
     lines = [*_listing(findings, width, paint), *_mends(findings, width, paint), _count(findings)]
-    write_text("".join(f"{line}\n" for line in lines), stream)
+    write_text("".join(f"{line}\n" for line in lines), stream, is_coloured=True)
 
 
 def _plain(finding: Finding) -> dict[str, Any]:

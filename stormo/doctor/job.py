@@ -26,6 +26,7 @@ from stormo.launch.place import host_name
 from stormo.layout import Layout, at_least, resolve_layout
 from stormo.nodes import find_place, launched_by, node_of
 from stormo.options import Parser, make_config, options_of
+from stormo.process import own_command
 from stormo.telemetry.text import write_text
 
 _CODE_FILE = "STORMO_DOCTOR_CODE"  # into which the first worker of a node writes the exit code for its agent
@@ -117,7 +118,7 @@ def _parse(arguments: Sequence[str]) -> Asked:
 
 def _start_workers(arguments: list[str], asked: Asked, layout: Layout) -> int:
     """Become the agent of this node; the workers run this very command again, told who they are."""
-    command = [sys.executable, "-m", "stormo", "doctor", *arguments]
+    command = [*own_command("doctor"), *arguments]
     # A file of memory, which is gone with this process however it ends.
     with os.fdopen(os.memfd_create("stormo-doctor"), "rb") as code_file:
         environ = {**os.environ, _CODE_FILE: f"/proc/{os.getpid()}/fd/{code_file.fileno()}"}

@@ -27,7 +27,7 @@ class TorchProcess:
         self._began_s = time.monotonic()
         self._answer: dict[str, Any] | None = None
         self._process = subprocess.Popen(
-            words or [sys.executable, "-m", __spec__.name],
+            words or [sys.executable, "-P", "-m", __spec__.name],
             env={**environ, "TORCH_CPP_LOG_LEVEL": "ERROR"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -8,7 +8,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from stormo.files import open_to_append, whole_lines_bytes
+from stormo.files import open_to_append, whole_lines_bytes, write_all
 
 
 class LineFile:
@@ -26,9 +26,7 @@ class LineFile:
         try:
             if self._file is None:
                 self._file = self._open()
-            rest = memoryview(data)
-            while rest:
-                rest = rest[self._file.write(rest) :]  # not buffered: a kill of this process loses nothing of it
+            write_all(self._file, data)
         except OSError:
             self.close()
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import os
 import shutil
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 
 from stormo.config import TrainConfig
 from stormo.errors import SettingError
+from stormo.files import open_own
 from stormo.telemetry.finding import default_run_name, require_new_run
 from stormo.telemetry.folder import RunFolder
 from stormo.world.world import World
@@ -46,7 +48,9 @@ def open_folder(config: TrainConfig) -> RunFolder:
 def _make(folder: Path) -> bool:
     """Make a folder; False where somebody else was faster."""
     try:
-        folder.mkdir(parents=True)
+        if not folder.parent.exists():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700)  # settings, command lines and weights are nobody else's, unless the user shares them
     except OSError as error:
         if isinstance(error, FileExistsError) and folder.is_dir():
             return False
@@ -61,7 +65,7 @@ def _make(folder: Path) -> bool:
 def lock_folder(folder: RunFolder) -> IO[bytes] | None:
     """Hold the run for this process alone, until it ends however it ends; None where the file system has no locks."""
     try:
-        file = folder.lock.open("wb")
+        file = open_own(folder.lock, os.O_RDWR | os.O_CREAT)
     except OSError as error:
         if error.errno not in _NOT_MINE:
             raise

@@ -35,7 +35,7 @@ class HostCommand:
 
     def over_ssh(self, program: Sequence[str]) -> list[str]:
         """The words that start it from here; what it is to do follows through its input, where nobody sees it."""
-        python = [self.command[0], "-m", remote.__name__]
+        python = [self.command[0], "-P", "-m", remote.__name__]
         if self.environ.get("PYTHONPATH"):
             python = ["env", f"PYTHONPATH={self.environ['PYTHONPATH']}", *python]
         options = [word for option in _OPTIONS for word in ("-o", option)]

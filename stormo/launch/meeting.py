@@ -132,8 +132,8 @@ def _meeting(control: Control, payload: Mapping[str, Any], store: socket.socket 
 def command_for(command: Sequence[str], node_id: int) -> str:
     """The command line to type on another node."""
     words = list(command)
-    if words[1:3] == ["-m", "stormo"]:
-        words[:3] = ["stormo"]
+    if words[1:4] == ["-P", "-m", "stormo"]:
+        words[:4] = ["stormo"]
     for position, word in enumerate(words):
         if word == "--node-id" and position + 1 < len(words):
             words[position + 1] = str(node_id)

@@ -8,7 +8,7 @@ from stormo.options.belonging import left_below, left_unasked, without_effect
 from stormo.options.declared import Option, defaults_of_task, options_of, train_options
 from stormo.options.flags import Parser, Positional, UsageError, build_parser, parse_flags, peek_flags, take_flags
 from stormo.options.settings import flat_settings, make_config
-from stormo.options.toml import asked_by_file, read_toml, settings_from_toml, to_toml
+from stormo.options.toml import asked_by_file, check_masked, read_toml, settings_from_toml, to_toml
 from stormo.options.words import as_flags, without_flags
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "as_flags",
     "asked_by_file",
     "build_parser",
+    "check_masked",
     "defaults_of_task",
     "flat_settings",
     "left_below",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from stormo import files
 from stormo.config import EFFECTIVE, OF_ONE_CALL, OF_OTHER_VERBS, SECTIONS, Effective, NodeRange, TrainConfig
 from stormo.errors import SettingError, unknown_name
+from stormo.masking import MASK, is_secret_name, masked
 from stormo.options.belonging import without_effect
 from stormo.options.declared import Option
 
@@ -83,6 +84,17 @@ def asked_by_file(document: Mapping[str, Any], options: Sequence[Option], source
     return {key: value for key, value in settings.items() if key not in idle}
 
 
+def check_masked(document: Mapping[str, Any], given: Container[str], source: str) -> None:
+    """Refuse a file of a run whose secret options were not written, unless they are given again."""
+    of_task = document.get("task_options")
+    for key, value in of_task.items() if isinstance(of_task, Mapping) else ():
+        if value == MASK and is_secret_name(key) and f"task.{key}" not in given:
+            flag = f"--task.{key.replace('_', '-')}"
+            raise SettingError(
+                f"{key} in {source} is {MASK}", "secrets are not written to the files of a run", f"set {flag} again"
+            )
+
+
 def to_toml(config: TrainConfig, effective: Effective) -> str:
     """The settings and what they came to, as TOML that `--config` reads; what was left to be chosen is left out."""
     lines = [f"task = {json.dumps(config.task)}"]
@@ -94,7 +106,8 @@ def to_toml(config: TrainConfig, effective: Effective) -> str:
     del sections["run"]["resume"]  # said of one call, not of the run
     del sections["run"]["run_name"]  # the folder's own name; a run that repeats this one has another
     if config.task_options is not None:
-        sections["task_options"] = dataclasses.asdict(config.task_options)
+        asked = dataclasses.asdict(config.task_options)
+        sections["task_options"] = {key: masked(key, value) for key, value in asked.items()}
     sections[EFFECTIVE] = dataclasses.asdict(effective)
     for section, values in sections.items():
         lines += ["", f"[{section}]"]

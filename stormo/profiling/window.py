@@ -20,6 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from stormo.data.loaders import Batch
+from stormo.files import create
 from stormo.plan.profile import ProfileSpec
 from stormo.profiling.overview import lines, overview
 from stormo.profiling.ranges import range_of, record_ranges
@@ -204,13 +205,15 @@ class ProfileWindow:
         self._folder.mkdir(parents=True, exist_ok=True)
         rank = self._world.rank
         plain, packed = self._folder / f".rank-{rank}.json", self._folder / f".rank-{rank}.json.gz"
+        for path in self._folder.glob(f".rank-{rank}.*"):  # left by a kill, or a link that somebody has put there
+            path.unlink()
         try:
             profiler.export_chrome_trace(str(plain))  # on a full disk it leaves half a file, or none, and says nothing
             try:
                 content = json.loads(plain.read_text(encoding="utf-8", errors="replace"))
             except (FileNotFoundError, ValueError):
                 raise OSError("torch's profiler could not write it whole; the disk may be full") from None
-            with plain.open("rb") as source, gzip.open(packed, "wb", compresslevel=5) as target:
+            with plain.open("rb") as source, create(packed) as raw, gzip.open(raw, "wb", compresslevel=5) as target:
                 shutil.copyfileobj(source, target)
             packed.replace(self._folder / _TRACE.format(rank))
         finally:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stormo.errors import EXIT_DIVERGED, SettingError, StormoError
+from stormo.files import is_own
 from stormo.launch.torchrun import launch_id
 from stormo.telemetry.finding import find_run, list_runs
 from stormo.telemetry.folder import RunFolder, read_environment, read_summary
@@ -29,6 +30,21 @@ def run_to_resume(flags: dict[str, Any]) -> RunFolder | None:
     if not runs:
         raise SettingError("--resume was set", f"there is no run in {folder}", "name one with --resume RUN")
     return runs[0]
+
+
+def require_own(run: RunFolder, task: Any, *, is_built_in: bool) -> None:
+    """Refuse to import the task that a run names itself where another account could have named it."""
+    owners = {str(run.path): run.path, str(run.config): run.config}
+    path = Path(str(task).partition(":")[0])
+    if path.suffix == ".py" and path.is_file() and path.stat().st_uid != 0:
+        owners[f"its task {path}"] = path
+    foreign = next((name for name, path in owners.items() if not is_own(path)), None)
+    if foreign is not None and not is_built_in:
+        raise SettingError(
+            f"run {run.name} was to go on",
+            f"{foreign} belongs to another account, and the task that its config.toml names would be run as yours",
+            "look at it, and name the task: stormo train TASK --resume RUN",
+        )
 
 
 def _restarted_run(folder: Path, name: str | None) -> RunFolder | None:

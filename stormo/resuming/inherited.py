@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from stormo.resuming.table import COPIES, OWN_ALGORITHMS
 from stormo.telemetry.folder import RunFolder
 
 SPREAD = ("strategy", "servers", "staleness", "mesh", "zero")
+_MOST_PROCESSES = 64
 OF_COPIES = ("compress", "compress_rank")
 
 
@@ -55,6 +57,20 @@ def inherited_effect(document: dict[str, Any], run: RunFolder) -> Effective:
             f"{run.config} has no valid section [{EFFECTIVE}]",
             "restore that file, or start a new run",
         ) from None
+
+
+def require_few_processes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse a number of processes that the file of a run asks for and this machine would choke on."""
+    most = max(_MOST_PROCESSES, 2 * len(os.sched_getaffinity(0)))
+    for key in ("num_gpus", "loader_workers"):
+        number = before.get(key)
+        if key not in now and isinstance(number, int) and number > most:
+            flag = f"--{key.replace('_', '-')}"
+            raise SettingError(
+                f"{key} = {number} was set in the config.toml of the run",
+                f"more than {most} processes are not started because a file says so",
+                f"set {flag}",
+            )
 
 
 def place_of(run: RunFolder) -> dict[str, str]:

@@ -6,13 +6,14 @@ ended well.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from stormo.energy.linefile import LineFile
+from stormo.files import BadFileError, fits, parse_json, read_lines
 from stormo.scale.measurement import Measurement
 
 
@@ -65,20 +66,25 @@ class CellFile:
         self.done: dict[str, Mapping[str, Any]] = {}
         for line in _whole_lines(path):
             if line.get("state") == "done":
-                self.done[str(line["name"])] = line
+                self.done[str(line.get("name"))] = line
 
     def measurement(self, cell: Cell) -> Measurement | None:
         """What a run measured, if it has ended well."""
         line = self.done.get(cell.name)
-        return Measurement(**line["measurement"]) if line and line.get("measurement") else None
+        if not line or not line.get("measurement"):
+            return None
+        figures = line["measurement"]
+        if not fits(figures, Measurement) or not _is_measured(figures):
+            raise BadFileError(self._path, f"the figures of {cell.name} are not what a run has measured")
+        return Measurement(**figures)
 
     def add(self, cell: Cell, state: str, measurement: Measurement | None = None, error: str | None = None) -> None:
         """Keep the end of a run: "done" with its figures, or "failed" with the reason."""
         figures = asdict(measurement) if measurement else None
         line = {"name": cell.name, "state": state, "measurement": figures, "error": error}
-        is_cut = self._path.is_file() and not self._path.read_bytes().endswith(b"\n") and self._path.stat().st_size > 0
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write("\n" * is_cut + json.dumps(line) + "\n")
+        file = LineFile(self._path)
+        file.append([line])
+        file.close()
         if state == "done":
             self.done[cell.name] = line
 
@@ -86,11 +92,19 @@ class CellFile:
 def _whole_lines(path: Path) -> list[dict[str, Any]]:
     """Every line that is a JSON object; one that a kill cut short is left out, and its run is done again."""
     found = []
-    for text in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict):
-            found.append(line)
+    try:
+        for text in read_lines(path):
+            try:
+                line = parse_json(text)
+            except ValueError:
+                continue
+            if isinstance(line, dict):
+                found.append(line)
+    except FileNotFoundError:
+        return []
     return found
+
+
+def _is_measured(figures: Mapping[str, Any]) -> bool:
+    needed = ("mode", "workers", "repeat", "samples_per_s", "units_per_s", "unit")
+    return all(name in figures for name in needed) and min(figures["workers"], figures["samples_per_s"]) > 0

@@ -7,11 +7,13 @@ import ctypes
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
+
+from stormo.files import MAX_RECORDS_BYTES, create, read_bytes
+from stormo.process import own_command
 
 _POLL_S = 0.1
 _ENOUGH_S = 1.0  # between two looks at how far a run is
@@ -28,13 +30,13 @@ class StoppedError(KeyboardInterrupt):
 
 def run_child(arguments: Sequence[str], log: Path, is_enough: Callable[[], bool]) -> int:
     """Run `stormo train` with these arguments, its output into a file; the exit code, negative for a signal."""
-    command = [sys.executable, "-m", "stormo", "train", *arguments]
+    command = [*own_command("train"), *arguments]
     libc = ctypes.CDLL(None)
 
     def die_with_parent() -> None:
         libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
-    with log.open("wb") as file:
+    with create(log) as file:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -94,7 +96,8 @@ def stop_signals() -> Iterator[None]:
 def last_words(log: Path) -> str:
     """What a run that failed said: stormo's own sentence, or its last line."""
     try:
-        lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
+        text = read_bytes(log, MAX_RECORDS_BYTES).decode(errors="replace")
+        lines = [line.strip() for line in text.splitlines()]
     except OSError:
         return "it left no output"
     said = [line for line in lines if line]

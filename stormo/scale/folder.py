@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from stormo.errors import SettingError
+from stormo.files import BadFileError, read_object
 from stormo.scale.settings import Study
 from stormo.telemetry.files import write_json
 
@@ -29,7 +29,7 @@ def check_folder(study: Study) -> None:
 
 def open_folder(study: Study) -> None:
     """Make the folder, and keep what the study is."""
-    (study.output / "logs").mkdir(parents=True, exist_ok=True)
+    (study.output / "logs").mkdir(mode=0o700, parents=True, exist_ok=True)
     before = _before(study)
     if before is None or _SETTINGS not in before:
         write_json(_path(study), study.identity())
@@ -41,14 +41,15 @@ def _path(study: Study) -> Path:
 
 def _before(study: Study) -> dict[str, Any] | None:
     """What the study that lies there is; None where there is none."""
-    path = _path(study)
-    if not path.is_file():
-        return None
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError):
+        return read_object(_path(study))
+    except FileNotFoundError:
+        return None
+    except BadFileError as error:
         raise SettingError(
-            f"--output {study.output} was set", f"{path.name} there is not what a study wrote", "set another folder"
+            f"--output {study.output} was set",
+            f"{_path(study).name} there is not what a study wrote ({error.problem})",
+            "set another folder",
         ) from None
 
 

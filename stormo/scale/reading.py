@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from stormo.errors import StormoError, counted
+from stormo.files import BadFileError
 from stormo.scale.cells import Cell
 from stormo.scale.measurement import Measurement
 from stormo.telemetry.events import current_events, read_events
@@ -20,6 +22,20 @@ _Event = Mapping[str, Any]
 
 def measured_s(folder: Path) -> float:
     """Seconds of training that a run in progress has behind it since its warm-up."""
+    with _whole_events(folder):
+        return _measured_s(folder)
+
+
+@contextlib.contextmanager
+def _whole_events(folder: Path) -> Iterator[None]:
+    """Say it in a sentence where an event lacks a figure that every run writes."""
+    try:
+        yield
+    except (KeyError, TypeError) as error:
+        raise BadFileError(RunFolder(folder).events, f"an event of it has not all its figures ({error})") from None
+
+
+def _measured_s(folder: Path) -> float:
     events = current_events(read_events(RunFolder(folder).events))
     start, newest = _warm(events), _newest(events)
     return newest["time_s"] - start["time_s"] if start and newest else 0.0
@@ -27,7 +43,11 @@ def measured_s(folder: Path) -> float:
 
 def measure_run(folder: Path, cell: Cell) -> Measurement:
     """The figures of a run that has ended: of the epochs after the first or, if there is none, of its steps."""
-    run = RunFolder(folder)
+    with _whole_events(folder):
+        return _measure_run(RunFolder(folder), cell)
+
+
+def _measure_run(run: RunFolder, cell: Cell) -> Measurement:
     events = current_events(read_events(run.events))
     summary = read_summary(run) or {}
     epochs = [event for event in events if event["event"] == "epoch_done"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +14,7 @@ from stormo.scale.curve import Curve, Point
 from stormo.scale.estimate import Estimate
 from stormo.scale.fit import Fit
 from stormo.scale.verdict import paragraph
-from stormo.telemetry.files import write_json
+from stormo.telemetry.files import write_json, write_whole
 
 _ESTIMATES = (
     "units_per_s",
@@ -61,7 +62,7 @@ def write_results(folder: Path, answers: Sequence[Answer], failed: Sequence[Mapp
 def _write_csv(path: Path, curves: Sequence[Curve]) -> None:
     names = [f"{name}{end}" for name in _ESTIMATES for end in ("", "_low", "_high")]
     losses = [f"lost_{name}" for name in ("whole", *_LOSSES)]
-    with path.open("w", newline="", encoding="utf-8") as file:
+    with io.StringIO(newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["mode", "workers", "runs", "unit", *names, "num_reached", *losses, "note"])
         for curve in curves:
@@ -71,6 +72,7 @@ def _write_csv(path: Path, curves: Sequence[Curve]) -> None:
                 row = [curve.mode, point.workers, point.num_repeats, curve.unit, *figures, point.num_reached, *split]
                 row.append(point.note)
                 writer.writerow(["" if cell is None else cell for cell in row])
+        write_whole(path, file.getvalue())
 
 
 def _three(one: Estimate | None) -> tuple[float | None, float | None, float | None]:

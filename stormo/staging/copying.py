@@ -1,11 +1,10 @@
-"""Copies files in pieces, by several threads, and reads the copy back; no piece counts whose SHA-256 differs.
+"""Copies files in pieces, by several threads.
 
 Large files are cut, so that one file is copied by all threads too. A file has its own name only when it is whole.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 import threading
@@ -27,12 +26,11 @@ Check = Callable[[], None]  # raises where there is nothing more to be done
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copied:
-    """A file of a copy: as it lies there, and the SHA-256 of each of its pieces."""
+    """A file of a copy, as it lies there."""
 
     name: str
     num_bytes: int
     mtime_ns: int  # of the copy, as its file system keeps it
-    pieces: list[str]
 
 
 class StoppedError(StormoError):
@@ -68,7 +66,6 @@ class _File:
         self._source, self._path = tree.root / file.name, target / file.name
         self._partial = partial
         self.num_pieces = max(1, -(-file.num_bytes // PIECE_BYTES))
-        self._pieces = [""] * self.num_pieces
         self._num_left = self.num_pieces
         self._lock = threading.Lock()
         self.copied: Copied
@@ -77,26 +74,19 @@ class _File:
         """Copy one piece and, with the last one, give the file its name; `check` may end it in between."""
         offset = number * PIECE_BYTES
         num_bytes = min(PIECE_BYTES, self._file.num_bytes - offset)
-        out = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        out = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            sent = self._send(out, offset, num_bytes, check)
-            kept = _digest(out, offset, num_bytes, check)
+            self._send(out, offset, num_bytes, check)
         finally:
             os.close(out)
-        if sent != kept:
-            raise StormoError(
-                f"{self._partial} was written and reads back differently (SHA-256 {kept[:12]}, not {sent[:12]}); "
-                "the local storage of this node is not reliable, stage to another folder or take the node out."
-            )
-        self._pieces[number] = sent
         with self._lock:
             self._num_left -= 1
             is_last = self._num_left == 0
         if is_last:
             self._finish()
 
-    def _send(self, out: int, offset: int, num_bytes: int, check: Check) -> str:
-        digest, done, view = hashlib.sha256(), 0, memoryview(bytearray(min(_BLOCK_BYTES, max(num_bytes, 1))))
+    def _send(self, out: int, offset: int, num_bytes: int, check: Check) -> None:
+        done, view = 0, memoryview(bytearray(min(_BLOCK_BYTES, max(num_bytes, 1))))
         try:
             source = os.open(self._source, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -110,12 +100,10 @@ class _File:
                     raise unreadable(self._tree.root, self._source, error) from None
                 if read == 0:
                     raise self._changed()
-                digest.update(view[:read])
                 _write(out, view[:read], offset + done)
                 done += read
         finally:
             os.close(source)
-        return digest.hexdigest()
 
     def _finish(self) -> None:
         status = self._source.stat()
@@ -127,7 +115,6 @@ class _File:
             name=self._file.name,
             num_bytes=self._file.num_bytes,
             mtime_ns=self._path.stat().st_mtime_ns,
-            pieces=self._pieces,
         )
 
     def _changed(self) -> SettingError:
@@ -138,47 +125,17 @@ class _File:
         )
 
 
-def find_flaws(target: Path, files: Iterable[Copied], check: Check, *, reads_content: bool) -> set[str]:
-    """The files of a copy that are not as they were: by size and time, or by their content."""
-    flaws, to_read = set(), []
+def is_whole(target: Path, files: Iterable[Copied], check: Check) -> bool:
+    """Whether the files of a copy are as they were, by size and time."""
     for file in files:
         check()
         try:
             status = (target / file.name).lstat()
         except OSError:
-            flaws.add(file.name)
-            continue
+            return False
         if (status.st_size, status.st_mtime_ns) != (file.num_bytes, file.mtime_ns):
-            flaws.add(file.name)
-        elif reads_content:
-            to_read.append(file)
-
-    def read(job: tuple[Copied, int], check: Check) -> None:
-        file, number = job
-        descriptor = os.open(target / file.name, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            offset = number * PIECE_BYTES
-            if _digest(descriptor, offset, min(PIECE_BYTES, file.num_bytes - offset), check) != file.pieces[number]:
-                flaws.add(file.name)
-        except OSError:  # a sector that cannot be read any more
-            flaws.add(file.name)
-        finally:
-            os.close(descriptor)
-
-    _in_parallel(read, ((file, number) for file in to_read for number in range(len(file.pieces))), check)
-    return flaws
-
-
-def _digest(descriptor: int, offset: int, num_bytes: int, check: Check) -> str:
-    digest, done, view = hashlib.sha256(), 0, memoryview(bytearray(min(_BLOCK_BYTES, max(num_bytes, 1))))
-    while done < num_bytes:
-        check()
-        read = os.preadv(descriptor, [view[: num_bytes - done]], offset + done)
-        if read == 0:
-            break
-        digest.update(view[:read])
-        done += read
-    return digest.hexdigest()
+            return False
+    return True
 
 
 def _write(out: int, block: memoryview[Any], offset: int) -> None:

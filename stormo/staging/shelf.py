@@ -15,19 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from stormo.errors import SettingError, full_disk
-from stormo.staging.copying import Check, Copied, StoppedError, copy_files, find_flaws
+from stormo.files import MAX_RECORDS_BYTES, BadFileError, Fields, read_object
+from stormo.staging.copying import Check, Copied, StoppedError, copy_files, is_whole
 from stormo.staging.locks import KEEP, MANIFEST, REMOVED, Hold, remove_if_unused, turn
 from stormo.staging.tree import Tree, list_tree
 from stormo.telemetry.text import format_bytes
 
-READ_ALL_BYTES = 1 << 30  # a copy up to this size is read and compared whenever it is used again
 _CONTENT, _PARTIAL = "content", "partial"
+_MANIFEST = Fields({"source": str, "boot": str, "files": list[Any]})
 _TELL_BYTES = 1_000_000_000  # worth a word before it begins
 
 
 @dataclass(frozen=True, kw_only=True)
 class Staged:
-    """A verified copy, held."""
+    """A whole copy, held."""
 
     path: Path
     entry: Path
@@ -45,7 +46,7 @@ def stage(
     tell: Callable[[str], None] = lambda _: None,
     stop: Callable[[], int] = lambda: 0,
 ) -> Staged:
-    """Copy a folder or a file into a folder of this node, unless a verified copy is there.
+    """Copy a folder or a file into a folder of this node, unless a whole copy is there.
 
     Args:
         source: what is copied.
@@ -121,32 +122,26 @@ def _complete(tree: Tree, entry: Path, tell: Callable[[str], None], check: Check
     shutil.rmtree(partial, ignore_errors=True)
     if manifest is None:
         shutil.rmtree(content.parent, ignore_errors=True)
-        missing, known = tree.files, {}
-    else:
-        known = {file["name"]: Copied(**file) for file in manifest["files"]}
-        reads_content = tree.num_bytes <= READ_ALL_BYTES or manifest["boot"] != _boot()
-        flaws = find_flaws(content, known.values(), check, reads_content=reads_content)
-        missing = [file for file in tree.files if file.name in flaws]
-        if not missing and _has_names(tree, content):
-            return 0
+    # After a restart of the machine, what had not been written to its disk is gone, whatever the sizes say.
+    elif manifest["boot"] == _boot() and is_whole(content, manifest["files"], check) and _has_names(tree, content):
+        return 0
     remove_unused(entry.parent.parent, of_source=tree.root, but=entry)
-    num_bytes = sum(file.num_bytes for file in missing)
-    _check_room(tree, num_bytes, entry)
-    if num_bytes >= _TELL_BYTES:
-        tell(f"copying {format_bytes(num_bytes)} of {tree.root} to {content}")
+    _check_room(tree, tree.num_bytes, entry)
+    if tree.num_bytes >= _TELL_BYTES:
+        tell(f"copying {format_bytes(tree.num_bytes)} of {tree.root} to {content}")
     partial.mkdir()
     content.parent.mkdir(exist_ok=True)
     _make_names(tree, content)
-    known |= copy_files(tree, missing, content, partial, check)
+    copied = copy_files(tree, tree.files, content, partial, check)
     partial.rmdir()
     written = {
         "source": str(tree.root),
         "boot": _boot(),
-        "files": [dataclasses.asdict(file) for file in known.values()],
+        "files": [dataclasses.asdict(file) for file in copied.values()],
     }
     (entry / f"{MANIFEST}.new").write_text(json.dumps(written), encoding="utf-8")
     (entry / f"{MANIFEST}.new").replace(entry / MANIFEST)
-    return num_bytes
+    return tree.num_bytes
 
 
 def _make_names(tree: Tree, content: Path) -> None:
@@ -170,11 +165,13 @@ def _content(entry: Path, source: Path) -> Path:
 
 
 def _read_manifest(entry: Path) -> dict[str, Any] | None:
+    """What a copy holds; None where there is none that is whole, as after a loss of power."""
     try:
-        manifest: dict[str, Any] = json.loads((entry / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # none, or not whole, as after a loss of power
+        manifest = read_object(entry / MANIFEST, _MANIFEST, max_bytes=MAX_RECORDS_BYTES)
+        files = [Copied(**file) for file in manifest["files"]]
+    except (BadFileError, FileNotFoundError, KeyError, TypeError):  # TypeError: of another release
         return None
-    return manifest
+    return {"source": str(manifest.get("source")), "boot": manifest.get("boot"), "files": files}
 
 
 def _source_in(entry: Path) -> str | None:

@@ -82,7 +82,7 @@ def _submit(job: Job, script: str) -> str:
         for run in job.runs:
             folder = job.run_folder(run)
             made += [path for path in (folder, *folder.parents) if not path.exists()][::-1]
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not (folder / SCRIPT).exists():
                 made.append(folder / SCRIPT)
             write_whole(folder / SCRIPT, script)

@@ -167,7 +167,7 @@ def _command(job: Job) -> list[str]:
     slurm = job.slurm
     # Since release 22.05 srun does not take it from the job.
     srun = ["srun"] if slurm.cpus_per_task is None else ["srun", f"--cpus-per-task={slurm.cpus_per_task}"]
-    program = [job.python, "-m", "stormo"]
+    program = [job.python, "-P", "-m", "stormo"]
     if slurm.apptainer is not None:
         image = str(job.folder / slurm.apptainer)
         own = dict.fromkeys((str(job.folder), str(job.runs_folder)))  # which an image need not see by itself

@@ -5,18 +5,20 @@ The job's own script writes the attempts, one line each: the job, the time, and 
 
 from __future__ import annotations
 
-import json
+import re
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from stormo.errors import SettingError, StormoError, unknown_name
+from stormo.errors import SettingError, unknown_name
+from stormo.files import MAX_JSON_BYTES, BadFileError, fits, open_to_append, read_bytes, read_object, write_all
 from stormo.submit.script import ATTEMPTS
 from stormo.telemetry.files import write_json
 
 RECORD = "slurm.json"
+_JOB_ID = re.compile(r"\d+(_\d+)?", flags=re.ASCII)  # as it goes to scancel and scontrol
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,40 +53,42 @@ def read(folder: Path) -> Submitted | None:
     """What was submitted for a run, or None."""
     path = folder / RECORD
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        lists: dict[str, Any] = {name: tuple(content.pop(name)) for name in ("settings", "earlier_jobs")}
-        return Submitted(**content, **lists)
+        content = read_object(path)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise StormoError(f"{path} cannot be read ({error}); it was changed after it was written.") from None
+    known = {one.name for one in fields(Submitted)}
+    if not fits(content, Submitted) or not known <= content.keys() or not _JOB_ID.fullmatch(content["job_id"]):
+        raise BadFileError(path, "it is not what was written there")
+    lists: dict[str, Any] = {name: tuple(content.pop(name)) for name in ("settings", "earlier_jobs")}
+    return Submitted(**content, **lists)
 
 
 def read_attempts(folder: Path) -> list[Attempt]:
     """Everything the script of the job has noted so far; a line that is not whole is left out."""
     try:
-        lines = (folder / ATTEMPTS).read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = read_bytes(folder / ATTEMPTS, MAX_JSON_BYTES).decode(errors="replace").splitlines()
     except FileNotFoundError:
         return []
     found = []
     for line in lines:
         words = (*line.split(" ", 3), "")[:4]
-        if len(line.split(" ")) >= 3 and words[1].isdecimal():
+        is_whole = len(line.split(" ")) >= 3 and words[1].isdecimal() and len(words[1]) < 20
+        if is_whole and _JOB_ID.fullmatch(words[0]):
             found.append(Attempt(job_id=words[0], time_unix_s=float(words[1]), what=words[2], detail=words[3].strip()))
     return found
 
 
 def note(folder: Path, job_id: str, what: str) -> None:
     """Add a line to what the script writes."""
-    with (folder / ATTEMPTS).open("a", encoding="utf-8") as file:
-        file.write(f"{job_id} {int(time.time())} {what}\n")
+    with open_to_append(folder / ATTEMPTS) as file:
+        write_all(file, f"{job_id} {int(time.time())} {what}\n".encode())
 
 
 def current_job(submitted: Submitted, attempts: Sequence[Attempt]) -> str:
     """The job that carries the run now: the last of those that were chained to the one submitted."""
     job_id = submitted.job_id
     for attempt in attempts:
-        if attempt.what == "chain" and attempt.job_id == job_id:
+        if attempt.what == "chain" and attempt.job_id == job_id and _JOB_ID.fullmatch(attempt.detail):
             job_id = attempt.detail
     return job_id
 

@@ -32,7 +32,7 @@ def find_task(name: str) -> type[Task]:
         return _class_in(_import_file(Path(path)), wanted, name)
     if ":" in target or "." in target:
         module_name, _, wanted = target.partition(":")
-        return _class_in(_import_module(module_name, name), wanted, name)
+        return _class_in(_import_module(module_name, name, is_built_in=name in TASKS), wanted, name)
     beside = [f"{name}.py"] if Path(f"{name}.py").is_file() else []
     raise unknown_name("task", name, [*TASKS, *beside, "FILE.py", "package.module:Class"])
 
@@ -178,10 +178,10 @@ class _ImportFailedError(SettingError):
         self.args = (f"{self}\n{details.rstrip()}",)
 
 
-def _import_module(module_name: str, name: str) -> ModuleType:
+def _import_module(module_name: str, name: str, *, is_built_in: bool) -> ModuleType:
     check_module(module_name, f"the task {name} was named")
     here = str(Path.cwd())
-    if here not in sys.path:
+    if here not in sys.path and not is_built_in:  # nothing of a built-in task lies in the current folder
         sys.path.insert(0, here)
     try:
         return importlib.import_module(module_name)

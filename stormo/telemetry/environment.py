@@ -17,14 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import stormo
+from stormo.masking import MASK, is_secret_name
 
 _GIT_TIMEOUT_S = 5.0
 _RECORDED_VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
 _RECORDED_VARIABLE_PREFIXES = ("SLURM_", "NCCL_", "GLOO_")
-_MASK = "***"
-_SECRET_WORDS = frozenset(
-    ("token", "secret", "password", "passwd", "passphrase", "key", "apikey", "jwt", "auth", "credential", "credentials")
-)
 _URL_PASSWORD = re.compile(r"(://[^/\s:@]*):[^/\s@]+@")
 _TOKEN_SHAPE = re.compile(r"\b(?:hf_|ghp_|gho_|ghs_|github_pat_|glpat-|sk-|xox[abp]-|AKIA)[A-Za-z0-9_-]{12,}")
 
@@ -44,7 +41,7 @@ def collect_environment(extra: Mapping[str, Any]) -> dict[str, Any]:
         "working_folder": str(Path.cwd()),
         **_git_state(Path.cwd()),
         "variables": {
-            name: _MASK if _is_secret_name(name) else value
+            name: MASK if is_secret_name(name) else value
             for name, value in sorted(os.environ.items())
             if name in _RECORDED_VARIABLES or name.startswith(_RECORDED_VARIABLE_PREFIXES)
         },
@@ -67,19 +64,15 @@ def mask_secrets(arguments: Sequence[str]) -> list[str]:
         name, equals, _ = argument.partition("=")
         is_option = argument.startswith("-")
         if follows_secret_name and not is_option:
-            masked.append(_MASK)
+            masked.append(MASK)
             follows_secret_name = False
             continue
-        follows_secret_name = is_option and not equals and _is_secret_name(name)
-        if equals and _is_secret_name(name):
-            masked.append(f"{name}={_MASK}")
+        follows_secret_name = is_option and not equals and is_secret_name(name)
+        if equals and is_secret_name(name):
+            masked.append(f"{name}={MASK}")
         else:
-            masked.append(_TOKEN_SHAPE.sub(_MASK, _URL_PASSWORD.sub(rf"\1:{_MASK}@", argument)))
+            masked.append(_TOKEN_SHAPE.sub(MASK, _URL_PASSWORD.sub(rf"\1:{MASK}@", argument)))
     return masked
-
-
-def _is_secret_name(name: str) -> bool:
-    return not _SECRET_WORDS.isdisjoint(re.split(r"[^a-z0-9]+", name.lower()))
 
 
 def _git_state(folder: Path) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import re
 import time
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,11 @@ from stormo.files import (
     MAX_LINE_BYTES,
     BadFileError,
     Fields,
-    fits,
     open_to_append,
     parse_json,
     read_lines,
     whole_lines_bytes,
+    write_all,
 )
 from stormo.telemetry.files import naming, to_json, write_json
 from stormo.telemetry.folder import SUMMARY, RunFolder
@@ -60,19 +59,16 @@ def _event_name(kind: type) -> str:
 _RECORDS = (RunStarted, StepDone, EpochDone, CheckpointSaved, Notice, DivergenceNoticed, RunEnded)
 
 
-def _fields(kind: type, *, complete: bool) -> dict[str, Any]:
+def _fields(kind: type) -> dict[str, Any]:
     """The fields of a record by type: what is not finite is written as null."""
-    hints, known = typing.get_type_hints(kind), kind.__dataclass_fields__  # type: ignore[attr-defined]
-    if complete:
-        return {key: hints[key] for key, one in known.items() if one.default is MISSING is one.default_factory}
+    hints = typing.get_type_hints(kind)
     found = {key: hint | None if hint is float else hint for key, hint in hints.items()}
     figures: dict[str, Any] = {"validation": Mapping[str, float | None] | None, "workers": list[_Worker] | None}
     figures = {key: hint for key, hint in figures.items() if key in found}
     return found | figures | {"images_per_s": float | None, "time_unix_s": float}
 
 
-_REQUIRED = {_event_name(kind): _fields(kind, complete=True) for kind in _RECORDS}
-_FIELDS = {_event_name(kind): Fields(_fields(kind, complete=False)) for kind in _RECORDS}
+_FIELDS = {_event_name(kind): Fields(_fields(kind)) for kind in _RECORDS}
 _ANY = Fields({"time_unix_s": float})
 
 
@@ -99,9 +95,7 @@ class EventFile:
         with naming(self._folder.events):
             # Handing the line to the kernel survives a kill of this process. No fsync per line: on a busy
             # parallel file system one can take seconds, and every worker would wait for it.
-            rest = memoryview(line)
-            while rest:
-                rest = rest[self._file.write(rest) :]
+            write_all(self._file, line)
             if isinstance(record, RunEnded):
                 os.fsync(self._file.fileno())
         if isinstance(record, RunEnded):
@@ -112,18 +106,13 @@ class EventFile:
         self._file.close()
 
 
-def read_events(path: Path, *, complete: bool = False) -> list[dict[str, Any]]:
-    """Every complete event of the file in order, none if there is no file; a last line cut short is left out.
-
-    With `complete`, no figure may be missing that every run of this release writes.
-    """
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Every complete event of the file in order, none if there is no file; a last line cut short is left out."""
     events: list[dict[str, Any]] = []
     try:
         for number, line in enumerate(read_lines(path), start=1):
             try:
                 event = parse_event(line)
-                if event is not None and complete:
-                    _require_all(event)
             except ValueError as error:
                 raise BadFileError(path, f"line {number} is not what was written there ({error})") from None
             if event is not None:
@@ -169,13 +158,6 @@ def parse_event(line: bytes) -> dict[str, Any] | None:
     if event["event"] == "run_ended":
         SUMMARY.check(event.get("summary") or {})
     return event
-
-
-def _require_all(event: Mapping[str, Any]) -> None:
-    """Refuse an event without a figure that has no default."""
-    for key, hint in _REQUIRED.get(event["event"], {}).items():
-        if key not in event or not fits(event[key], hint):
-            raise ValueError(f"{key} of {event['event']} is not there")
 
 
 def _repair_last_line(file: FileIO) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from stormo.files import create, temporary_name
+from stormo.files import create, temporary_name, write_all
 
 
 def to_json(value: Any) -> Any:
@@ -45,9 +45,7 @@ def write_whole(path: Path, text: str) -> None:
     temporary = temporary_name(path)
     try:
         with naming(path), create(temporary) as file:
-            rest = memoryview(text.encode())
-            while rest:
-                rest = rest[file.write(rest) :]
+            write_all(file, text.encode())
             os.fsync(file.fileno())  # before the rename, or the new name could point at an empty file
         temporary.replace(path)
     except BaseException:

@@ -11,9 +11,10 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Mapping
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
+from stormo.files import make_folder, open_to_append
 from stormo.telemetry.files import naming
 from stormo.telemetry.record import DivergenceNoticed, EpochDone, Record, RunEnded, RunStarted, StepDone
 
@@ -44,7 +45,7 @@ class TensorBoardFile:
     def __init__(self, folder: Path, *, clock: Callable[[], float] = time.time) -> None:
         self._folder = folder
         self._clock = clock
-        self._file: BinaryIO | None = None
+        self._file: FileIO | None = None
         self._num_opened = 0
 
     def write(self, record: Record) -> None:
@@ -68,11 +69,11 @@ class TensorBoardFile:
 
     def _open(self, resumed_at_step: int | None) -> None:
         self.close()
-        self._folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self._folder)
         now_unix_s = self._clock()
         # TensorBoard reads the files of a folder in the order of their names, hence the time first.
         name = f"events.out.tfevents.{int(now_unix_s):010d}.{socket.gethostname()}.{os.getpid()}.{self._num_opened}"
-        self._file = (self._folder / name).open("ab")
+        self._file = open_to_append(self._folder / name)
         self._num_opened += 1
         # Only in files of version 2 does TensorBoard look at the session log below.
         self._write_event(0, _field(3, _BYTES, b"brain.Event:2"), time_unix_s=now_unix_s)
@@ -90,8 +91,9 @@ class TensorBoardFile:
         assert self._file is not None, "a record came before RunStarted or after RunEnded"
         event = _field(1, _FIXED64, struct.pack("<d", time_unix_s)) + _field(2, _VARINT, _varint(step)) + content
         with naming(self._folder):
-            self._file.write(frame(event))
-            self._file.flush()  # TensorBoard follows a running run; records come a few times a second at most
+            self._file.write(
+                frame(event)
+            )  # TensorBoard follows a running run; records come a few times a second at most
 
 
 def frame(data: bytes) -> bytes:

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
+from stormo.files import printable
+
 _PLAIN_SIGNS = str.maketrans(
     {"×": "x", "–": "-", "—": "-", "·": "-", "…": "...", "→": "->", "≥": ">=", "≤": "<="}
     | {"±": "+/-", "°": "", "µ": "u"}
@@ -60,7 +62,11 @@ def format_figure(value: float) -> str:
 
 
 def encodable(text: str, stream: TextIO) -> str:
-    """The text with every sign the stream cannot write replaced by its closest plain one."""
+    """The text with every sign the stream cannot write replaced by its closest plain one, and none that steers it."""
+    return _encodable(printable(text), stream)
+
+
+def _encodable(text: str, stream: TextIO) -> str:
     encoding = getattr(stream, "encoding", None) or "utf-8"
     try:
         text.encode(encoding)
@@ -69,10 +75,13 @@ def encodable(text: str, stream: TextIO) -> str:
     return text
 
 
-def write_text(text: str, stream: TextIO) -> bool:
-    """Write and flush; False once nobody reads any more (`| head`), from when on the stream leads nowhere."""
+def write_text(text: str, stream: TextIO, *, is_coloured: bool = False) -> bool:
+    """Write and flush; False once nobody reads any more (`| head`), from when on the stream leads nowhere.
+
+    `is_coloured` is for text of this program alone, whose control characters are meant.
+    """
     try:
-        stream.write(encodable(text, stream))
+        stream.write(_encodable(text, stream) if is_coloured else encodable(text, stream))
         stream.flush()
     except OSError as error:
         if not nobody_reads(error):

@@ -54,7 +54,7 @@ def test_a_folder_is_one_process_s_and_one_that_cannot_be_written_is_named(
     def refused(*_: Any, **__: Any) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(Path, "open", refused)
+    monkeypatch.setattr(os, "open", refused)
     with pytest.raises(SettingError, match=r"/a was to hold the run, but it cannot be written \(Read-only file system"):
         lock_folder(folder)
 

@@ -362,7 +362,7 @@ def is_listening(pid: int) -> bool:
 
 
 def test_the_command_for_another_node_is_the_same_but_for_its_id() -> None:
-    command = ["/usr/bin/python3", "-m", "stormo", "train", "my task.py", "--node-id", "0", "--num-nodes", "2"]
+    command = ["/usr/bin/python3", "-P", "-m", "stormo", "train", "my task.py", "--node-id", "0", "--num-nodes", "2"]
     assert command_for(command, 1) == "stormo train 'my task.py' --node-id 1 --num-nodes 2"
     assert command_for(["stormo", "train", "--node-id=0"], 1) == "stormo train --node-id=1"
     assert command_for(["stormo", "train"], 1) == "stormo train --node-id 1"

@@ -15,7 +15,7 @@ from stormo.config import Effective
 from stormo.options import flat_settings, to_toml
 from stormo.train import read_settings
 
-RUN = [sys.executable, "-m", "stormo"]
+RUN = [sys.executable, "-P", "-m", "stormo"]
 
 
 @pytest.fixture(autouse=True)

@@ -253,9 +253,7 @@ def test_errors_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         command.main(["made", *place, "--csv", str(folder / "config.toml")])
     events = folder / "events.jsonl"
     events.write_text('{"event": "notice", "time_unix_s": 1}\n{"event": "notice"}\n')
-    with pytest.raises(
-        StormoError, match="line 2 is not a JSON object with event and time_unix_s; the file was damaged"
-    ):
+    with pytest.raises(StormoError, match="line 2 was damaged after it was written"):
         command.main(["made", *place])
     find_spec = importlib.util.find_spec
     for missing, option, extra in (("plotly", "--csv", "report"), ("matplotlib", "--png", "plot")):

@@ -101,7 +101,7 @@ def test_a_damaged_file_is_told_and_the_server_goes_on(served: Served) -> None:
     events = served.folder / "events.jsonl"
     events.write_text("broken\n")
     answer = served.get(f"/data?token={served.server.token}")
-    assert (answer.status, b"not a JSON object" in answer.body) == (500, True)  # type: ignore[attr-defined]
+    assert (answer.status, b"was damaged" in answer.body) == (500, True)  # type: ignore[attr-defined]
     events.unlink()
     assert served.data()[0] == 200
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def sleeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program, pids = tmp_path / "sleeper", tmp_path / "pids"
     program.write_text(f"#!/bin/sh\ntrap '' INT\nsleep 600 &\necho $$ $! > {pids}.new\nmv {pids}.new {pids}\nwait\n")
     program.chmod(0o755)
-    monkeypatch.setattr(children.sys, "executable", str(program))
+    monkeypatch.setattr(sys, "executable", str(program))
     monkeypatch.setattr(children, "_ENOUGH_S", 0.0)
     monkeypatch.setattr(children, "_WAIT_S", 0.3)
     return pids

@@ -281,6 +281,7 @@ def test_every_word_reaches_the_training_as_it_was_typed(node: Node) -> None:
         "srun",
         *DEAF,
         "python",
+        "-P",
         "-m",
         "stormo",
         "train",
@@ -315,7 +316,7 @@ def test_a_task_of_an_array_has_its_own_run_and_settings(node: Node, slurm: Slur
     process.send_signal(signal.SIGUSR1)
     assert process.wait(60.0) == 75
     srun, _, sbatch = node.called()
-    assert srun[9:11] == ["my_task.py", "--base-lr"]
+    assert srun[10:12] == ["my_task.py", "--base-lr"]
     assert srun[-3:] == ["--run-name", "rates-1", "--resume"]
     assert sbatch[1:-1] == ["--parsable", *flags]
     assert node.notes("rates-1") == ["13_1 start n[1-4]", "13_1 end 75", "13_1 requeue", "13_1 chain 21_1"]

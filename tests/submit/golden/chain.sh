@@ -44,7 +44,7 @@ saved=$(ls "$folder/checkpoints" 2> /dev/null)
 note start "$SLURM_JOB_NODELIST"
 (
     trap '' USR1  # what comes before anyone listens ends nothing
-    exec srun --cpus-per-task=8 bash -c 'trap "" USR1; exec "$@"' - /home/ada/venv/bin/python -m stormo train my_task.py \
+    exec srun --cpus-per-task=8 bash -c 'trap "" USR1; exec "$@"' - /home/ada/venv/bin/python -P -m stormo train my_task.py \
         --num-gpus 8 \
         --run-name "$run" --resume
 ) &

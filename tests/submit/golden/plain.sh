@@ -29,7 +29,7 @@ saved=$(ls "$folder/checkpoints" 2> /dev/null)
 note start "$SLURM_JOB_NODELIST"
 (
     trap '' USR1  # what comes before anyone listens ends nothing
-    exec srun bash -c 'trap "" USR1; exec "$@"' - /home/ada/venv/bin/python -m stormo train my_task.py \
+    exec srun bash -c 'trap "" USR1; exec "$@"' - /home/ada/venv/bin/python -P -m stormo train my_task.py \
         --num-gpus 8 \
         --num-nodes 4 \
         --epochs 90 \
