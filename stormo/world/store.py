@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
-import time
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from stormo.errors import StormoError
-from stormo.launch import STORE_FD, Place
+from stormo.launch import Board, MeetingPoint, Place
 from stormo.launch.address import listen, listening_address
+from stormo.launch.meeting_point import BACKLOG, inherited
 
-_LIFELINE = "lifeline"
 _WHERE = "stormo/where"
-_LOOK_AGAIN_S = 0.2
-_BACKLOG = 4096
+_GAVE_UP = "Wait timeout"  # what torch's store in a file says, and nothing else
 
 
 class PeerFailedError(StormoError):
@@ -25,93 +23,87 @@ class PeerFailedError(StormoError):
 
 
 class Store:
-    """torch's TCPStore, opened as the place says.
+    """torch's store, opened where the ranks meet.
 
-    Rank 0 listens on the master address alone (the loopback one when all workers are on this host), never on every
-    interface: torch's own server would, so it is given a socket that is already bound.
+    On one node it is a FileStore in memory that only these ranks have. Between nodes it is a TCPStore, into which
+    anybody can look and write who reaches rank 0: nothing that comes out of it is run, or taken for a path. Rank 0 then
+    listens on the master address alone, never on every interface: torch's own server would, so it is given a socket
+    that is already bound.
     """
 
-    def __init__(self, place: Place, timeout_s: float) -> None:
+    def __init__(self, place: Place, timeout_s: float, at: MeetingPoint | None = None) -> None:
+        """`at` is what the lifeline was told; without, what the agent of this node has left in the environment."""
         self._timeout = timedelta(seconds=timeout_s)
-        is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and place.launcher == "torchrun"
-        store = self._open_beside(place) if is_served else self._open(place, place.master_addr, place.master_port)
-        self._store = dist.PrefixStore("stormo", store)
+        at = at or inherited(place, os.environ)
+        self._store = dist.PrefixStore("stormo", self._open(place, at))
 
-    def _open_beside(self, place: Place) -> dist.Store:
-        """A store of this round alone; the one that torchrun's agent serves keeps what earlier rounds have left in it.
-
-        No variable tells one round from the next on all nodes, so rank 0 says there where it now listens, and an
-        address at which nobody listens any more is an earlier round's.
-        """
-        deadline = time.monotonic() + self._timeout.total_seconds()
-        board = dist.TCPStore(place.master_addr, place.master_port, is_master=False, timeout=self._timeout)
-        if place.is_main:
-            number = listening_address(place.master_addr, all_on_this_host=place.all_on_this_host)
-            listener = listen(number, 0, backlog=_BACKLOG)
-            port = listener.getsockname()[1]
-            store = self._serve(number, port, listener.detach())
-            board.set(_WHERE, f"{number} {port}")
+    def _open(self, place: Place, at: MeetingPoint) -> dist.Store:
+        if at.memory is not None:
+            store = dist.FileStore(f"/proc/self/fd/{at.memory}")
+            store.set_timeout(self._timeout)
             return store
-        while time.monotonic() < deadline:
-            with contextlib.suppress(dist.DistError):
-                board.wait([_WHERE], timedelta(seconds=max(1.0, min(5.0, deadline - time.monotonic()))))
-                number, port = board.get(_WHERE).decode().split()
-                if _answers(number, int(port)):
-                    return self._open(place, number, int(port))
-            time.sleep(_LOOK_AGAIN_S)
-        raise StormoError(
-            f"rank {place.rank} waited {self._timeout.total_seconds():g} s for rank 0 to say where it listens; after "
-            "nodes have changed, torch gives workers an address of before unless torchrun is started with "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."
-        )
-
-    def _serve(self, address: str, port: int, descriptor: int) -> dist.Store:
-        return dist.TCPStore(
-            address,
-            port,
-            is_master=True,
-            timeout=self._timeout,
-            wait_for_workers=False,
-            master_listen_fd=descriptor,
-        )
-
-    def _open(self, place: Place, address: str, port: int) -> dist.Store:
         if place.is_main:
-            inherited = os.environ.pop(STORE_FD, None)  # the agent of the node has bound it
-            if inherited:
-                descriptor = int(inherited)
-            else:
-                number = listening_address(address, all_on_this_host=place.all_on_this_host)
-                descriptor = listen(number, port, backlog=_BACKLOG).detach()  # the store owns it from here
-            return self._serve(address, port, descriptor)
+            descriptor = at.listener
+            if descriptor is None:
+                number = listening_address(at.address, all_on_this_host=place.all_on_this_host)
+                descriptor = listen(number, at.port, backlog=BACKLOG).detach()  # the store owns it from here
+            return dist.TCPStore(
+                at.address,
+                at.port,
+                is_master=True,
+                timeout=self._timeout,
+                wait_for_workers=False,
+                master_listen_fd=descriptor,
+            )
         try:
-            return dist.TCPStore(address, port, is_master=False, timeout=self._timeout)
+            return dist.TCPStore(at.address, at.port, is_master=False, timeout=self._timeout)
         except dist.DistError:
             raise StormoError(
-                f"rank {place.rank} waited {self._timeout.total_seconds():g} s for rank 0 at {address} port {port}, "
-                "which did not answer; check that every rank was started, and --master-addr, or raise --timeout."
+                f"rank {place.rank} waited {self._timeout.total_seconds():g} s for rank 0 at {at.address} port "
+                f"{at.port}, which did not answer; check that every rank was started, and --master-addr, or raise "
+                "--timeout."
             ) from None
 
     def shared(self, prefix: str) -> dist.Store:
         """A part of the store with names of its own."""
         return dist.PrefixStore(prefix, self._store)
 
-    def publish(self, text: str) -> None:
-        """Make rank 0's line known."""
-        self._store.set(_LIFELINE, text)
 
-    def lookup(self, timeout_s: float) -> str:
-        """Rank 0's line, when it has published it."""
-        self._store.wait([_LIFELINE], timedelta(seconds=timeout_s))
-        return self._store.get(_LIFELINE).decode()
+class AgentBoard:
+    """The store that torchrun's agent serves at the master port: rank 0 says there at which address it listens.
+
+    It keeps what earlier rounds have left in it, and no variable tells one round from the next on all nodes: an address
+    at which nobody knows the secret of the job is an earlier round's, or a stranger's.
+    """
+
+    def __init__(self, place: Place, timeout_s: float) -> None:
+        timeout = timedelta(seconds=timeout_s)
+        self._store = dist.TCPStore(place.master_addr, place.master_port, is_master=False, timeout=timeout)
+
+    def write(self, text: str) -> None:
+        """Say where rank 0 listens."""
+        self._store.set(_WHERE, text)
+
+    def read(self) -> str:
+        """What was said last; empty where nothing was."""
+        return self._store.get(_WHERE).decode("ascii", "replace") if self._store.check([_WHERE]) else ""
 
 
-def _answers(number: str, port: int) -> bool:
+def board_of(place: Place, timeout_s: float) -> Board | None:
+    """Where the ranks of torchrun find rank 0; None where rank 0 itself listens at the master port."""
+    is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and place.launcher == "torchrun"
+    return AgentBoard(place, timeout_s) if is_served and place.world_size > 1 else None
+
+
+@contextlib.contextmanager
+def within(timeout: timedelta) -> Iterator[None]:
+    """Raise the same where a store in a file gives up as where one at a port does, with the time that was waited."""
     try:
-        socket.create_connection((number, port), timeout=2.0).close()
-    except OSError:
-        return False
-    return True
+        yield
+    except RuntimeError as error:
+        if str(error) != _GAVE_UP:
+            raise
+        raise dist.DistStoreError(f"wait timeout after {1000 * timeout.total_seconds():.0f}ms") from None
 
 
 _PEER_IS_GONE = (
@@ -119,6 +111,7 @@ _PEER_IS_GONE = (
     "Connection reset by peer",
     "Broken pipe",
     "Timed out waiting",
+    _GAVE_UP,
     "Socket closed",
     "no error",  # Gloo, when a pair was closed under it
     "NCCL communicator was aborted",

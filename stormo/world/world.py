@@ -26,7 +26,7 @@ from stormo.launch.place import Place
 from stormo.mesh import Mesh
 from stormo.world.board import Board
 from stormo.world.grid import DATA, Grid
-from stormo.world.store import PeerFailedError, Store
+from stormo.world.store import PeerFailedError, Store, within
 
 _FETCH_TIMEOUT = timedelta(hours=24)  # a download may be slow; a dead fetcher ends the job by other means
 
@@ -78,14 +78,15 @@ class World:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if self.place.all_on_this_host:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        dist.init_process_group(
-            backends,
-            store=self._store if self.size > 1 else dist.HashStore(),
-            rank=self.rank,
-            world_size=self.size,
-            timeout=timeout,
-            device_id=self.device if backend == "nccl" else None,
-        )
+        with within(timeout):
+            dist.init_process_group(
+                backends,
+                store=self._store if self.size > 1 else dist.HashStore(),
+                rank=self.rank,
+                world_size=self.size,
+                timeout=timeout,
+                device_id=self.device if backend == "nccl" else None,
+            )
         os.register_at_fork(after_in_child=_keep_groups)
 
     @property
@@ -238,7 +239,9 @@ class World:
         for key in (f"words/{name}" for name in names):
             try:
                 assert self._store is not None, "only several workers have something to tell"
-                self._store.wait([key], timedelta(seconds=max(0.01, deadline - time.monotonic())))
+                left = timedelta(seconds=max(0.01, deadline - time.monotonic()))
+                with within(left):
+                    self._store.wait([key], left)
                 found.append(json.loads(self._store.get(key)))
             except dist.DistError:
                 found.append(None)
