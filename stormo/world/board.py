@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stormo.world.page import NUM_VALUES, Line, Page, new_page
+from stormo.world.page import NUM_VALUES, Line, Page, new_page, path_of
 
 if TYPE_CHECKING:
     from stormo.world.world import World
@@ -150,7 +149,7 @@ def _share(world: World) -> tuple[Page | None, list[list[int]]]:
         return _open_page(world, name)
     finally:
         if name:
-            Path(name).unlink(missing_ok=True)
+            path_of(name).unlink(missing_ok=True)
 
 
 def _open_page(world: World, name: str) -> tuple[Page | None, list[list[int]]]:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
+import json
 import os
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -13,7 +17,10 @@ from stormo.errors import StormoError
 from stormo.launch import Board, MeetingPoint, Place
 from stormo.launch.address import listen, listening_address
 from stormo.launch.meeting_point import BACKLOG, inherited
+from stormo.launch.secret import job_secret
 
+_MOST_BYTES = 1 << 20  # of a word
+_CODE_BYTES = 32
 _WHERE = "stormo/where"
 _GAVE_UP = "Wait timeout"  # what torch's store in a file says, and nothing else
 
@@ -26,9 +33,9 @@ class Store:
     """torch's store, opened where the ranks meet.
 
     On one node it is a FileStore in memory that only these ranks have. Between nodes it is a TCPStore, into which
-    anybody can look and write who reaches rank 0: nothing that comes out of it is run, or taken for a path. Rank 0 then
-    listens on the master address alone, never on every interface: torch's own server would, so it is given a socket
-    that is already bound.
+    anybody can look and write who reaches rank 0: what stormo itself reads out of it are `Words`. Rank 0 then listens
+    on the master address alone, never on every interface: torch's own server would, so it is given a socket that is
+    already bound.
     """
 
     def __init__(self, place: Place, timeout_s: float, at: MeetingPoint | None = None) -> None:
@@ -36,6 +43,7 @@ class Store:
         self._timeout = timedelta(seconds=timeout_s)
         at = at or inherited(place, os.environ)
         self._store = dist.PrefixStore("stormo", self._open(place, at))
+        self._key = b"" if at.memory is not None else job_secret(os.environ, at.port)
 
     def _open(self, place: Place, at: MeetingPoint) -> dist.Store:
         if at.memory is not None:
@@ -67,6 +75,42 @@ class Store:
     def shared(self, prefix: str) -> dist.Store:
         """A part of the store with names of its own."""
         return dist.PrefixStore(prefix, self._store)
+
+    def words(self, prefix: str) -> Words:
+        """The same for what only the workers of this job may say."""
+        return Words(self.shared(prefix), prefix, self._key)
+
+
+class Words:
+    """JSON-able values in a store, each with a code that only a worker of this job can make for this name."""
+
+    def __init__(self, store: dist.Store, prefix: str, key: bytes) -> None:
+        self._store, self._prefix, self._key = store, prefix, key
+
+    def say(self, name: str, value: Any) -> None:
+        """Make a value known."""
+        text = json.dumps(value).encode()
+        self._store.set(name, self._code(name, text) + text)
+
+    def wait(self, name: str, timeout: timedelta) -> Any:
+        """What a worker says under a name, once it does."""
+        with within(timeout):
+            self._store.wait([name], timeout)
+        said = self._store.get(name)
+        code, text = said[:_CODE_BYTES], said[_CODE_BYTES:]
+        if len(said) > _MOST_BYTES or not hmac.compare_digest(code, self._code(name, text)):
+            raise StormoError(
+                f"somebody who is no worker of this job has written {self._prefix}/{name} into the store where its "
+                "workers meet; start the job on a network that others cannot reach (docs/security.md)."
+            )
+        return json.loads(text)
+
+    def count(self, name: str) -> int:
+        """How many have counted under a name, this worker among them."""
+        return int(self._store.add(name, 1))
+
+    def _code(self, name: str, text: bytes) -> bytes:
+        return hmac.digest(self._key, f"{self._prefix}/{name}\n".encode() + text, hashlib.sha256)
 
 
 class AgentBoard:
