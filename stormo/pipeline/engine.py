@@ -236,11 +236,9 @@ class Engine:
         text = json.dumps(to_words(own)).encode() if number in self._modules else b""
         length = torch.tensor([len(text)])
         dist.broadcast(length, owner, group)
-        content = (
-            torch.frombuffer(bytearray(text), dtype=torch.uint8)
-            if text
-            else torch.empty(int(length), dtype=torch.uint8)
-        )
+        content = torch.empty(int(length), dtype=torch.uint8)
+        if text:
+            content = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         dist.broadcast(content, owner, group)
         return from_words(json.loads(bytes(content.numpy())))
 

@@ -23,6 +23,7 @@ ROOT = "stormo-staged-"  # starts the name of the folder of all copies of a user
 REMOVED = ".removed-"  # starts the name of what is being removed
 _TURN, _USERS = "turn", "users"
 _LOOK_AGAIN_S = 0.05
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class Hold:
@@ -30,9 +31,7 @@ class Hold:
 
     def __init__(self, entry: Path) -> None:
         self._entry = entry
-        self._descriptor: int | None = os.open(
-            entry / _USERS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
-        )
+        self._descriptor: int | None = os.open(entry / _USERS, _FLAGS, 0o600)
         fcntl.flock(self._descriptor, fcntl.LOCK_SH)
 
     def release(self) -> None:
@@ -72,7 +71,7 @@ def turn(
             with contextlib.suppress(FileNotFoundError):
                 entry.mkdir(mode=0o700, exist_ok=True)
         try:
-            descriptor = os.open(entry / _TURN, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            descriptor = os.open(entry / _TURN, _FLAGS, 0o600)
             while not _is_taken(descriptor, raises=not waits):
                 check()
                 time.sleep(_LOOK_AGAIN_S)
@@ -109,7 +108,7 @@ def remove_if_unused(entry: Path) -> None:
     """Remove a copy, in one's turn, where nobody holds it."""
     assert entry.parent.name.startswith(ROOT), f"{entry} is no copy"
     assert is_own_folder(entry), f"{entry} is no folder of this user's"
-    descriptor = os.open(entry / _USERS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    descriptor = os.open(entry / _USERS, _FLAGS, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         aside = entry.with_name(f"{REMOVED}{secrets.token_hex(6)}")

@@ -1,4 +1,4 @@
-"""A small HTTP server that nobody can keep busy: few connections, a short head of a request, and a time limit for it."""
+"""A small HTTP server that nobody can keep busy: few connections, short requests, and a time limit for them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         super().setup()
-        self.rfile = io.BufferedReader(io.BytesIO(self._head()))  # type: ignore[type-var]
+        self.rfile = io.BufferedReader(io.BytesIO(self._head()))
 
     def _head(self) -> bytes:
         """The whole head of the request; nothing of one that is too long, or comes too slowly."""

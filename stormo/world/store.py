@@ -20,7 +20,7 @@ from stormo.launch.meeting_point import BACKLOG, inherited
 from stormo.launch.secret import job_secret
 
 _MOST_BYTES = 1 << 20  # of a word
-_CODE_BYTES = 32
+_CODE_SIZE = 64
 _WHERE = "stormo/where"
 _GAVE_UP = "Wait timeout"  # what torch's store in a file says, and nothing else
 
@@ -89,15 +89,15 @@ class Words:
 
     def say(self, name: str, value: Any) -> None:
         """Make a value known."""
-        text = json.dumps(value).encode()
-        self._store.set(name, self._code(name, text) + text)
+        text = json.dumps(value)
+        self._store.set(name, self._code(name, text.encode()).decode() + text)
 
     def wait(self, name: str, timeout: timedelta) -> Any:
         """What a worker says under a name, once it does."""
         with within(timeout):
             self._store.wait([name], timeout)
         said = self._store.get(name)
-        code, text = said[:_CODE_BYTES], said[_CODE_BYTES:]
+        code, text = said[:_CODE_SIZE], said[_CODE_SIZE:]
         if len(said) > _MOST_BYTES or not hmac.compare_digest(code, self._code(name, text)):
             raise StormoError(
                 f"somebody who is no worker of this job has written {self._prefix}/{name} into the store where its "
@@ -110,7 +110,7 @@ class Words:
         return int(self._store.add(name, 1))
 
     def _code(self, name: str, text: bytes) -> bytes:
-        return hmac.digest(self._key, f"{self._prefix}/{name}\n".encode() + text, hashlib.sha256)
+        return hmac.digest(self._key, f"{self._prefix}/{name}\n".encode() + text, hashlib.sha256).hex().encode()
 
 
 class AgentBoard:
@@ -129,8 +129,11 @@ class AgentBoard:
         self._store.set(_WHERE, text)
 
     def read(self) -> str:
-        """What was said last; empty where nothing was."""
-        return self._store.get(_WHERE).decode("ascii", "replace") if self._store.check([_WHERE]) else ""
+        """What was said last; empty where nothing was, or the agent is gone, which ends this rank soon."""
+        with contextlib.suppress(dist.DistError):
+            if self._store.check([_WHERE]):
+                return self._store.get(_WHERE).decode("ascii", "replace")
+        return ""
 
 
 def board_of(place: Place, timeout_s: float) -> Board | None:
