@@ -20,6 +20,7 @@ from stormo.launch.hostfile import (
     slots_of,
 )
 from stormo.launch.place import derived_port
+from stormo.launch.secret import VARIABLE, new_secret
 from stormo.launch.ssh import run_on_hosts
 from stormo.process import own_command
 
@@ -112,7 +113,8 @@ def start_on_hosts(config: TrainConfig, hosts: tuple[ListedHost, ...], verb: str
         for one in commands:
             print(f"# on {one.host}\n{one.by_hand()}")  # noqa: T201
         return 0
-    return run_on_hosts(commands, os.environ)
+    shared = {VARIABLE: os.environ.get(VARIABLE) or new_secret()}  # goes through ssh's input, which nobody else sees
+    return run_on_hosts([replace(one, environ={**one.environ, **shared}) for one in commands], os.environ)
 
 
 def _passed_on() -> list[str]:

@@ -117,5 +117,5 @@ def node_of(config: TrainConfig, layout: Layout) -> Node:
         node_id=workers.node_id,
         master_addr=workers.master_addr if "master_addr" in config.given else None,
         master_port=workers.master_port or DEFAULT_PORT,
-        store_port=workers.master_port or 0,
+        script_port=workers.master_port or 0,
     )

@@ -163,21 +163,17 @@ def _work(config: TrainConfig, layout: Layout, task: Task, place: Place) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's sockets warn of every name they cannot look up
     try:
         from stormo.worker import run_worker
-        from stormo.world.store import Store
+        from stormo.world.store import Store, board_of
 
         if config.command.preflight:
             from stormo.doctor.reach import require_meeting_point
 
             require_meeting_point(place)
-        store = Store(place, config.workers.timeout) if place.world_size > 1 else None
+        timeout_s = config.workers.timeout
         if lifeline is None:
-            lifeline = open_lifeline(
-                place,
-                publish=store.publish if store else None,
-                lookup=store.lookup if store else None,
-                timeout_s=config.workers.timeout,
-                **_same_on_all(config, layout),
-            )
+            same = _same_on_all(config, layout)
+            lifeline = open_lifeline(place, board=board_of(place, timeout_s), timeout_s=timeout_s, **same)
+        store = Store(place, timeout_s, lifeline.meeting_point) if place.world_size > 1 else None
         code = run_worker(config, layout, task, place, store, lifeline)
     except (Exception, SystemExit) as raised:
         error = _no_exit(raised) if isinstance(raised, SystemExit) else full_disk(raised) or raised

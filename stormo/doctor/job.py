@@ -146,18 +146,13 @@ def _work(asked: Asked, layout: Layout, place: Place) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's sockets warn of every name they cannot look up
     try:
         from stormo.doctor.reach import require_meeting_point
-        from stormo.world.store import Store
+        from stormo.world.store import Store, board_of
 
         require_meeting_point(place)
-        store = Store(place, asked.limit_s) if place.world_size > 1 else None
         if lifeline is None:
-            lifeline = open_lifeline(
-                place,
-                publish=store.publish if store else None,
-                lookup=store.lookup if store else None,
-                timeout_s=asked.limit_s,
-                **_same_on_all(asked, layout),
-            )
+            same = _same_on_all(asked, layout)
+            lifeline = open_lifeline(place, board=board_of(place, asked.limit_s), timeout_s=asked.limit_s, **same)
+        store = Store(place, asked.limit_s, lifeline.meeting_point) if place.world_size > 1 else None
         code = _examine(asked, layout, place, store, lifeline)
     except Exception as error:
         if lifeline is None or not lifeline.shows_failures:

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from stormo.launch.agent import run_node
 from stormo.launch.lifeline import Lifeline, open_lifeline
-from stormo.launch.local import STORE_FD, Node
+from stormo.launch.local import Node
+from stormo.launch.meeting_point import MeetingPoint
 from stormo.launch.patience import Patience
 from stormo.launch.place import DEFAULT_MASTER_PORT, Place, alone
+from stormo.launch.ranks import Board
 
 __all__ = [
     "DEFAULT_MASTER_PORT",
-    "STORE_FD",
+    "Board",
     "Lifeline",
+    "MeetingPoint",
     "Node",
     "Patience",
     "Place",

@@ -72,7 +72,7 @@ def listen(number: str, port: int, *, backlog: int = 128) -> socket.socket:
         listener.listen(backlog)
     except OSError as error:
         listener.close()
-        raise _cannot_listen(number, port, error) from None
+        raise cannot_listen(number, port, error) from None
     return listener
 
 
@@ -80,7 +80,8 @@ def _family(number: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in number else socket.AF_INET
 
 
-def _cannot_listen(number: str, port: int, error: OSError) -> SettingError:
+def cannot_listen(number: str, port: int, error: OSError) -> SettingError:
+    """Why a socket cannot be bound, and what to set instead."""
     if error.errno == errno.EADDRINUSE:
         return SettingError(
             f"--master-port {port} was set",

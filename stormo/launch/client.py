@@ -8,7 +8,7 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from stormo.errors import EXIT_FAILURE, EXIT_USAGE, SettingError
@@ -26,9 +26,12 @@ from stormo.launch.control import (
     Reported,
     Timing,
     configure,
+    host_of,
 )
 from stormo.launch.failure import Failure, printable
+from stormo.launch.handshake import Greeting, has_code, new_nonce, nonce_in
 from stormo.launch.link import Link
+from stormo.launch.secret import remedy
 
 _ATTEMPT_TIMEOUT_S = 5.0  # for one connection to be accepted and welcomed
 _FIRST_RETRY_AFTER_S = 0.1
@@ -39,9 +42,23 @@ _LAST_WORDS_S = 1.0
 class Client:
     """One member's connection to member 0, tried again until the joining time is over: member 0 may start last."""
 
-    def __init__(self, address: str, port: int, hello: Hello, *, timing: Timing, noun: str = "node") -> None:
+    def __init__(
+        self,
+        address: str,
+        port: int,
+        hello: Hello,
+        *,
+        secret: bytes,
+        timing: Timing,
+        noun: str = "node",
+        look: Callable[[], tuple[str, int] | None] | None = None,
+    ) -> None:
+        """`look` tells before every attempt where member 0 is now, from a place where anyone may have written."""
         self.started = False
         self._address, self._port = address, port
+        self._look = look
+        self._secret = secret
+        self._greeting: Greeting | None = None  # once it was answered
         self._hello = hello
         self._timing = timing
         self._noun = noun
@@ -68,9 +85,10 @@ class Client:
             else:
                 self._read(key.data)
         now = time.monotonic()
-        if self._server is not None:
+        if self._server is not None and self._welcomed:
             # Mostly the answer to the server's beat has just been sent; this is for a server that is silent.
             self._server.beat(after_s=2 * self._timing.heartbeat_s)
+        if self._server is not None:
             self._notice_end(self._server, now)
         if not self.started:
             self._check_joining(now)
@@ -120,6 +138,12 @@ class Client:
             return
         self._attempt_at = time.monotonic()
         self._num_attempts += 1
+        if self._look is not None:
+            found = self._look()
+            if found is None:
+                self._try_later(f"{self._noun} 0 has not said where it listens")
+                return
+            self._address, self._port = found
         try:
             numbers = resolve(self._address)
         except SettingError as error:
@@ -149,16 +173,17 @@ class Client:
         self._selector.unregister(connecting)
         self._connecting = None
         configure(connecting, self._timing)
-        self._server = Peer(Link(connecting), host=self._address)
+        self._server = Peer(Link(connecting, is_greeting=True), host=self._address)
+        self._greeting = None
         self._selector.register(self._server.link, selectors.EVENT_READ, self._server)
 
     def _read(self, server: Peer) -> None:
         for message in server.receive():
             kind = message.get("type")
             if not self._welcomed:
-                if kind != "welcome":
-                    raise self._not_stormo()
-                self._welcome(server, message)
+                self._meet(server, message)
+            elif kind == "welcome":
+                server.host = host_of(message)
             elif kind == "beat":
                 server.beat()  # answered at once: the answers of many clients reach the server together
             elif kind == "go":
@@ -180,24 +205,38 @@ class Client:
                 server.left = code if isinstance(code, int) else EXIT_FAILURE
                 self._events.append(Ended(exit_code=server.left))
 
-    def _welcome(self, server: Peer, message: Mapping[str, Any]) -> None:
-        if message.get("protocol") != PROTOCOL:
-            raise SettingError(
-                f"{self._noun.capitalize()} 0 at {self._where} speaks version "
-                f"{printable(repr(message.get('protocol')), 20)} of stormo's control channel",
-                f"host {self._hello.host} speaks version {PROTOCOL}",
-                f"install the same release of stormo on every {self._noun}",
-            )
-        self._welcomed = True
-        host = message.get("host")
-        server.host = printable(host, 300) if isinstance(host, str) else self._address
-        server.link.send(self._hello.to_message())
+    def _meet(self, server: Peer, message: Mapping[str, Any]) -> None:
+        """Answer the challenge; say who this is only to a server that has shown that it knows the secret too."""
+        kind = message.get("type")
+        if self._greeting is None:
+            theirs = nonce_in(message)
+            if kind != "challenge" or (theirs is None and message.get("protocol") == PROTOCOL):
+                self._doubt(self._not_stormo())
+                return
+            if message.get("protocol") != PROTOCOL or theirs is None:
+                self._doubt(self._other_release(message))
+                return
+            self._greeting = Greeting(self._secret, theirs, new_nonce())
+            answer = {"type": "answer", "nonce": self._greeting.client_nonce, "code": self._greeting.client_code()}
+            server.link.send(answer)
+        elif kind != "proof" or not has_code(message, self._greeting.server_code()):
+            self._doubt(self._not_known())
+        else:
+            self._welcomed = True
+            server.link.seal(*self._greeting.seals())
+            server.link.send(self._hello.to_message())
+
+    def _doubt(self, error: SettingError) -> None:
+        """What listens there is not member 0: raise that or, where its address is looked up, look again."""
+        if self._look is None:
+            raise error
+        self._try_later(str(error))
 
     def _notice_end(self, server: Peer, now: float) -> None:
         if not self._welcomed:
             if server.link.fault is not None:
-                raise self._not_stormo()
-            if server.link.closed:
+                self._doubt(self._not_stormo())
+            elif server.link.closed:
                 self._try_later("whatever listens there closes the connection at once")
             return
         why = server.gone(now, self._timing)
@@ -256,6 +295,21 @@ class Client:
     def _send(self, message: Mapping[str, Any]) -> None:
         if self._server is not None and self._welcomed:
             self._server.link.send(message)
+
+    def _other_release(self, message: Mapping[str, Any]) -> SettingError:
+        return SettingError(
+            f"{self._noun.capitalize()} 0 at {self._where} speaks version "
+            f"{printable(repr(message.get('protocol')), 20)} of stormo's control channel",
+            f"host {self._hello.host} speaks version {PROTOCOL}",
+            f"install the same release of stormo on every {self._noun}",
+        )
+
+    def _not_known(self) -> SettingError:
+        return SettingError(
+            f"--master-port {self._port} was set",
+            f"what listens on {self._where} does not have the secret of this job",
+            f"{remedy(os.environ)}; if it is another user's program, set another --master-port on every {self._noun}",
+        )
 
     def _not_stormo(self) -> SettingError:
         return SettingError(

@@ -3,7 +3,8 @@
 Members are agents (one a node) or, under a foreign launcher, ranks. JSON lines over TCP: member 0 serves (`server`),
 the others are clients (`client`). Nothing runs by itself: the owner waits on `fileno` and calls `poll` a few times a
 second, which reads, sends heartbeats and returns what happened. A joining that cannot succeed raises out of `poll`,
-with the same sentence on every member. Carries no data of the training.
+with the same sentence on every member. Carries no data of the training. Nothing is believed, or even judged, before
+both sides have shown that they know the secret of the job (`handshake`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from stormo.errors import SettingError, StormoError, counted
 from stormo.launch.failure import OUT_OF_MEMORY, Failure, printable
 from stormo.launch.link import Link
 
-PROTOCOL = 1
+PROTOCOL = 2
 _MAX_OPTIONS_SHOWN = 5
 
 
@@ -46,7 +47,6 @@ class Hello:
     host: str
     digest: str = ""
     options: Mapping[str, str] = field(default_factory=dict)  # what the digest is made of, to name a difference
-    token: str = ""  # a secret of the job, where the members share one beforehand
 
     def to_message(self) -> dict[str, Any]:
         """As JSON-ready values."""
@@ -144,7 +144,9 @@ class Peer:
 
     def __init__(self, link: Link, *, host: str = "") -> None:
         self.link = link
-        self.host = host
+        self.host = host  # first the address, later the name
+        self.nonce = ""  # of the greeting, here
+        self.is_known = False  # whether it has shown that it knows the secret of the job
         self.member: int | None = None
         self.started_at = self.heard_at = self.beaten_at = time.monotonic()
         self.left: int | None = None  # the exit code it said goodbye with

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Protocol
 
@@ -20,8 +20,9 @@ from stormo.errors import EXIT_FAILURE
 from stormo.launch.failure import of_exception
 from stormo.launch.link import Link
 from stormo.launch.local import CHANNEL_FD
+from stormo.launch.meeting_point import MeetingPoint
 from stormo.launch.place import Place
-from stormo.launch.ranks import RanksLifeline
+from stormo.launch.ranks import Board, RanksLifeline
 
 _INSTALLED = (str(Path(__file__).parents[1]) + os.sep, str(Path(contextlib.__file__).parent), "<")
 _PR_SET_PDEATHSIG = 1
@@ -33,6 +34,7 @@ class Lifeline(Protocol):
     """What a rank calls, whoever started it."""
 
     shows_failures: bool  # whether a reported failure is shown to the user, so that the caller need not
+    meeting_point: MeetingPoint | None  # of which the other ranks have told; None where the environment does
 
     def report_failure(self, error: BaseException, *, secondary: bool) -> None:
         """Say that this rank fails; secondary when it only misses a peer. The caller ends the process after it."""
@@ -48,6 +50,7 @@ class NoLifeline:
     """For a process that is the whole job: nobody else needs to know."""
 
     shows_failures = False
+    meeting_point: MeetingPoint | None = None
 
     def report_failure(self, error: BaseException, *, secondary: bool) -> None:
         """Nobody to tell; the caller shows the error."""
@@ -63,6 +66,7 @@ class AgentLifeline:
     """To the agent of the node, over the socket it gave; ends the process when the agent is gone."""
 
     shows_failures = True
+    meeting_point: MeetingPoint | None = None
 
     def __init__(self, place: Place, environ: MutableMapping[str, str]) -> None:
         self._place = place
@@ -117,8 +121,7 @@ class AgentLifeline:
 def open_lifeline(
     place: Place,
     *,
-    publish: Callable[[str], None] | None = None,
-    lookup: Callable[[float], str] | None = None,
+    board: Board | None = None,
     timeout_s: float = 600.0,
     digest: str = "",
     options: Mapping[str, str] | None = None,
@@ -127,8 +130,7 @@ def open_lifeline(
     """The lifeline that fits a place.
 
     Args:
-        publish: under a foreign launcher, makes one string of rank 0 known to all ranks.
-        lookup: gives that string to the other ranks, waiting for at most so many seconds.
+        board: under a launcher that listens at the master port itself, makes a text of rank 0 known to all ranks.
         timeout_s: for all ranks to come, and for a rank whose process no longer answers.
         digest: stands for everything that must be the same on all ranks.
         options: what the digest is made of, to name a difference.
@@ -137,9 +139,7 @@ def open_lifeline(
         return AgentLifeline(place, os.environ if environ is None else environ)
     if place.world_size == 1:
         return NoLifeline()
-    assert publish is not None
-    assert lookup is not None
-    return RanksLifeline(place, publish=publish, lookup=lookup, timeout_s=timeout_s, digest=digest, options=options)
+    return RanksLifeline(place, board=board, timeout_s=timeout_s, digest=digest, options=options)
 
 
 def _line_of_script() -> str:

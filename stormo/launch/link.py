@@ -1,18 +1,22 @@
 """JSON messages, one a line, over one connected stream socket that never blocks.
 
-Whatever arrives is untrusted: a line has a maximal length, and only JSON objects count as messages.
+Whatever arrives is untrusted: a line has a maximal length, and only JSON objects count as messages. Over a network
+the first lines are a greeting, one at a time and short; once it is done, every line is sealed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hmac
 import json
 import select
 import socket
 import time
 from collections.abc import Mapping
 from typing import Any
+
+from stormo.launch.handshake import MAX_GREETING_BYTES, Seal
 
 MAX_LINE_BYTES = 256 * 1024
 _MAX_UNSENT_BYTES = 4 * MAX_LINE_BYTES
@@ -24,7 +28,10 @@ _UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EH
 class Link:
     """One end of a conversation; after `closed` nothing more will come or go."""
 
-    def __init__(self, connected: socket.socket) -> None:
+    def __init__(self, connected: socket.socket, *, is_greeting: bool = False) -> None:
+        """`is_greeting` until `seal` is called, where the other side is not known."""
+        self._is_greeting = is_greeting
+        self._seals: tuple[Seal, Seal] | None = None  # of what goes out, and of what comes in
         self._socket = connected
         self._socket.setblocking(False)
         self._unread = bytearray()
@@ -37,12 +44,19 @@ class Link:
         """The descriptor to wait on."""
         return self._socket.fileno()
 
+    def seal(self, outgoing: Seal, incoming: Seal) -> None:
+        """The other side is known: from now on lines go out and are believed with their code only."""
+        self._is_greeting = False
+        self._seals = outgoing, incoming
+
     def send(self, message: Mapping[str, Any]) -> None:
         """Hand one message over; what the socket does not take at once goes with the next `flush`."""
         line = json.dumps(message, separators=(",", ":")).encode() + b"\n"
-        assert len(line) <= MAX_LINE_BYTES, f"a message of {len(line)} bytes"
+        assert len(line) <= MAX_LINE_BYTES - Seal.SIZE, f"a message of {len(line)} bytes"
         if self.closed:
             return
+        if self._seals is not None:
+            line = self._seals[0].code(line[:-1]) + line
         if len(self._unsent) + len(line) > _MAX_UNSENT_BYTES:
             self._end(fault="it does not read what it is sent")
             return
@@ -95,18 +109,30 @@ class Link:
         messages: list[dict[str, Any]] = []
         *lines, rest = self._unread.split(b"\n")
         self._unread = bytearray(rest)
+        longest = MAX_GREETING_BYTES if self._is_greeting else MAX_LINE_BYTES
+        if self._is_greeting and len(lines) + bool(rest) > 1:
+            self._end(fault="it goes on before it was answered")
+            return []
         for line in lines:
-            try:
-                message = json.loads(line) if len(line) <= MAX_LINE_BYTES else None
-            except (ValueError, RecursionError):
-                message = None
-            if not isinstance(message, dict):
+            message = self._message(line) if len(line) <= longest else None
+            if message is None:
                 self._end(fault="it sent what is no message of stormo's")
                 return messages
             messages.append(message)
-        if len(self._unread) > MAX_LINE_BYTES:
-            self._end(fault=f"it sent a line longer than {MAX_LINE_BYTES} bytes")
+        if len(self._unread) > longest:
+            self._end(fault=f"it sent a line longer than {longest} bytes")
         return messages
+
+    def _message(self, line: bytearray) -> dict[str, Any] | None:
+        if self._seals is not None:
+            code, line = line[: Seal.SIZE], line[Seal.SIZE :]
+            if not hmac.compare_digest(code, self._seals[1].code(line)):
+                return None
+        try:
+            message = json.loads(line)
+        except (ValueError, RecursionError):
+            return None
+        return message if isinstance(message, dict) else None
 
     def finish(self, timeout_s: float) -> None:
         """Close after the last words have arrived: closing on unread input would reset the connection and lose them."""

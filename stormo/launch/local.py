@@ -12,8 +12,10 @@ from stormo.errors import SettingError
 from stormo.launch.place import DEFAULT_MASTER_PORT, Place, check_port, host_name, read_int
 
 CHANNEL_FD = "STORMO_CHANNEL_FD"  # one end of a socket pair to the agent of the node
-STORE_FD = "STORMO_STORE_FD"  # rank 0 only: bound and listening, for the store all ranks meet in
-STORE_PORT = "STORMO_STORE_PORT"  # of that store; MASTER_PORT is left to a script that opens torch's own
+# For the store that all ranks meet in. On one node, for every rank: memory that they share. On several, for rank 0: a
+# socket, bound and listening at STORE_PORT; MASTER_PORT is left to a script that opens torch's own.
+STORE_FD = "STORMO_STORE_FD"
+STORE_PORT = "STORMO_STORE_PORT"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +27,7 @@ class Node:
     node_id: int = 0
     master_addr: str | None = None
     master_port: int = DEFAULT_MASTER_PORT
-    store_port: int = 0  # on one node: where its ranks meet; 0 for any free port
+    script_port: int = 0  # on one node, for a script that calls torch.distributed itself; 0 for any free port
 
     def __post_init__(self) -> None:
         if self.num_workers < 1:
@@ -66,7 +68,7 @@ def environment(
     *,
     environ: Mapping[str, str],
     store_addr: str,
-    store_port: int,
+    store_port: int | None,
     script_port: int,
     channel_fd: int,
     store_fd: int | None,
@@ -74,7 +76,8 @@ def environment(
 ) -> dict[str, str]:
     """The environment of one worker: the agent's own, and who the worker is."""
     variables = dict(environ)
-    variables.pop(STORE_FD, None)
+    for name in (STORE_FD, STORE_PORT):
+        variables.pop(name, None)
     variables |= {
         "RANK": str(node.rank(local_rank)),
         "WORLD_SIZE": str(node.world_size),
@@ -84,13 +87,14 @@ def environment(
         "NODE_RANK": str(node.node_id),
         "MASTER_ADDR": store_addr,
         "MASTER_PORT": str(script_port),
-        STORE_PORT: str(store_port),
         "STORMO_LAUNCHER": "local",
         "STORMO_NUM_NODES": str(node.num_nodes),
         CHANNEL_FD: str(channel_fd),
     }
     if store_fd is not None:
         variables[STORE_FD] = str(store_fd)
+    if store_port is not None:
+        variables[STORE_PORT] = str(store_port)
     if node.num_nodes == 1:
         # Nothing of a job on one machine should listen where other machines can reach it.
         variables.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -126,6 +130,6 @@ def place(environ: Mapping[str, str]) -> Place:
         node_id=read_int(environ, "NODE_RANK"),
         num_nodes=read_int(environ, "STORMO_NUM_NODES"),
         master_addr=environ.get("MASTER_ADDR", ""),
-        master_port=read_int(environ, STORE_PORT),
+        master_port=read_int(environ, STORE_PORT if STORE_PORT in environ else "MASTER_PORT"),
         host=host_name(),
     )

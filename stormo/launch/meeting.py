@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import selectors
 import shlex
 import signal
@@ -9,17 +10,17 @@ import socket
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 from stormo.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE, StormoError
-from stormo.launch.address import LOOPBACK, listen, listening_address
+from stormo.launch.address import LOOPBACK, cannot_listen, listen, listening_address
 from stormo.launch.client import Client
 from stormo.launch.control import Control, Go, Hello, Timing
 from stormo.launch.inbox import SignalInbox
 from stormo.launch.local import Node
+from stormo.launch.meeting_point import BACKLOG, new_memory
+from stormo.launch.secret import job_secret
 from stormo.launch.server import Server
-
-_BACKLOG = 4096
 
 
 class StoppedError(StormoError):
@@ -37,8 +38,10 @@ class Meeting:
 
     control: Control | None  # None on one node
     store_addr: str
-    store_port: int
-    store: socket.socket | None  # node 0 listens already, so that nobody can take the port in between
+    store_port: int | None  # None on one node
+    # On one node memory that its ranks share, which has no name for anybody else to open. On several node 0 listens
+    # already, so that nobody can take the port in between.
+    store: socket.socket | BinaryIO | None
     script_port: int  # for a script that calls torch.distributed itself
 
     def script_has_met(self) -> bool:
@@ -57,20 +60,22 @@ def meet(
     if node.num_nodes == 1:
         return _meet_alone(node, stack)
     assert node.master_addr is not None, "Node has checked this"
+    secret = job_secret(os.environ, node.master_port)
     if node.node_id != 0:
-        client = Client(node.master_addr, node.master_port, hello, timing=timing)
+        client = Client(node.master_addr, node.master_port, hello, secret=secret, timing=timing)
         stack.callback(client.close)
         return _meeting(client, _join(client, inbox), None)
     number = listening_address(node.master_addr, all_on_this_host=False)
-    listener = stack.enter_context(listen(number, node.master_port, backlog=_BACKLOG))
-    store = stack.enter_context(listen(number, 0, backlog=_BACKLOG))
+    listener = stack.enter_context(listen(number, node.master_port, backlog=BACKLOG))
+    store = stack.enter_context(listen(number, 0, backlog=BACKLOG))
     server = Server(
         listener,
         hello,
+        secret=secret,
         payload={
             "store_addr": number,
             "store_port": store.getsockname()[1],
-            "script_port": _set_aside(number, stack),
+            "script_port": _set_aside(number, 0, stack),
         },
         timing=timing,
         how_to_start=lambda missing: f"start there: {command_for(command, missing[0])}",
@@ -81,19 +86,21 @@ def meet(
 
 def _meet_alone(node: Node, stack: ExitStack) -> Meeting:
     """What one node agrees on with itself."""
-    store = stack.enter_context(listen(LOOPBACK, node.store_port, backlog=_BACKLOG))
     return Meeting(
         control=None,
         store_addr=LOOPBACK,
-        store_port=store.getsockname()[1],
-        store=store,
-        script_port=_set_aside(LOOPBACK, stack),
+        store_port=None,
+        store=stack.enter_context(os.fdopen(new_memory(), "r+b")),
+        script_port=_set_aside(LOOPBACK, node.script_port, stack),
     )
 
 
-def _set_aside(number: str, stack: ExitStack) -> int:
+def _set_aside(number: str, port: int, stack: ExitStack) -> int:
     """A port that nobody else is given, being bound, and that torch can still listen on, as nobody does yet."""
-    return int(stack.enter_context(_hold(number, 0)).getsockname()[1])
+    try:
+        return int(stack.enter_context(_hold(number, port)).getsockname()[1])
+    except OSError as error:
+        raise cannot_listen(number, port, error) from None
 
 
 def _hold(number: str, port: int) -> socket.socket:

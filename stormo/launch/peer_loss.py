@@ -41,6 +41,7 @@ _GONE = [
         r"NCCL error.*(?:remote process exited or there was a network error|Connection closed by remote peer)",
         r"NCCL error.*Last error:.*(?:Connection reset by peer|Connection refused|Broken pipe)",
         r"NCCL communicator was aborted",
+        r"\AWait timeout\Z",  # the store in a file, which says nothing else
     )
 ]
 
@@ -60,3 +61,8 @@ def peer_loss(error: BaseException) -> PeerLoss | None:
         if found := pattern.search(text):
             return PeerLoss(waited_s=int(found[1]) * unit_s)
     return PeerLoss() if any(pattern.search(text) for pattern in _GONE) else None
+
+
+def is_file_timeout(error: RuntimeError) -> bool:
+    """Whether torch's store in a file gave up waiting; it does not say for how long."""
+    return str(error) == "Wait timeout"

@@ -1,39 +1,53 @@
 """The lifeline between ranks that a foreign launcher started: a failure in one ends all within seconds.
 
-srun without -K, and some mpirun, let the others wait for ever. Rank 0 serves the control channel in a thread, on a
-fresh port; the caller makes that port known to the other ranks.
+srun without -K, and some mpirun, let the others wait for ever. Rank 0 serves the control channel in a thread, at the
+master port or, where the launcher itself listens there, on a fresh port that the caller makes known to the other ranks.
+Over it the ranks also learn where torch's store is.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import queue
-import secrets
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any, Protocol
 
 from stormo.errors import EXIT_FAILURE, StormoError
-from stormo.launch.address import listen, listening_address
+from stormo.launch.address import listen
 from stormo.launch.client import Client
 from stormo.launch.control import Control, Ended, Event, Go, Gone, Hello, RankEnded, RefusedError, Reported, Timing
 from stormo.launch.failure import Failure, of_exception
+from stormo.launch.meeting_point import BACKLOG, MeetingPoint, address_of_rank_0, opened_by_rank_0, told_by_rank_0
 from stormo.launch.place import Place
 from stormo.launch.relay import write_all
+from stormo.launch.secret import job_secret
 from stormo.launch.server import Server
 from stormo.launch.torchrun import note_failure
 from stormo.launch.verdict import Ending, Settling, Sign, Weight, cause, decide_at
 
 _STDERR = 2
-_BACKLOG = 4096
+_LONGEST_ADDRESS, _HIGHEST_PORT = 100, 65535
 _POLL_S = 0.1
 _BROKEN_S = 10.0  # after which a channel that only raises errors is given up
 _SENT_S = 2.0  # for a report to be on its way
 _SAME_SENTENCE_S = 0.5  # for another rank to show a sentence that all of them raise
 _LINGER_S = 5.0  # for a failed rank to end by itself, and for rank 0 to wait for the others' goodbye
+
+
+class Board(Protocol):
+    """Where rank 0 says at which address it listens; anybody may read it there, and write."""
+
+    def write(self, text: str) -> None:
+        """Say it."""
+
+    def read(self) -> str:
+        """What was said last; empty where nothing was."""
 
 
 class RanksLifeline:
@@ -45,9 +59,8 @@ class RanksLifeline:
         self,
         place: Place,
         *,
-        publish: Callable[[str], None],
-        lookup: Callable[[float], str],
         timeout_s: float,
+        board: Board | None = None,
         digest: str = "",
         options: Mapping[str, str] | None = None,
         timing: Timing | None = None,
@@ -68,36 +81,34 @@ class RanksLifeline:
         self._endings: list[Ending] = []
         self._exit_at: float | None = None
         self._step = 0
-        self._control = self._connect(publish, lookup, timeout_s, timing, digest, options or {})
+        self.meeting_point: MeetingPoint | None = None
+        self._payload: Mapping[str, Any] = {}
+        self._control = self._connect(board, timing, digest, options or {})
         os.register_at_fork(after_in_child=self._control.abandon)  # a forked helper must not keep the line open
         self._thread = threading.Thread(target=self._serve, name="stormo-lifeline", daemon=True)
         self._thread.start()
         # From here on every death is noticed. If they do not come together, the thread ends the process and says why.
         while not self._all_came.wait(0.5):
             assert self._thread.is_alive(), "the lifeline's thread has ended"
+        if self.meeting_point is None:
+            self.meeting_point = told_by_rank_0(place, self._payload)
 
-    def _connect(
-        self,
-        publish: Callable[[str], None],
-        lookup: Callable[[float], str],
-        timeout_s: float,
-        timing: Timing,
-        digest: str,
-        options: Mapping[str, str],
-    ) -> Control:
+    def _connect(self, board: Board | None, timing: Timing, digest: str, options: Mapping[str, str]) -> Control:
         place = self._place
         hello = Hello(member=place.rank, num_members=place.world_size, host=place.host, digest=digest, options=options)
-        if place.is_main:
-            number = listening_address(place.master_addr, all_on_this_host=place.all_on_this_host, peer=place.peer)
-            listener = listen(number, 0, backlog=_BACKLOG)
-            token = secrets.token_hex(16)  # only those who can read the caller's store are let in
-            server = Server(listener, replace(hello, token=token), timing=timing, noun="rank")
-            publish(f"{number} {listener.getsockname()[1]} {token}")
-            return server
-        where = lookup(timeout_s).split()
-        if len(where) != 3 or not where[1].isdecimal():
-            raise StormoError("Rank 0 published no address for the lifeline; use the same release on every node.")
-        return Client(where[0], int(where[1]), replace(hello, token=where[2]), timing=timing, noun="rank")
+        secret = job_secret(os.environ, place.master_port)
+        if not place.is_main:
+            look = None if board is None else lambda: _address_in(board.read())
+            address = address_of_rank_0(place)
+            return Client(address, place.master_port, hello, secret=secret, timing=timing, noun="rank", look=look)
+        number = address_of_rank_0(place)
+        listener = listen(number, place.master_port if board is None else 0, backlog=BACKLOG)
+        self.meeting_point = opened_by_rank_0(place, number)
+        payload = self.meeting_point.described()
+        server = Server(listener, hello, secret=secret, timing=timing, noun="rank", payload=payload)
+        if board is not None:
+            board.write(f"{number} {listener.getsockname()[1]}")
+        return server
 
     # --- what the rank calls -------------------------------------------------------------------------------------
 
@@ -207,6 +218,7 @@ class RanksLifeline:
     def _take(self, event: Event) -> None:
         now = time.monotonic()
         if isinstance(event, Go):
+            self._payload = event.payload
             self._all_came.set()
         elif isinstance(event, Reported):
             weight = Weight.SECONDARY if event.failure.secondary else Weight.CAUSE
@@ -258,6 +270,15 @@ class RanksLifeline:
         flushing.start()
         flushing.join(0.5)  # the main thread may hold the lock of a stream
         os._exit(exit_code)
+
+
+def _address_in(text: str) -> tuple[str, int] | None:
+    """The numeric address and the port that a text names, if it does."""
+    address, _, port = text[:_LONGEST_ADDRESS].partition(" ")
+    with contextlib.suppress(ValueError):
+        if 0 < int(port) <= _HIGHEST_PORT:
+            return str(ipaddress.ip_address(address)), int(port)
+    return None
 
 
 def _flush() -> None:

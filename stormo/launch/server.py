@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import hmac
+import os
 import resource
 import selectors
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,11 +30,14 @@ from stormo.launch.control import (
     misfit,
 )
 from stormo.launch.failure import Failure, combined_exit_code
+from stormo.launch.handshake import Greeting, has_code, new_nonce, nonce_in
 from stormo.launch.link import Link
 from stormo.launch.place import host_name
+from stormo.launch.secret import remedy
 
 _HELLO_TIMEOUT_S = 10.0  # a connection that has not said who it is by then is dropped
-_MAX_STRANGERS = 64
+_MAX_STRANGERS = 64  # beside one for each member that has not come
+_ACCEPTED_AT_ONCE = 16
 _SPARE_DESCRIPTORS = 512  # for everything else the process opens
 _LAST_WORDS_S = 1.0
 
@@ -46,6 +50,7 @@ class Server:
         listener: socket.socket,
         hello: Hello,
         *,
+        secret: bytes,
         timing: Timing,
         payload: Mapping[str, Any] | None = None,
         noun: str = "node",
@@ -56,12 +61,14 @@ class Server:
         self._listener = listener
         self._listener.setblocking(False)
         self._hello = hello
+        self._secret = secret
         self._timing = timing
         self._payload = dict(payload or {})
         self._noun = noun
         self._how_to_start = how_to_start
         self._deadline = time.monotonic() + timing.join_s
-        self._strangers: set[Peer] = set()
+        self._strangers: dict[Peer, None] = {}  # in the order in which they came
+        self._unknown: str | None = None  # the address of one who does not know the secret
         self._members: dict[int, Peer] = {}  # those that have come, also when they have gone again
         self._own_exit_code: int | None = None
         self._ended = False
@@ -76,7 +83,8 @@ class Server:
 
     def poll(self, timeout_s: float = 0.0) -> list[Event]:
         """Let things happen for at most so long, and say what did."""
-        for key, _ in self._selector.select(timeout_s):
+        # Those who are there first: one that has just said who it is must not have to make way for another.
+        for key, _ in sorted(self._selector.select(timeout_s), key=lambda event: event[0].data is None):
             if key.data is None:
                 self._accept()
             else:
@@ -149,27 +157,38 @@ class Server:
             self._drop(peer)
 
     def _accept(self) -> None:
-        try:
-            connected, _ = self._listener.accept()
-        except OSError:  # it has gone again meanwhile
-            return
-        if len(self._strangers) >= _MAX_STRANGERS + self._hello.num_members:
-            connected.close()
-            return
-        configure(connected, self._timing)
-        peer = Peer(Link(connected))
-        # Tells a client at once that this is stormo.
-        peer.link.send({"type": "welcome", "protocol": PROTOCOL, "host": self._hello.host})
-        self._strangers.add(peer)
-        self._selector.register(peer.link, selectors.EVENT_READ, peer)
+        for _ in range(_ACCEPTED_AT_ONCE):
+            try:
+                connected, (address, *_) = self._listener.accept()
+            except OSError:  # there is none, or it has gone again meanwhile
+                return
+            self._make_way()
+            configure(connected, self._timing)
+            peer = Peer(Link(connected, is_greeting=True), host=address)
+            peer.nonce = new_nonce()
+            peer.link.send({"type": "challenge", "protocol": PROTOCOL, "nonce": peer.nonce})
+            self._strangers[peer] = None
+            self._selector.register(peer.link, selectors.EVENT_READ, peer)
+
+    def _make_way(self) -> None:
+        """Where too many are unknown, drop the one who has been so for longest, of the address that has most of them.
+
+        A member says at once who it is, and comes again if it was dropped.
+        """
+        missing = self._hello.num_members - len(self._members)
+        if len(self._strangers) >= _MAX_STRANGERS + missing:
+            crowded = Counter(peer.host for peer in self._strangers).most_common(1)[0][0]
+            self._drop(next(peer for peer in self._strangers if peer.host == crowded))
 
     def _read(self, peer: Peer) -> None:
         for message in peer.receive():
             kind = message.get("type")
-            if peer.member is None:
+            if not peer.is_known:
+                self._meet(peer, message)
+            elif peer.member is None:
                 if peer.settled:
                     continue  # was sent away and has yet to go
-                if kind != "hello" or not self._knows_token(message):
+                if kind != "hello":
                     self._drop(peer)
                     return
                 self._admit(peer, message)
@@ -185,6 +204,23 @@ class Server:
         if peer.link.closed:
             self._notice_end(peer, time.monotonic())
 
+    def _meet(self, peer: Peer, message: Mapping[str, Any]) -> None:
+        """Let a stranger show that it knows the secret of the job, and show it in turn."""
+        theirs = nonce_in(message)
+        if message.get("type") != "answer" or theirs is None:
+            self._drop(peer)
+            return
+        greeting = Greeting(self._secret, peer.nonce, theirs)
+        if not has_code(message, greeting.client_code()):
+            self._unknown = peer.host
+            peer.link.send({"type": "stranger"})
+            self._drop(peer)
+            return
+        peer.link.send({"type": "proof", "code": greeting.server_code()})
+        incoming, outgoing = greeting.seals()
+        peer.link.seal(outgoing, incoming)
+        peer.is_known = True
+
     def _take_failure(self, peer: Peer, message: Mapping[str, Any]) -> None:
         failure = Failure.from_message(message)
         if failure is None:
@@ -195,19 +231,15 @@ class Server:
             peer.settled = True
             self._relay({"type": "failure", **failure.to_message()}, but=peer)
 
-    def _knows_token(self, message: Mapping[str, Any]) -> bool:
-        """Whether a member is of this job at all."""
-        token = message.get("token", "")
-        return isinstance(token, str) and hmac.compare_digest(token.encode(), self._hello.token.encode())
-
     def _admit(self, peer: Peer, message: Mapping[str, Any]) -> None:
         """Take a member in. A misfit ends the joining of all; once the job runs, only the misfit is sent away."""
         taken = {self._hello.member: self._hello.host} | {id_: other.host for id_, other in self._members.items()}
         refusal = misfit(self._hello, message, taken, self._noun)
         if refusal is None:
-            self._strangers.discard(peer)
+            self._strangers.pop(peer, None)
             peer.host, peer.member = host_of(message), int(message["member"])
             self._members[peer.member] = peer
+            peer.link.send({"type": "welcome", "host": self._hello.host})
             return
         words = {"type": "refuse", "sentence": str(refusal), "exit_code": EXIT_USAGE}
         peer.link.send(words)
@@ -239,10 +271,12 @@ class Server:
         names = ", ".join(map(str, missing[:20])) + (", ..." if len(missing) > 20 else "")
         which = f"{self._noun} {names} has" if len(missing) == 1 else f"{self._noun}s {names} have"
         note = " (which only this machine can reach)" if is_loopback(address) else ""
-        remedy = f"; {self._how_to_start(missing)}" if self._how_to_start else ""
+        start = f"; {self._how_to_start(missing)}" if self._how_to_start else ""
+        stranger = f"; somebody at {self._unknown} came without the job's secret: " if self._unknown else ""
         return (
             f"the job has {self._hello.num_members} {self._noun}s, but {which} not come to "
-            f"{shown(address, port)}{note} within {self._timing.join_s:g} s{remedy}"
+            f"{shown(address, port)}{note} within {self._timing.join_s:g} s"
+            f"{stranger}{remedy(os.environ) if stranger else ''}{start}"
         )
 
     def _give_up(self, sentence: str) -> JoinError:
@@ -268,7 +302,7 @@ class Server:
                 peer.link.send(message)
 
     def _drop(self, peer: Peer) -> None:
-        self._strangers.discard(peer)
+        self._strangers.pop(peer, None)
         if peer.link.fileno() >= 0:
             self._selector.unregister(peer.link)
             peer.link.close()

@@ -184,9 +184,10 @@ def start_worker(
     environ: Mapping[str, str],
     meeting: Meeting,
 ) -> Worker:
-    """Start one worker and tell it who it is; rank 0 gets the socket that all ranks will meet at."""
+    """Start one worker and tell it who it is; rank 0, or every rank of one node, gets what all ranks will meet in."""
     rank = node.rank(local_rank)
-    store_fd = meeting.store.fileno() if rank == 0 and meeting.store is not None else None
+    gets_store = meeting.store is not None and (rank == 0 or node.num_nodes == 1)
+    store_fd = meeting.store.fileno() if meeting.store is not None and gets_store else None
     own, theirs = socket.socketpair()
     with theirs:
         variables = local.environment(

@@ -6,6 +6,7 @@ each shape are kept. Every worker of the line has the whole batch and makes the 
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -31,6 +32,7 @@ from stormo.pipeline.handover import Slot, describe, filled, slots_of
 from stormo.pipeline.stage import Boundary, Stage
 from stormo.pipeline.trial import trial
 from stormo.pipeline.watching import Watch
+from stormo.pipeline.words import from_words, to_words
 from stormo.world.grid import Line
 
 _MOST_KEPT = 8  # shapes; each keeps the memory that its activations are received in
@@ -216,7 +218,7 @@ class Engine:
         """What every stage gives for one micro-batch: each is run once, on zeros but for the first, without a trace."""
         described: list[Any] = []
         for number in range(self._num_stages):
-            shared = [None]
+            own: Any = None
             if number in self._modules:
                 module = self._modules[number]
                 if number == 0:
@@ -224,10 +226,21 @@ class Engine:
                 else:
                     args, kwargs = (tree_map_only(Slot, lambda slot: slot.zeros(self._device), described[-1]),), {}
                 with trial([module], self._device), torch.no_grad():
-                    shared = [describe(module(*args, **kwargs), f"what stage {number} hands to the next")]
-            dist.broadcast_object_list(shared, self._owner(number), self._line.group)
-            described.append(shared[0])
+                    own = describe(module(*args, **kwargs), f"what stage {number} hands to the next")
+            described.append(self._told(number, own))
         return described
+
+    def _told(self, number: int, own: Any) -> Any:
+        """What the worker with this stage says of it, as JSON; torch would send objects, which can bring code along."""
+        owner, group = self._owner(number), self._line.group
+        text = json.dumps(to_words(own)).encode() if number in self._modules else b""
+        length = torch.tensor([len(text)])
+        dist.broadcast(length, owner, group)
+        content = torch.empty(int(length), dtype=torch.uint8)
+        if text:
+            content = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        dist.broadcast(content, owner, group)
+        return from_words(json.loads(bytes(content.numpy())))
 
     def _owner(self, number: int) -> int:
         """The rank that has a stage."""

@@ -95,6 +95,10 @@ class Stage(PipelineStage):
         self._module = boundary.module
         self._watch = watch
 
+    def _recv_meta(self, src_stage: int) -> Any:
+        """torch would unpickle what another worker sends, if one of them asked for it; all shapes are known here."""
+        raise AssertionError(f"stage {src_stage} wants to describe what it sends, which is known")
+
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """One micro-batch forward."""
         with self._watch(FORWARD, self.stage_index, fwd_chunk_id):

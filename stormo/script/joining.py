@@ -26,7 +26,7 @@ from stormo.launch.detect import detect
 from stormo.layout import Launched, Layout, resolve_layout
 from stormo.nodes import BACKEND, DEVICE, TIMEOUT
 from stormo.world.devices import device_of, share_cores
-from stormo.world.store import Store, is_secondary
+from stormo.world.store import Store, board_of, is_secondary
 from stormo.world.world import World
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
@@ -52,16 +52,11 @@ def join(device: str | None, backend: str | None, timeout_s: float | None) -> Jo
     layout = _layout(place, device, backend, timeout_s)
     limit_s = _limit_s(timeout_s)
     share_cores(place)
-    store = Store(place, limit_s) if place.world_size > 1 else None
-    if lifeline is None:  # through the store, as another launcher has started the workers
-        lifeline = open_lifeline(
-            place,
-            publish=store.publish if store else None,
-            lookup=store.lookup if store else None,
-            timeout_s=limit_s,
-            **_same_on_all(layout),
-        )
+    if lifeline is None:  # another launcher has started the workers
+        board = board_of(place, limit_s)
+        lifeline = open_lifeline(place, board=board, timeout_s=limit_s, **_same_on_all(layout))
         _tell_failures(place, lifeline)
+    store = Store(place, limit_s, lifeline.meeting_point) if place.world_size > 1 else None
     own = device_of(layout.device_type, place, store, may_share=layout.backend == "gloo")
     world = World(place, own, store=store, backend=layout.backend, timeout_s=limit_s)
     return Joined(world=world, lifeline=lifeline)

@@ -19,9 +19,11 @@ from stormo.errors import SettingError
 
 KEEP = "keep"  # a file that says that the copy stays
 MANIFEST = "manifest.json"  # written last; without it there is no copy
+ROOT = "stormo-staged-"  # starts the name of the folder of all copies of a user
 REMOVED = ".removed-"  # starts the name of what is being removed
 _TURN, _USERS = "turn", "users"
 _LOOK_AGAIN_S = 0.05
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class Hold:
@@ -29,7 +31,7 @@ class Hold:
 
     def __init__(self, entry: Path) -> None:
         self._entry = entry
-        self._descriptor: int | None = os.open(entry / _USERS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._descriptor: int | None = os.open(entry / _USERS, _FLAGS, 0o600)
         fcntl.flock(self._descriptor, fcntl.LOCK_SH)
 
     def release(self) -> None:
@@ -69,7 +71,7 @@ def turn(
             with contextlib.suppress(FileNotFoundError):
                 entry.mkdir(mode=0o700, exist_ok=True)
         try:
-            descriptor = os.open(entry / _TURN, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            descriptor = os.open(entry / _TURN, _FLAGS, 0o600)
             while not _is_taken(descriptor, raises=not waits):
                 check()
                 time.sleep(_LOOK_AGAIN_S)
@@ -104,7 +106,9 @@ def _is_taken(descriptor: int, *, raises: bool) -> bool:
 
 def remove_if_unused(entry: Path) -> None:
     """Remove a copy, in one's turn, where nobody holds it."""
-    descriptor = os.open(entry / _USERS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    assert entry.parent.name.startswith(ROOT), f"{entry} is no copy"
+    assert is_own_folder(entry), f"{entry} is no folder of this user's"
+    descriptor = os.open(entry / _USERS, _FLAGS, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         aside = entry.with_name(f"{REMOVED}{secrets.token_hex(6)}")
@@ -132,17 +136,26 @@ def _is_held(entry: Path) -> bool:
     return False
 
 
+def is_own_folder(path: Path) -> bool:
+    """Whether it is a folder of this user's, and no link to one."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+
+
 def _make_root(root: Path) -> None:
     try:
         root.mkdir(mode=0o700, exist_ok=True)
-        status = root.lstat()
+        is_own = is_own_folder(root)
     except OSError as error:
         raise SettingError(
             f"data is to be copied to {root.parent}",
             f"{root} cannot be made there ({error.strerror})",
             "name a folder of the node's own storage with --stage FOLDER",
         ) from None
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+    if not is_own:
         raise SettingError(
             f"data is to be copied to {root.parent}",
             f"{root} is there and is not a folder of this user",

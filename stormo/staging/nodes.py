@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from stormo.errors import SettingError, counted
 from stormo.staging.copying import StoppedError
 from stormo.staging.locks import Hold
-from stormo.staging.shelf import stage
+from stormo.staging.shelf import held, stage
 from stormo.telemetry.text import format_bytes
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ def stage_on_nodes(
     Where one of these was told to stop, all workers raise `StoppedError`.
     """
     own: list[Hold] = []
+    paths: list[Path] = []
 
     def copy() -> dict[str, Any]:
         assert source is not None
@@ -60,7 +61,8 @@ def stage_on_nodes(
             return {"stopped": error.signal_number}
         own.append(done.hold)
         figures = {name: getattr(done, name) for name in ("num_bytes", "copied_bytes", "seconds")}
-        return {"path": str(done.path), "entry": str(done.entry), **figures}
+        paths.append(done.path)
+        return {"name": done.entry.name, **figures}
 
     try:
         done = world.on_each_node(copy)
@@ -72,19 +74,21 @@ def stage_on_nodes(
                 _tell(str(error))
             raise error
         if not own:
-            own.append(Hold(Path(done["entry"])))  # it is there, since the one who copied holds it
+            path, hold = held(folder, done["name"])  # it is there, since the one who copied holds it
+            paths.append(path)
+            own.append(hold)
     except BaseException:
         for hold in own:
             hold.release()
         raise
-    return Near(path=Path(done["path"]), hold=own[0], sentence=sentence(nodes) if nodes else None)
+    return Near(path=paths[0], hold=own[0], sentence=sentence(nodes, paths[0]) if nodes else None)
 
 
-def sentence(nodes: list[dict[str, Any]]) -> str:
+def sentence(nodes: list[dict[str, Any]], path: Path) -> str:
     """What was copied, how fast on the slowest node, and where to on the first."""
     slowest = max(nodes, key=lambda node: float(node["seconds"]))
     size, seconds = format_bytes(nodes[0]["num_bytes"]), slowest["seconds"]
-    where = nodes[0]["path"] if len(nodes) == 1 else f"{nodes[0]['path']} and the like on {len(nodes)} nodes"
+    where = f"{path}" if len(nodes) == 1 else f"{path} and the like on {len(nodes)} nodes"
     num_copies = sum(node["copied_bytes"] > 0 for node in nodes)
     if not num_copies:
         return f"Data: {size} were staged already, checked in {seconds:.1f} s: {where}."

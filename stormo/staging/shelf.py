@@ -17,7 +17,7 @@ from typing import Any
 from stormo.errors import SettingError, full_disk
 from stormo.files import MAX_RECORDS_BYTES, BadFileError, Fields, read_object
 from stormo.staging.copying import Check, Copied, StoppedError, copy_files, is_whole
-from stormo.staging.locks import KEEP, MANIFEST, REMOVED, Hold, remove_if_unused, turn
+from stormo.staging.locks import KEEP, MANIFEST, REMOVED, ROOT, Hold, is_own_folder, remove_if_unused, turn
 from stormo.staging.tree import Tree, list_tree
 from stormo.telemetry.text import format_bytes
 
@@ -88,9 +88,25 @@ def stage(
     )
 
 
+def held(folder: Path, name: str) -> tuple[Path, Hold]:
+    """The copy of this name that another worker of this node has made, and a hold on it; none but this user's own."""
+    root = root_of(folder)
+    entry = root / name
+    manifest = None
+    if entry.parent == root and entry.name == name and is_own_folder(root) and is_own_folder(entry):
+        manifest = _read_manifest(entry)
+    if manifest is None:
+        raise SettingError(
+            f"data was staged to {folder} by the first worker of this node",
+            f"there is no copy {name!r} of this user's in {root}",
+            "let all workers of a node have the same --stage FOLDER, or the same TMPDIR",
+        )
+    return _content(entry, Path(manifest["source"])), Hold(entry)
+
+
 def root_of(folder: Path) -> Path:
     """Where the copies of this user lie in a folder that others may write to as well."""
-    return folder.expanduser().absolute() / f"stormo-staged-{os.geteuid()}"
+    return folder.expanduser().absolute() / f"{ROOT}{os.geteuid()}"
 
 
 def remove_unused(folder: Path, *, of_source: Path | None = None, but: Path | None = None) -> None:
@@ -102,11 +118,13 @@ def remove_unused(folder: Path, *, of_source: Path | None = None, but: Path | No
         but: the one copy that stays.
     """
     root = root_of(folder)
+    if not is_own_folder(root):  # none, or somebody else's
+        return
     with contextlib.suppress(OSError):
         for entry in list(root.iterdir()):
             if entry.name.startswith(REMOVED):
                 shutil.rmtree(entry, ignore_errors=True)
-            elif entry != but:
+            elif entry != but and is_own_folder(entry):
                 with turn(entry, waits=False) as is_mine:
                     is_kept = is_mine and (entry / KEEP).exists()
                     if is_mine and not (is_kept and _source_in(entry) != str(of_source)):

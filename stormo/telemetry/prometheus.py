@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from stormo import __version__
 from stormo.errors import MissingPackageError, SettingError
+from stormo.telemetry.capped_server import CappedServer
 from stormo.telemetry.prometheus_metrics import GPU_KEYS, METRICS, NODE_KEYS
 from stormo.telemetry.record import (
     CheckpointSaved,
@@ -41,7 +42,8 @@ class PrometheusSink:
         self, port: int, host: str = "127.0.0.1", *, strategy: str, clock: Callable[[], float] = time.time
     ) -> None:
         check(port, host)
-        from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client import CollectorRegistry
+        from prometheus_client.exposition import choose_encoder
 
         self._strategy = strategy
         self._clock = clock
@@ -51,8 +53,13 @@ class PrometheusSink:
         self._samples_seen = 0
         registry = CollectorRegistry()
         registry.register(self)
+
+        def answer(accept: str) -> tuple[str, bytes]:
+            encode, kind = choose_encoder(accept)
+            return kind, encode(registry)
+
         try:
-            self._server, self._thread = start_http_server(port, host, registry)
+            self._server = CappedServer(host, port, answer)
         except (OSError, UnicodeError) as error:  # a name that cannot be one, like a..b, is a UnicodeError
             why = getattr(error, "strerror", None) or error
             raise SettingError(
@@ -86,9 +93,7 @@ class PrometheusSink:
 
     def close(self) -> None:
         """Let go of the port; harmless when repeated."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.close()
 
     def collect(self) -> Iterator[Family]:
         """Every metric that has a value, as the registry asks for them."""

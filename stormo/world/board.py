@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stormo.launch.peer_loss import PeerLoss
-from stormo.world.page import NUM_VALUES, Line, Page, new_page
+from stormo.world.page import NUM_VALUES, Line, Page, new_page, path_of
 from stormo.world.store import PeerMissingError
 
 if TYPE_CHECKING:
@@ -153,7 +152,7 @@ def _share(world: World) -> tuple[Page | None, list[list[int]]]:
         return _open_page(world, name)
     finally:
         if name:
-            Path(name).unlink(missing_ok=True)
+            path_of(name).unlink(missing_ok=True)
 
 
 def _open_page(world: World, name: str) -> tuple[Page | None, list[list[int]]]:

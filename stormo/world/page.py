@@ -9,9 +9,11 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import re
 import struct
 import tempfile
 import zlib
+from pathlib import Path
 
 NUM_VALUES = 3
 _LINE = struct.Struct(f"=q{NUM_VALUES}q")  # the round that it belongs to, and what it says
@@ -20,15 +22,27 @@ _TABLE_HEAD = struct.Struct("=qq")  # the round, and the check
 _LINE_BYTES = 64  # of its own cache line
 _SLOTS = 2  # a line is kept while a slower worker still reads it
 _MEMORY = "/dev/shm"
+_PREFIX = "stormo-"
+_NAME = re.compile(rf"{_PREFIX}[a-z0-9_]{{8}}")  # as tempfile makes them
 Line = tuple[int, ...]
 
 
 def new_page() -> str:
     """The name of an empty file in memory. Once all have opened it, it can be removed."""
-    folder = _MEMORY if os.access(_MEMORY, os.W_OK) else None
-    descriptor, name = tempfile.mkstemp(prefix="stormo-", dir=folder)
+    descriptor, path = tempfile.mkstemp(prefix=_PREFIX, dir=_folder())
     os.close(descriptor)
-    return name
+    return Path(path).name
+
+
+def path_of(name: str) -> Path:
+    """Where the file of this name is: another worker tells a name, never a path."""
+    if not _NAME.fullmatch(name):
+        raise FileNotFoundError(name)
+    return Path(_folder()) / name
+
+
+def _folder() -> str:
+    return _MEMORY if os.access(_MEMORY, os.W_OK) else tempfile.gettempdir()
 
 
 class Page:
@@ -46,8 +60,10 @@ class Page:
         self._head_at = _SLOTS * size * _LINE_BYTES
         self._table_at = self._head_at + _TABLE_HEAD.size
         self._end = self._table_at + num_workers * NUM_VALUES * 8
-        self._file = os.open(name, os.O_RDWR | os.O_CLOEXEC)
+        self._file = os.open(path_of(name), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
+            if os.fstat(self._file).st_uid != os.geteuid():
+                raise PermissionError(name)
             # Not just a size: a write to memory that is not there would end the process by a signal.
             os.posix_fallocate(self._file, 0, self._end)
             self._memory = mmap.mmap(self._file, self._end)

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
+import json
 import os
-import socket
-import time
+from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
 from stormo.errors import StormoError
-from stormo.launch import STORE_FD, Place
+from stormo.launch import Board, MeetingPoint, Place
 from stormo.launch.address import listen, listening_address
-from stormo.launch.peer_loss import PeerLoss, peer_loss
+from stormo.launch.meeting_point import BACKLOG, inherited
+from stormo.launch.peer_loss import PeerLoss, is_file_timeout, peer_loss
+from stormo.launch.secret import job_secret
 
-_LIFELINE = "lifeline"
+_MOST_BYTES = 1 << 20  # of a word
+_CODE_SIZE = 64
 _WHERE = "stormo/where"
-_LOOK_AGAIN_S = 0.2
-_BACKLOG = 4096
 
 
 class PeerFailedError(StormoError):
@@ -38,96 +42,128 @@ class PeerMissingError(dist.DistError):
 
 
 class Store:
-    """torch's TCPStore, opened as the place says.
+    """torch's store, opened where the ranks meet.
 
-    Rank 0 listens on the master address alone (the loopback one when all workers are on this host), never on every
-    interface: torch's own server would, so it is given a socket that is already bound.
+    On one node it is a FileStore in memory that only these ranks have. Between nodes it is a TCPStore, into which
+    anybody can look and write who reaches rank 0: what stormo itself reads out of it are `Words`. Rank 0 then listens
+    on the master address alone, never on every interface: torch's own server would, so it is given a socket that is
+    already bound.
     """
 
-    def __init__(self, place: Place, timeout_s: float) -> None:
+    def __init__(self, place: Place, timeout_s: float, at: MeetingPoint | None = None) -> None:
+        """`at` is what the lifeline was told; without, what the agent of this node has left in the environment."""
         self._timeout = timedelta(seconds=timeout_s)
-        is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and place.launcher == "torchrun"
-        # By number on node 0, whose own name may lead to a loopback address there.
-        address = _listening_address(place) if place.node_id == 0 else place.master_addr
-        store = self._open_beside(place) if is_served else self._open(place, address, place.master_port)
-        self._store = dist.PrefixStore("stormo", store)
+        at = at or inherited(place, os.environ)
+        self._store = dist.PrefixStore("stormo", self._open(place, at))
+        self._key = b"" if at.memory is not None else job_secret(os.environ, at.port)
 
-    def _open_beside(self, place: Place) -> dist.Store:
-        """A store of this round alone; the one that torchrun's agent serves keeps what earlier rounds have left in it.
-
-        No variable tells one round from the next on all nodes, so rank 0 says there where it now listens, and an
-        address at which nobody listens any more is an earlier round's.
-        """
-        deadline = time.monotonic() + self._timeout.total_seconds()
-        board = dist.TCPStore(place.master_addr, place.master_port, is_master=False, timeout=self._timeout)
-        if place.is_main:
-            number = _listening_address(place)
-            listener = listen(number, 0, backlog=_BACKLOG)
-            port = listener.getsockname()[1]
-            store = self._serve(number, port, listener.detach())
-            board.set(_WHERE, f"{number} {port}")
+    def _open(self, place: Place, at: MeetingPoint) -> dist.Store:
+        if at.memory is not None:
+            store = dist.FileStore(f"/proc/self/fd/{at.memory}")
+            store.set_timeout(self._timeout)
             return store
-        while time.monotonic() < deadline:
-            with contextlib.suppress(dist.DistError):
-                board.wait([_WHERE], timedelta(seconds=max(1.0, min(5.0, deadline - time.monotonic()))))
-                number, port = board.get(_WHERE).decode().split()
-                if _answers(number, int(port)):
-                    return self._open(place, number, int(port))
-            time.sleep(_LOOK_AGAIN_S)
-        raise StormoError(
-            f"rank {place.rank} waited {self._timeout.total_seconds():g} s for rank 0 to say where it listens; after "
-            "nodes have changed, torch gives workers an address of before unless torchrun is started with "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."
-        )
-
-    def _serve(self, address: str, port: int, descriptor: int) -> dist.Store:
-        return dist.TCPStore(
-            address,
-            port,
-            is_master=True,
-            timeout=self._timeout,
-            wait_for_workers=False,
-            master_listen_fd=descriptor,
-        )
-
-    def _open(self, place: Place, address: str, port: int) -> dist.Store:
         if place.is_main:
-            inherited = os.environ.pop(STORE_FD, None)  # the agent of the node has bound it
-            # The store owns the socket from here.
-            descriptor = int(inherited) if inherited else listen(address, port, backlog=_BACKLOG).detach()
-            return self._serve(address, port, descriptor)
+            descriptor = at.listener
+            if descriptor is None:
+                number = listening_address(at.address, all_on_this_host=place.all_on_this_host)
+                descriptor = listen(number, at.port, backlog=BACKLOG).detach()  # the store owns it from here
+            return dist.TCPStore(
+                at.address,
+                at.port,
+                is_master=True,
+                timeout=self._timeout,
+                wait_for_workers=False,
+                master_listen_fd=descriptor,
+            )
         try:
-            return dist.TCPStore(address, port, is_master=False, timeout=self._timeout)
+            return dist.TCPStore(at.address, at.port, is_master=False, timeout=self._timeout)
         except dist.DistError:
             raise StormoError(
-                f"rank {place.rank} waited {self._timeout.total_seconds():g} s for rank 0 at {address} port {port}, "
-                "which did not answer; check that every rank was started, and --master-addr, or raise --timeout."
+                f"rank {place.rank} waited {self._timeout.total_seconds():g} s for rank 0 at {at.address} port "
+                f"{at.port}, which did not answer; check that every rank was started, and --master-addr, or raise "
+                "--timeout."
             ) from None
 
     def shared(self, prefix: str) -> dist.Store:
         """A part of the store with names of its own."""
         return dist.PrefixStore(prefix, self._store)
 
-    def publish(self, text: str) -> None:
-        """Make rank 0's line known."""
-        self._store.set(_LIFELINE, text)
-
-    def lookup(self, timeout_s: float) -> str:
-        """Rank 0's line, when it has published it."""
-        self._store.wait([_LIFELINE], timedelta(seconds=timeout_s))
-        return self._store.get(_LIFELINE).decode()
+    def words(self, prefix: str) -> Words:
+        """The same for what only the workers of this job may say."""
+        return Words(self.shared(prefix), prefix, self._key)
 
 
-def _listening_address(place: Place) -> str:
-    return listening_address(place.master_addr, all_on_this_host=place.all_on_this_host, peer=place.peer)
+class Words:
+    """JSON-able values in a store, each with a code that only a worker of this job can make for this name."""
+
+    def __init__(self, store: dist.Store, prefix: str, key: bytes) -> None:
+        self._store, self._prefix, self._key = store, prefix, key
+
+    def say(self, name: str, value: Any) -> None:
+        """Make a value known."""
+        text = json.dumps(value)
+        self._store.set(name, self._code(name, text.encode()).decode() + text)
+
+    def wait(self, name: str, timeout: timedelta) -> Any:
+        """What a worker says under a name, once it does."""
+        with within(timeout):
+            self._store.wait([name], timeout)
+        said = self._store.get(name)
+        code, text = said[:_CODE_SIZE], said[_CODE_SIZE:]
+        if len(said) > _MOST_BYTES or not hmac.compare_digest(code, self._code(name, text)):
+            raise StormoError(
+                f"somebody who is no worker of this job has written {self._prefix}/{name} into the store where its "
+                "workers meet; start the job on a network that others cannot reach (docs/security.md)."
+            )
+        return json.loads(text)
+
+    def count(self, name: str) -> int:
+        """How many have counted under a name, this worker among them."""
+        return int(self._store.add(name, 1))
+
+    def _code(self, name: str, text: bytes) -> bytes:
+        return hmac.digest(self._key, f"{self._prefix}/{name}\n".encode() + text, hashlib.sha256).hex().encode()
 
 
-def _answers(number: str, port: int) -> bool:
+class AgentBoard:
+    """The store that torchrun's agent serves at the master port: rank 0 says there at which address it listens.
+
+    It keeps what earlier rounds have left in it, and no variable tells one round from the next on all nodes: an address
+    at which nobody knows the secret of the job is an earlier round's, or a stranger's.
+    """
+
+    def __init__(self, place: Place, timeout_s: float) -> None:
+        timeout = timedelta(seconds=timeout_s)
+        self._store = dist.TCPStore(place.master_addr, place.master_port, is_master=False, timeout=timeout)
+
+    def write(self, text: str) -> None:
+        """Say where rank 0 listens."""
+        self._store.set(_WHERE, text)
+
+    def read(self) -> str:
+        """What was said last; empty where nothing was, or the agent is gone, which ends this rank soon."""
+        with contextlib.suppress(dist.DistError):
+            if self._store.check([_WHERE]):
+                return self._store.get(_WHERE).decode("ascii", "replace")
+        return ""
+
+
+def board_of(place: Place, timeout_s: float) -> Board | None:
+    """Where the ranks of torchrun find rank 0; None where rank 0 itself listens at the master port."""
+    is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and place.launcher == "torchrun"
+    return AgentBoard(place, timeout_s) if is_served and place.world_size > 1 else None
+
+
+@contextlib.contextmanager
+def within(timeout: timedelta) -> Iterator[None]:
+    """Raise the same where a store in a file gives up as where one at a port does, with the time that was waited."""
     try:
-        socket.create_connection((number, port), timeout=2.0).close()
-    except OSError:
-        return False
-    return True
+        yield
+    except RuntimeError as error:
+        if not is_file_timeout(error):
+            raise
+        waited_s = timeout.total_seconds()
+        raise PeerMissingError(f"wait timeout after {1000 * waited_s:.0f}ms", PeerLoss(waited_s=waited_s)) from None
 
 
 def is_secondary(error: BaseException) -> bool:

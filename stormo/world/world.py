@@ -26,7 +26,7 @@ from stormo.launch.place import Place
 from stormo.mesh import Mesh
 from stormo.world.board import Board
 from stormo.world.grid import DATA, Grid
-from stormo.world.store import PeerFailedError, Store
+from stormo.world.store import PeerFailedError, Store, within
 
 _FETCH_TIMEOUT = timedelta(hours=24)  # a download may be slow; a dead fetcher ends the job by other means
 
@@ -56,6 +56,7 @@ class World:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self._store = store.shared("world") if store else None
+        self._words = store.words("words") if store else None
         self._has_group = self.size > 1 or needs_group  # torch's sharding asks for one even of a single worker
         self.timeout = timedelta(seconds=timeout_s)  # of a worker that waits for the others
         if self._has_group:
@@ -78,14 +79,15 @@ class World:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if self.place.all_on_this_host:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        dist.init_process_group(
-            backends,
-            store=self._store if self.size > 1 else dist.HashStore(),
-            rank=self.rank,
-            world_size=self.size,
-            timeout=timeout,
-            device_id=self.device if backend == "nccl" else None,
-        )
+        with within(timeout):
+            dist.init_process_group(
+                backends,
+                store=self._store if self.size > 1 else dist.HashStore(),
+                rank=self.rank,
+                world_size=self.size,
+                timeout=timeout,
+                device_id=self.device if backend == "nccl" else None,
+            )
         os.register_at_fork(after_in_child=_keep_groups)
 
     @property
@@ -102,7 +104,7 @@ class World:
     def once_per_node(self) -> Iterator[bool]:
         """Yield True in one process of each node; the others get False when it has finished, or its error."""
         self._num_fetches += 1
-        if self._store is None or self.place.local_size == 1:
+        if self._words is None or self.place.local_size == 1:
             yield True
             return
         key = f"fetch/{self._num_fetches}/{self.place.node_id}"
@@ -110,12 +112,11 @@ class World:
             try:
                 yield True
             except BaseException as error:
-                self._store.set(key, f"{type(error).__name__}: {error}")
+                self._words.say(key, f"{type(error).__name__}: {error}")
                 raise
-            self._store.set(key, "")
+            self._words.say(key, "")
             return
-        self._store.wait([key], _FETCH_TIMEOUT)
-        failure = self._store.get(key).decode()
+        failure = self._words.wait(key, _FETCH_TIMEOUT)
         if failure:
             raise PeerFailedError(f"rank {self.rank - self.place.local_rank} failed while this one waited: {failure}")
         yield False
@@ -124,16 +125,16 @@ class World:
         """What one process of each node came to, JSON-able, on all processes of that node once every node is done."""
         with self.once_per_node() as is_mine:
             result = work() if is_mine else None
-        if self._store is None:
+        if self._words is None:
             return result
         # Through the store, which waits longer than a collective for a node that is slower than the others.
         key = f"node/{self._num_fetches}"
         if is_mine:
-            self._store.set(f"{key}/{self.place.node_id}", json.dumps(result))
-            if self._store.add(f"{key}/done", 1) == self.place.num_nodes:
-                self._store.set(f"{key}/all", "")
-        self._store.wait([f"{key}/all"], _FETCH_TIMEOUT)
-        return json.loads(self._store.get(f"{key}/{self.place.node_id}"))
+            self._words.say(f"{key}/{self.place.node_id}", result)
+            if self._words.count(f"{key}/done") == self.place.num_nodes:
+                self._words.say(f"{key}/all", "")
+        self._words.wait(f"{key}/all", _FETCH_TIMEOUT)
+        return self._words.wait(f"{key}/{self.place.node_id}", _FETCH_TIMEOUT)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum in place over all workers."""
@@ -228,18 +229,18 @@ class World:
 
     def leave_word(self, name: str, value: Any) -> None:
         """Tell something JSON-able to who may ask for it, without waiting; if the main worker is gone, to nobody."""
-        if self._store is not None:
+        if self._words is not None:
             with contextlib.suppress(dist.DistError):
-                self._store.set(f"words/{name}", json.dumps(value))
+                self._words.say(f"left/{name}", value)
 
     def words(self, names: Sequence[str], timeout_s: float) -> list[Any]:
         """What others have told under these names, None for those who do not within so many seconds in all."""
         deadline, found = time.monotonic() + timeout_s, list[Any]()
-        for key in (f"words/{name}" for name in names):
+        for name in names:
             try:
-                assert self._store is not None, "only several workers have something to tell"
-                self._store.wait([key], timedelta(seconds=max(0.01, deadline - time.monotonic())))
-                found.append(json.loads(self._store.get(key)))
+                assert self._words is not None, "only several workers have something to tell"
+                left = timedelta(seconds=max(0.01, deadline - time.monotonic()))
+                found.append(self._words.wait(f"left/{name}", left))
             except dist.DistError:
                 found.append(None)
         return found

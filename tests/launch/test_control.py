@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import resource
 import socket
 import time
@@ -30,6 +29,7 @@ from stormo.launch.control import (
 from stormo.launch.failure import of_exit
 from stormo.launch.server import Server, _make_room
 
+SECRET = b"s" * 32
 TIMING = Timing(join_s=10.0, heartbeat_s=0.1, lost_after_s=5.0, stalled_after_s=5.0)
 Make = Callable[..., Any]
 
@@ -46,14 +46,14 @@ def make() -> Iterator[Make]:
 
     def make_one(member: int, **more: Any) -> Any:
         nonlocal port
-        timing = more.pop("timing", TIMING)
+        timing, secret = more.pop("timing", TIMING), more.pop("secret", SECRET)
         own = hello(member, **more)
         if member == 0 and port == 0:
             listener = socket.create_server(("127.0.0.1", 0))
             port = listener.getsockname()[1]
-            made.append(Server(listener, own, timing=timing, payload={"store_port": 7}))
+            made.append(Server(listener, own, secret=secret, timing=timing, payload={"store_port": 7}))
         else:
-            made.append(Client("127.0.0.1", port, own, timing=timing))
+            made.append(Client("127.0.0.1", port, own, secret=secret, timing=timing))
         return made[-1]
 
     yield make_one
@@ -159,12 +159,12 @@ def test_heartbeats_keep_an_idle_channel_alive(make: Make) -> None:
         assert first.poll(0.02) == []
 
 
-def test_a_wrong_token_is_not_let_in_and_does_no_harm(make: Make) -> None:
-    server = make(0, num_members=2, token="right")
-    wrong = make(1, num_members=2, token="wrong")
-    with pytest.raises(JoinError, match="before the job began"):
+def test_a_member_with_another_secret_is_told_so_and_does_no_harm(make: Make) -> None:
+    server = make(0, num_members=2)
+    wrong = make(1, num_members=2, secret=b"w" * 32)
+    with pytest.raises(SettingError, match=r"does not have the secret of this job.*STORMO_SECRET"):
         poll_until(lambda seen: False, server, wrong)
-    right = make(1, num_members=2, token="right")
+    right = make(1, num_members=2)
     all_started(server, right)
 
 
@@ -223,15 +223,6 @@ def test_many_differences_are_cut_to_a_readable_number() -> None:
     assert "and 4 more differ" in str(refusal)
 
 
-def test_a_hello_with_keys_of_the_future_is_understood(make: Make) -> None:
-    server = make(0, num_members=2)
-    with socket.create_connection(server._listener.getsockname()) as member:
-        future = {**hello(1, num_members=2).to_message(), "colour": "green"}
-        member.sendall(json.dumps(future).encode() + b"\n")
-        member.sendall(b'{"type":"song"}\n')
-        poll_until(lambda seen: server.started, server)
-
-
 def test_a_connection_to_itself_is_not_taken_for_a_server(free_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel may give a client the very port it calls as its own: then the port answers, though nobody listens."""
 
@@ -240,7 +231,7 @@ def test_a_connection_to_itself_is_not_taken_for_a_server(free_port: int, monkey
             self.bind(address)
             return super().connect_ex(address)
 
-    client = Client("127.0.0.1", free_port, hello(1), timing=TIMING)
+    client = Client("127.0.0.1", free_port, hello(1), secret=SECRET, timing=TIMING)
     monkeypatch.setattr(socket, "socket", Narcissus)
     poll_until(lambda seen: client._trouble == "nothing listens there", client)
     assert client._server is None

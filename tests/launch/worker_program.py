@@ -28,19 +28,17 @@ def note_stop(number: int, frame: FrameType | None) -> None:
     stops.append(number)  # and no lock: this thread may hold it
 
 
-def publish(text: str) -> None:
-    """Under a foreign launcher the ranks meet in a file here; the product uses torch's store."""
-    target = Path(os.environ["STORMO_TEST_STORE"])
-    target.with_suffix(".new").write_text(text)
-    target.with_suffix(".new").rename(target)
+class FileBoard:
+    """Under a foreign launcher the ranks find rank 0 by a file here; the product uses torchrun's store."""
 
+    def write(self, text: str) -> None:
+        file = Path(os.environ["STORMO_TEST_STORE"])
+        file.with_suffix(".new").write_text(text)
+        file.with_suffix(".new").rename(file)
 
-def lookup(timeout_s: float) -> str:
-    target, deadline = Path(os.environ["STORMO_TEST_STORE"]), time.monotonic() + timeout_s
-    while not target.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return target.read_text()
+    def read(self) -> str:
+        file = Path(os.environ["STORMO_TEST_STORE"])
+        return file.read_text() if file.exists() else ""
 
 
 def line_of(place: Place) -> Lifeline:
@@ -50,8 +48,8 @@ def line_of(place: Place) -> Lifeline:
     if "STORMO_TEST_LOST_AFTER_S" in os.environ:
         lost_after_s = float(os.environ["STORMO_TEST_LOST_AFTER_S"])
         timing = Timing(join_s=timeout_s, heartbeat_s=0.2, lost_after_s=lost_after_s, stalled_after_s=timeout_s)
-        return RanksLifeline(place, publish=publish, lookup=lookup, timing=timing, **same)
-    return open_lifeline(place, publish=publish, lookup=lookup, **same)
+        return RanksLifeline(place, board=FileBoard(), timing=timing, **same)
+    return open_lifeline(place, board=FileBoard(), **same)
 
 
 def end(line: Lifeline, code: int) -> None:

@@ -19,7 +19,7 @@ from stormo.errors import SettingError
 from stormo.staging import copying, shelf
 from stormo.staging.copying import StoppedError
 from stormo.staging.locks import Hold, turn
-from stormo.staging.shelf import Staged, stage
+from stormo.staging.shelf import Staged, held, stage
 from stormo.staging.tree import list_tree
 from tests import programs
 
@@ -327,3 +327,37 @@ def test_who_lets_go_does_not_wait_for_another_that_still_makes_or_checks_the_co
     assert done.path.is_dir()
     other.release()
     assert not list(folder.iterdir())
+
+
+def test_another_worker_takes_the_copy_by_its_name(source: Path, folder: Path) -> None:
+    done = stage(source, folder)
+    path, hold = held(folder, done.entry.name)
+    assert path == done.path
+    done.hold.release()
+    assert path.is_dir()
+    hold.release()
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../{other}", "{other}", "link", "nowhere", "a/b", "{root}"])
+def test_nothing_but_a_copy_of_this_users_is_taken_and_so_removed(source: Path, folder: Path, name: str) -> None:
+    done = stage(source, folder)
+    other = folder / "precious"
+    other.mkdir()
+    (other / "manifest.json").write_text('{"source": "/precious"}')
+    (done.entry.parent / "link").symlink_to(other)
+    before = sorted(path for path in folder.rglob("*") if "users" not in path.name)
+    with pytest.raises(SettingError, match="no copy"):
+        held(folder, name.format(other=other, root=done.entry.parent))
+    assert sorted(path for path in folder.rglob("*") if "users" not in path.name) == before
+    done.hold.release()
+    assert (other / "manifest.json").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_a_copy_that_is_another_users_is_not_taken(source: Path, folder: Path) -> None:
+    done = stage(source, folder, keep=True)
+    os.chown(done.entry, 65534, 65534)
+    with pytest.raises(SettingError, match="no copy"):
+        held(folder, done.entry.name)
+    done.hold._unlock()

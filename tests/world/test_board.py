@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from stormo.launch.peer_loss import PeerLoss, peer_loss
 from stormo.world import board as board_module
 from stormo.world.board import Board
-from stormo.world.page import Page, new_page
+from stormo.world.page import Page, new_page, path_of
 from stormo.world.world import World
 
 Ranks = Callable[..., list[Any]]
@@ -54,7 +53,7 @@ def _rounds(world: World, nodes: list[int], may_share: bool) -> dict[str, Any]:
             while not board.is_complete():  # looked at again and again, instead of waited for
                 pass
         tables.append(board.read().tolist())
-    return {"tables": tables, "is_shared": board._page is not None, "left": [n for n in names if Path(n).exists()]}
+    return {"tables": tables, "is_shared": board._page is not None, "left": [n for n in names if path_of(n).exists()]}
 
 
 def _noted(names: list[str]) -> str:
@@ -157,7 +156,7 @@ def test_a_page_tells_who_was_killed_and_takes_no_torn_line() -> None:
         assert page.table(4) is None
         page.close()
     finally:
-        Path(name).unlink()
+        path_of(name).unlink()
 
 
 def test_a_board_of_several_nodes_sends_a_message_for_each_node_alone(run_ranks: Ranks) -> None:
