@@ -85,13 +85,13 @@ class _OwnReader(Reader):
     def entries(self, section: str) -> Mapping[str, Entry]:
         if section not in self._own:
             prefix = f"{self._rank}/{section}/"
-            found = super().entries(LOCAL).items()
+            found = self.local(self._rank).items()
             self._own[section] = {name.removeprefix(prefix): entry for name, entry in found if name.startswith(prefix)}
         return self._own[section]
 
 
 def _take_outer(reader: Reader, strategy: Strategy) -> None:
-    stored = reader.entries(LOCAL)
+    stored = reader.local(0)
     reader.fill(
         Wanted(section=LOCAL, name=_OUTER + name, offset=(0,) * tensor.ndim, into=tensor)
         for name, tensor in strategy.outer_state().items()

@@ -11,9 +11,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from stormo.checkpoint.index import boxes_digest
+from stormo.checkpoint.index import boxes_digest, digest_of_ranks
 from stormo.checkpoint.layout import (
     INDEX,
+    ONE_INDEX,
     RANKS,
     SECTIONS,
     STATE,
@@ -130,14 +131,21 @@ def _load(path: Path) -> Snapshot:
             model, optimizer, ranks = (reader.tensors(name) for name in TENSOR_FILES)
             state = reader.state()
         else:
-            state, ranks = reader.state(), reader.tensors(RANKS)
+            state = reader.state()
             model, optimizer = reader.wholes(*SECTIONS)
+            if manifest.version == ONE_INDEX:
+                ranks = reader.tensors(RANKS)
+            else:
+                ranks = {f"{rank}/{name}": t for rank in reader.ranks() for name, t in reader.own(rank).items()}
         if manifest.digest_of == VALUES:
             require_digest(
                 path / (TENSOR_FILES[0] if manifest.version == WHOLE else INDEX), weights_digest(model), manifest
             )
-        else:
+        elif manifest.version == ONE_INDEX:
             require_digest(path / INDEX, boxes_digest(reader.entries("model")), manifest)
+        else:
+            digests = (boxes_digest(reader.part(rank).get("model", {})) for rank in reader.ranks())
+            require_digest(path / INDEX, digest_of_ranks(digests), manifest)
     return Snapshot(model=model, optimizer=optimizer, ranks=ranks, state=state)
 
 

@@ -28,6 +28,7 @@ from stormo.world.board import Board
 from stormo.world.grid import DATA, Grid
 from stormo.world.store import PeerFailedError, Store
 
+_BUNDLE_BYTES = 2**25  # of small tensors that travel as one message
 _FETCH_TIMEOUT = timedelta(hours=24)  # a download may be slow; a dead fetcher ends the job by other means
 
 
@@ -184,15 +185,30 @@ class World:
             [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in (tensors or {}).items()]
         )
         shared: dict[str, Tensor] = {}
+        bundle, room_bytes = list[Tensor](), _BUNDLE_BYTES
         for name, dtype, shape in described:
             if tensors is not None and self.is_main:
                 tensor = tensors[name].detach().cpu().contiguous()
             else:
                 tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-            if tensor.numel():
-                self.broadcast(tensor.view(-1).view(torch.uint8))
             shared[name] = tensor
+            bundle.append(tensor)
+            room_bytes -= tensor.nbytes
+            if room_bytes <= 0:
+                self._broadcast_together(bundle)
+                bundle, room_bytes = [], _BUNDLE_BYTES
+        self._broadcast_together(bundle)
         return shared
+
+    def _broadcast_together(self, tensors: Sequence[Tensor]) -> None:
+        """Broadcast tensors of the CPU in place, as one message."""
+        raw = [tensor.view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
+        if len(raw) == 1:
+            self.broadcast(raw[0])
+        elif raw:
+            message = self.broadcast(torch.cat(raw))
+            for place, piece in zip(raw, message.split([len(each) for each in raw]), strict=True):
+                place.copy_(piece)
 
     def gather_bytes(self, payload: bytes) -> list[bytes] | None:
         """Every worker's bytes, in the order of ranks, on the main worker; None on the others."""
@@ -201,12 +217,32 @@ class World:
         lengths = torch.zeros(self.size, dtype=torch.int64)
         lengths[self.rank] = len(payload)
         self.sum(lengths)
-        padded = torch.frombuffer(bytearray(payload.ljust(int(lengths.max()) or 1, b"\0")), dtype=torch.uint8)
-        parts = [torch.empty_like(padded) for _ in range(self.size)] if self.is_main else None
-        dist.gather(padded, parts, dst=0)
-        if parts is None:
+        if not self.is_main:
+            if payload:
+                dist.send(torch.frombuffer(bytearray(payload), dtype=torch.uint8), dst=0)
             return None
-        return [bytes(part[: int(length)].numpy()) for part, length in zip(parts, lengths, strict=True)]
+        # One after the other, as long as each is: a collective would pad all of them to the longest.
+        return [payload, *(self._received(rank, int(lengths[rank])) for rank in range(1, self.size))]
+
+    def _received(self, rank: int, length: int) -> bytes:
+        content = torch.empty(length, dtype=torch.uint8)
+        if length:
+            dist.recv(content, src=rank)
+        return bytes(content.numpy())
+
+    def hand_out(self, payload_of: Callable[[int], bytes] | None) -> bytes:
+        """What the main worker makes for this one; it holds one worker's bytes at a time. All workers call it."""
+        if not self.is_main:
+            length = torch.zeros(1, dtype=torch.int64)
+            dist.recv(length, src=0)
+            return self._received(0, int(length))
+        assert payload_of is not None
+        for rank in range(1, self.size):
+            payload = payload_of(rank)
+            dist.send(torch.tensor([len(payload)]), dst=rank)
+            if payload:
+                dist.send(torch.frombuffer(bytearray(payload), dtype=torch.uint8), dst=rank)
+        return payload_of(0)
 
     def require_same(self, values: Mapping[str, Any]) -> None:
         """Raise the same sentence on every worker where one of them has another value than the main one."""
