@@ -10,13 +10,12 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from stormo.checkpoint.files import AbandonedError, gone_after_failure, write_file
 from stormo.checkpoint.index import Entry, Index, Place, Shape, digest_of_ranks, index_json
@@ -100,7 +99,7 @@ class Publisher:
             entries = reader.entries("model").values()
             if sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in entries) > LARGEST_READ_BACK_BYTES:
                 return digest_of_ranks(digests), BOXES
-            return weights_digest(_Written(reader)), VALUES
+            return weights_digest(reader.wholes("model")[0]), VALUES
 
 
 @dataclass
@@ -176,19 +175,3 @@ def _read_notes(temporary: Path, num_workers: int) -> _Notes:
                 raise ValueError(f"{name} is {size:,} bytes long here, where rank {rank} has written another")
         notes.add(rank, note)
     return notes
-
-
-class _Written(Mapping[str, Tensor]):
-    """The whole weights in files that were just written, each read when it is asked for."""
-
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._reader.entries("model"))
-
-    def __len__(self) -> int:
-        return len(self._reader.entries("model"))
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._reader.whole("model", name)
