@@ -74,6 +74,27 @@ def _tensors() -> dict[str, torch.Tensor]:
     return made
 
 
+def _many_tensors(world: World) -> tuple[int, bool]:
+    messages, broadcast = list[int](), world.broadcast
+    world.broadcast = lambda tensor: (messages.append(tensor.nbytes), broadcast(tensor))[1]  # type: ignore[method-assign]
+    tensors = {str(number): torch.full((number % 3,), number, dtype=torch.int16) for number in range(1000)}
+    shared = world.share_tensors(tensors if world.is_main else None)
+    return len(messages), all(torch.equal(shared[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_thousand_small_tensors_travel_as_one_message(run_ranks: Ranks) -> None:
+    assert run_ranks(_many_tensors, 2) == [(3, True)] * 2  # the first two tell their names
+
+
+def _hand_out(world: World) -> bytes:
+    return world.hand_out((lambda rank: bytes([rank]) * (rank % 2 * 5)) if world.is_main else None)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_main_worker_hands_out_something_to_each(run_ranks: Ranks, size: int) -> None:
+    assert run_ranks(_hand_out, size) == [b"", b"\1" * 5, b""][:size]
+
+
 def _share_tensors(world: World) -> dict[str, tuple[str, list[int], bytes]]:
     shared = world.share_tensors(_tensors() if world.is_main else None)
     assert world.share_tensors({} if world.is_main else None) == {}
