@@ -136,6 +136,28 @@ class World:
         self._store.wait([f"{key}/all"], _FETCH_TIMEOUT)
         return json.loads(self._store.get(f"{key}/{self.place.node_id}"))
 
+    def from_main(self, work: Callable[[], Any]) -> Any:
+        """What the main worker came to, JSON-able, on all workers, who wait for it as long as it takes."""
+        if self.size == 1:
+            return work()
+        self._num_fetches += 1
+        key, failure, result = f"main/{self._num_fetches}", "", None
+        assert self._store is not None
+        if self.is_main:
+            try:
+                result = work()
+            except BaseException as error:
+                self._store.set(key, f"{type(error).__name__}: {error}")
+                raise
+            self._store.set(key, "")
+        else:
+            # Through the store, which waits longer than a collective.
+            self._store.wait([key], _FETCH_TIMEOUT)
+            failure = self._store.get(key).decode()
+        if failure:
+            raise PeerFailedError(f"rank 0 failed while this one waited: {failure}")
+        return self.share_json(result)
+
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum in place over all workers."""
         if self.size > 1:
