@@ -109,7 +109,7 @@ class _Found:
     dtype: torch.dtype
     shape: Shape
     pieces: list[int] = field(default_factory=list)  # numbers of what single ranks hold of it
-    is_repeatable: bool = False  # whether whoever holds something of it holds all of it
+    is_repeatable: bool = True  # whether whoever holds something of it holds all of it
 
 
 class _Notes:
@@ -134,20 +134,19 @@ class _Notes:
             is_whole = all(place.shape == shape for place in piece)
             self._pieces.append(piece)
             for section, each in names.items():
+                tensors = self._tensors[section]
                 for name in each:
-                    self._add(section, name, _Found(dtype, shape, is_repeatable=is_whole), bool(piece), rank)
-
-    def _add(self, section: str, name: str, new: _Found, has_boxes: bool, rank: int) -> None:
-        found = self._tensors[section].setdefault(name, new)
-        if (found.dtype, found.shape) != (new.dtype, new.shape):
-            raise ValueError(f"{name!r} is of another type or shape on rank {rank}")
-        if not has_boxes:
-            return
-        # A state of a layer as a whole may come from several workers where the layer has no element to tell whose.
-        if section == "optimizer" and found.pieces and found.is_repeatable and new.is_repeatable:
-            return
-        found.is_repeatable = found.is_repeatable and new.is_repeatable
-        found.pieces.append(len(self._pieces) - 1)
+                    found = tensors.get(name)
+                    if found is None:
+                        found = tensors[name] = _Found(dtype, shape)
+                    elif found.dtype != dtype or found.shape != shape:
+                        raise ValueError(f"{name!r} is of another type or shape on rank {rank}")
+                    # A state of a layer as a whole may come from several workers where the layer has no element to
+                    # tell whose.
+                    is_repeated = section == "optimizer" and found.pieces and found.is_repeatable and is_whole
+                    if piece and not is_repeated:
+                        found.is_repeatable = found.is_repeatable and is_whole
+                        found.pieces.append(len(self._pieces) - 1)
 
     def index(self) -> Index:
         """The tensors with their places; those that are cut alike share one tuple of them."""
