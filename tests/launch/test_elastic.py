@@ -37,6 +37,7 @@ from stormo.launch.elastic import (
 )
 from stormo.launch.own_folder import own_folder
 from stormo.launch.place import Place
+from stormo.telemetry.finding import note_launch
 
 TASK = str(Path(__file__).parents[1] / "tiny_task.py")
 RUN = Path("runs/a")
@@ -236,6 +237,7 @@ def test_a_run_that_diverged_is_not_started_again_by_torchrun(
     (RUN / "config.toml").touch()
     (RUN / "environment.json").write_text(json.dumps({"launches": ["job"]}))
     (RUN / "summary.json").write_text(json.dumps({"stopped_by": "divergence"}))
+    note_launch(RUN.parent, "job", RUN.name)
     for name, value in WORKER.items():
         monkeypatch.setenv(name, value)
     assert main(["train", TASK, "--device", "cpu"]) == 65
