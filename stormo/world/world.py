@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import os
 import time
 from collections import deque
@@ -32,6 +33,17 @@ _BUNDLE_BYTES = 2**25  # of small tensors that travel as one message
 _FETCH_TIMEOUT = timedelta(hours=24)  # a download may be slow; a dead fetcher ends the job by other means
 
 
+_MANY_WORKERS = 128  # from here on a vote in one sum, whose messages go round a ring of all workers, takes too long
+Levels = tuple[
+    dist.ProcessGroup, dist.ProcessGroup
+]  # of this worker: its neighbours, and those of its number elsewhere
+
+
+def level_width(num_workers: int) -> int:
+    """How many neighbours sum first: the divisor of the workers nearest to their square root, from below."""
+    return next(width for width in range(math.isqrt(num_workers), 0, -1) if num_workers % width == 0)
+
+
 class World:
     """The workers of a run, seen from one of them."""
 
@@ -54,6 +66,7 @@ class World:
         self.is_main = place.rank == 0
         self._num_fetches = 0
         self._boards: list[Board] = []
+        self._levels: Levels | None = None
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self._store = store.shared("world") if store else None
@@ -302,6 +315,20 @@ class World:
                 found.append(None)
         return found
 
+    def levels(self, least_workers: int = _MANY_WORKERS) -> Levels | None:
+        """Two sums of a few workers each that make the sum of all; None where one sum does. All workers call it."""
+        width = level_width(self.size)
+        if self.size < least_workers or width < 2:
+            return None
+        if self._levels is None:
+            rows = [list(range(first, first + width)) for first in range(0, self.size, width)]
+            mine = [
+                dist.new_subgroups_by_enumeration(groups, timeout=self.timeout, backend="gloo")[0]
+                for groups in (rows, [list(column) for column in zip(*rows, strict=True)])
+            ]
+            self._levels = mine[0], mine[1]
+        return self._levels
+
     def board(self) -> Board:
         """A new place for a few numbers from all to all. All workers call it."""
         self._boards.append(Board(self))
@@ -326,13 +353,17 @@ class Vote:
 
     The exchange runs in the background while the step computes, and every worker reads the same outcome at the
     same step. With a lag it is that of so many casts before, none in the first ones: so far may a worker be ahead.
+    With two levels, which takes a lag, the second sum begins at the end of the step and runs during the next one.
     """
 
     _LARGEST = 64  # no signal has a larger number
 
-    def __init__(self, world: World, lag: int = 0) -> None:
+    def __init__(self, world: World, lag: int = 0, levels: Levels | None = None) -> None:
+        assert lag or levels is None
         self._world = world
         self._lag = lag
+        self._levels = levels
+        self._is_halfway = False  # whether the newest cast is summed over neighbours alone
         # One exchange for both: the sum in place 0, and a mark in the place of each number that was proposed.
         self._ballots = [torch.zeros(1 + self._LARGEST, dtype=torch.float64) for _ in range(lag + 1)]
         self._num_cast = 0
@@ -342,6 +373,7 @@ class Vote:
 
     def cast(self, number: int, share: float = 0.0) -> None:
         """Propose a number, of which the largest wins, and give a share of the sum."""
+        self._pass_on()
         ballot = self._ballots[self._num_cast % len(self._ballots)]
         self._num_cast += 1
         marks = ballot.numpy()
@@ -349,8 +381,19 @@ class Vote:
         marks[0] = share
         if number:
             marks[number] = 1.0
-        work = dist.all_reduce(ballot, async_op=True) if self._world.size > 1 else None
+        group = None if self._levels is None else self._levels[0]
+        work = dist.all_reduce(ballot, async_op=True, group=group) if self._world.size > 1 else None
         self._under_way.append((ballot, work))
+        self._is_halfway = self._levels is not None
+
+    def _pass_on(self) -> None:
+        """Begin the second sum of the newest cast, whose first one has had a step's time."""
+        if self._is_halfway and self._levels is not None:
+            self._is_halfway = False
+            ballot, work = self._under_way.pop()
+            assert work is not None
+            work.wait()
+            self._under_way.append((ballot, dist.all_reduce(ballot, async_op=True, group=self._levels[1])))
 
     def outcome(self) -> int:
         """The number that was agreed on in the last cast, or as many before it as the lag; 0 where there is none."""
@@ -365,6 +408,7 @@ class Vote:
     def drain(self) -> int:
         """The outcome of all that was cast and not read: a lag begins anew. All workers call it after the same cast."""
         found = 0
+        self._pass_on()
         while self._under_way:
             self._receive()
             found = max(found, self._proposed())
@@ -376,6 +420,7 @@ class Vote:
         return int(proposed[-1]) + 1 if len(proposed) else 0
 
     def _finish(self) -> None:
+        self._pass_on()
         if len(self._under_way) > self._lag:
             self._receive()
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from stormo.errors import SettingError
 from stormo.launch import alone
 from stormo.world.store import PeerFailedError, is_secondary
-from stormo.world.world import Vote, World
+from stormo.world.world import Vote, World, level_width
 from tests.tiny_task import listening_addresses
 
 Ranks = Callable[..., list[Any]]
@@ -193,7 +193,7 @@ def test_a_second_fetch_is_not_harmed_by_a_first_that_failed(run_ranks: Ranks) -
 
 
 def _vote(world: World, lag: int) -> list[int]:
-    vote = Vote(world, lag)
+    vote = Vote(world, lag, world.levels(least_workers=4) if lag else None)
     for number in (0, 7, 3)[: lag + 1]:
         vote.cast(number * world.is_main)
     assert vote.drain() == (7 if lag else 0)  # what was cast is heard, and heard once
@@ -208,9 +208,28 @@ def _vote(world: World, lag: int) -> list[int]:
     return outcomes
 
 
-@pytest.mark.parametrize(("size", "lag"), [(1, 0), (2, 0), (4, 0), (3, 2)])
+@pytest.mark.parametrize(("size", "lag"), [(1, 0), (2, 0), (4, 0), (3, 2), (4, 1), (6, 2)])
 def test_all_workers_agree_on_a_signal_at_the_same_step(run_ranks: Ranks, size: int, lag: int) -> None:
     assert run_ranks(_vote, size, lag) == [[0] * lag + [0, 0, 0, 15, 10, 0][: 6 - lag]] * size
+
+
+def _totals(world: World) -> list[float]:
+    vote, totals = Vote(world, 1, world.levels(least_workers=4)), list[float]()
+    for step in range(4):
+        vote.cast(0, 10.0**step * (1 + world.rank))
+        totals.append(vote.total())
+    return totals
+
+
+def test_a_sum_in_two_levels_is_that_of_all_workers_one_cast_later(run_ranks: Ranks) -> None:
+    assert run_ranks(_totals, 4) == [[0.0, 10.0, 100.0, 1000.0]] * 4
+
+
+def test_the_messages_of_a_vote_grow_with_the_square_root_of_the_workers() -> None:
+    assert [level_width(size) for size in (128, 1000, 1024, 2048, 1009)] == [8, 25, 32, 32, 1]
+    for size in (1000, 2048):
+        width = level_width(size)
+        assert 2 * (width - 1) + 2 * (size // width - 1) < 5 * size**0.5  # of 2 * (size - 1) around one ring
 
 
 # --- the group --------------------------------------------------------------------------------------------------------
