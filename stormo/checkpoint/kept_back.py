@@ -49,14 +49,16 @@ def take_kept(world: World, path: Path, strategy: Strategy, state: Mapping[str, 
     bases: dict[str, Tensor] = {}
     with read_together(world, path):
         if KEPT_BACK in state:
+            # Of other workers the main one reads what all have kept back, for all of them.
+            ranks = [world.rank] if is_same else range(state["world_size"] if world.is_main else 0)
             with Reader(path) as reader:
                 bases = _read(reader, 0, "basis/")
-                for rank in [world.rank] if is_same else range(state["world_size"]):
+                for rank in ranks:
                     for name, tensor in _read(reader, rank, f"{rank}/error/").items():
                         errors[name] = errors[name].add_(tensor) if name in errors else tensor
             for error in [] if is_same else errors.values():
                 error.div_(world.size)
-    strategy.low_rank.take(errors, bases)
+    strategy.low_rank.take(errors if is_same else world.share_tensors(errors), bases)
 
 
 def _read(reader: Reader, rank: int, prefix: str) -> dict[str, Tensor]:
