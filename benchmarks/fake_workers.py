@@ -87,7 +87,7 @@ def _without_values(kind: type[Strategy], fake: FakeTensorMode, size: Size) -> t
         def _make_model(self) -> nn.Module:
             if self.is_spread:
                 return super()._make_model()  # type: ignore[no-any-return]
-            model, _ = _blank(self.task, [])
+            model, _ = _blank(self.world, self.task, [])
             with fake:
                 model.to_empty(device="cpu")
             self._make_optimizer(model)
@@ -118,7 +118,7 @@ def _all_alike(exchange: Any, num_samples: int, is_random: bool) -> tuple[list[i
     return [num_samples] * exchange._line.size, 0
 
 
-def _blank(task: Task, notices: list[str]) -> tuple[nn.Module, Any]:
+def _blank(world: World, task: Task, notices: list[str]) -> tuple[nn.Module, Any]:
     with torch.device("meta"):
         return task.model(), None
 

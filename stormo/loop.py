@@ -154,7 +154,11 @@ def _train(run: Training, watch: Stopwatch) -> Outcome:
 def _open_vote(run: Training) -> tuple[Vote, LossWatch]:
     """What the workers agree on in every step, and the losses that travel with it."""
     # Cast when a step begins and read when it ends, a vote alone lets a worker be one step ahead.
-    lag = max(0, run.state.strategy.staleness - 1)
+    staleness = run.state.strategy.staleness
+    lag = max(0, staleness - 1)
+    levels = run.world.levels() if staleness != 1 else None  # which lets it be two steps ahead
+    if levels is not None:
+        lag = max(lag, 1)
     losses = LossWatch(
         run.world,
         run.state.progress.trend,
@@ -163,7 +167,7 @@ def _open_vote(run: Training) -> tuple[Vote, LossWatch]:
         patience=patience_steps(run.plan.steps_per_epoch),
         vote_lag=lag,
     )
-    return Vote(run.world, lag), losses
+    return Vote(run.world, lag, levels), losses
 
 
 def _come_together(run: Training, watch: Stopwatch, vote: Vote) -> int:

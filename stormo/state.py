@@ -1,15 +1,17 @@
 """Everything a run needs to go on, collected from all workers into one checkpoint and handed out again.
 
 Where every worker has the whole model, the main one writes and reads; what each worker has of its own (random
-generators, running statistics, its part of the loss) travels to and from it. So any worker count can resume what any
-other has saved, and no worker but the main one needs to see the run folder. Where the model is spread, every worker
-writes and reads its own boxes of it, and any mesh can resume what any other has saved. Workers that step by themselves
-each write what they have, and the mean of all of them besides; so do those that keep a part of their gradients back.
+generators, running statistics that differ) travels to and from it. So any worker count can resume what any other has
+saved, and no worker but the main one needs to see the run folder. Where the model is spread, every worker writes and
+reads its own boxes of it and what it has of its own, and any mesh can resume what any other has saved. Workers that
+step by themselves each write what they have, and the mean of all of them besides; so do those that keep a part of
+their gradients back.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +23,11 @@ from torch import Tensor
 
 from stormo import checkpoint
 from stormo.checkpoint import (
+    BUFFER,
+    BUFFERS,
     KEPT_BACK,
+    LOSSES,
+    OWN,
     Shard,
     Snapshot,
     aliases,
@@ -29,11 +35,12 @@ from stormo.checkpoint import (
     collect_random_state,
     flatten_optimizer,
     kept_boxes,
-    kept_buffers,
     local_boxes,
     local_state,
+    losses_of,
     restore_optimizer,
     restore_random_state,
+    stored_buffers,
     take_checkpoint,
     take_kept,
     take_local,
@@ -47,7 +54,7 @@ from stormo.progress import Progress
 from stormo.strategies.strategy import Strategy
 from stormo.world.world import World
 
-_BUFFER, _RANDOM, _LOSS, _ITEMS = "buffer/", "random/", "loss", "items"
+_RANDOM, _LOSS, _ITEMS = "random/", "loss", "items"
 
 
 @dataclass(kw_only=True)
@@ -76,58 +83,62 @@ class RunState:
 
     def snapshot(self, world: World, seed: int) -> Snapshot | None:
         """The state of all workers, on the main one; None on the others. Every worker must call it."""
-        strategy = self.strategy
-        ranks, state = self._gather(world, seed)
-        if state is None:
+        strategy, buffers = self.strategy, stored_buffers(world, self.strategy)
+        random_tensors, state = self._plain(world, seed, buffers.sources)
+        own = random_tensors | {BUFFER + name: tensor for name, tensor in buffers.own.items()}
+        gathered = world.gather_bytes(safetensors.torch.save(_on_cpu(own)))
+        if state is None or gathered is None:
             return None
-        model = {name: tensor.detach() for name, tensor in strategy.module.state_dict().items()}
-        model |= {name: mean for name, mean in _mean_buffers(ranks).items() if name in model}
+        ranks = {
+            f"{rank}/{name}": tensor
+            for rank, payload in enumerate(gathered)
+            for name, tensor in safetensors.torch.load(payload).items()
+        }
+        model = {name: tensor.detach() for name, tensor in strategy.module.state_dict().items()} | buffers.model
         return Snapshot(
             model=model, optimizer=flatten_optimizer(strategy.optimizer, _names(strategy)), ranks=ranks, state=state
         )
 
     def shard(self, world: World, seed: int) -> Shard:
         """This worker's boxes of a checkpoint; the main one has the plain values besides."""
-        strategy = self.strategy
-        ranks, state = self._gather(world, seed)
-        gathered = world.gather_json(list(kept_buffers(strategy)))
+        strategy, buffers = self.strategy, stored_buffers(world, self.strategy)
+        random_tensors, state = self._plain(world, seed, buffers.sources)
         if strategy.steps_alone:
             boxes, local = local_boxes(world, strategy), local_state(world, strategy)
         else:
             boxes, local = boxes_of(strategy.parts(), strategy.optimizer), None
         boxes += kept_boxes(world, strategy)
+        boxes += [whole_box("model", name, tensor) for name, tensor in buffers.model.items()]
+        boxes += [whole_box(OWN, BUFFER + name, tensor) for name, tensor in buffers.own.items()]
+        boxes += [whole_box(OWN, name, tensor) for name, tensor in random_tensors.items()]
         if state is not None:
             if local is not None:
                 state["local"] = local
             if strategy.low_rank is not None:
                 state[KEPT_BACK] = strategy.low_rank.rank
             state["mesh"] = _mesh(world)
-            kept = {name for each in gathered or [] for name in each}
-            boxes += [whole_box("model", name, mean) for name, mean in _mean_buffers(ranks).items() if name in kept]
-        return Shard(boxes=boxes, aliases=aliases(strategy), ranks=ranks, state=state)
+        return Shard(boxes=boxes, aliases=aliases(strategy), state=state)
 
-    def _gather(self, world: World, seed: int) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-        """What each worker has of its own, and the plain values, on the main one."""
+    def _plain(
+        self, world: World, seed: int, sources: Mapping[str, int]
+    ) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+        """This worker's generators as tensors, and all plain values on the main one."""
         strategy = self.strategy
         noise_scale = strategy.noise_scale.state() if strategy.noise_scale is not None else None
         random_tensors, random_json = collect_random_state()
         own = {_RANDOM + name: tensor for name, tensor in random_tensors.items()}
-        own |= {_BUFFER + name: buffer.detach() for name, buffer in strategy.named_buffers()}
-        own[_LOSS], own[_ITEMS] = self.loss_sum.detach().double(), self.num_items.detach().double()
-        gathered = world.gather_bytes(safetensors.torch.save(_on_cpu(own)))
-        random_states = world.gather_json(random_json)
+        sums = [float(self.loss_sum.detach().double()), float(self.num_items.detach().double())]
+        gathered = world.gather_json([random_json, *sums])
         if gathered is None:
-            return {}, None
-        ranks = {
-            f"{rank}/{name}": tensor
-            for rank, payload in enumerate(gathered)
-            for name, tensor in safetensors.torch.load(payload).items()
-        }
-        return ranks, {
+            return own, None
+        return own, {
             "progress": self.progress.to_json(),
             "world_size": world.size,
             "seed": seed,
-            "random": random_states,
+            "random": [each for each, _, _ in gathered],
+            LOSSES: [loss for _, loss, _ in gathered],
+            _ITEMS: [num_items for _, _, num_items in gathered],
+            BUFFERS: dict(sources),
             "scaler": strategy.scaler_state(),
             "noise_scale": noise_scale,
             "stale_gradients": {str(age): number for age, number in (strategy.stale_gradients or {}).items()},
@@ -139,8 +150,8 @@ class RunState:
         Only where every worker saves its own part must one besides the main one see the path.
         """
         if self.strategy.saves_apart:
-            state, ranks = take_checkpoint(world, path, self.strategy)
-            self._restore_rest(world, state, ranks, seed)
+            state, own = take_checkpoint(world, path, self.strategy, lambda state: _is_same_mesh(state, world))
+            self._restore_rest(world, state, own, seed)
             is_same = _is_same_mesh(state, world)
             if self.strategy.steps_alone:
                 take_local(world, path, self.strategy, state, is_same=is_same)
@@ -150,17 +161,17 @@ class RunState:
 
     def restore(self, world: World, snapshot: Snapshot | None, seed: int) -> None:
         """Take over a saved state; the main worker gives it, and every worker must call it."""
-        state = world.share_json(snapshot.state if snapshot else None)
+        state = world.share_json(None if snapshot is None else {LOSSES: losses_of(snapshot.ranks), **snapshot.state})
         model = world.share_tensors(snapshot.model if snapshot else None)
         optimizer = world.share_tensors(snapshot.optimizer if snapshot else None)
-        ranks = world.share_tensors(snapshot.ranks if snapshot else None)
         strategy = self.strategy
         strategy.module.load_state_dict(model)
         restore_optimizer(strategy.optimizer, _names(strategy), optimizer)
-        self._restore_rest(world, state, ranks, seed)
+        own = _handed_out(world, snapshot, state) if _is_same_mesh(state, world) else {}
+        self._restore_rest(world, state, own, seed)
 
-    def _restore_rest(self, world: World, state: Mapping[str, Any], ranks: Mapping[str, Tensor], seed: int) -> None:
-        """All but the weights and the optimizer's state."""
+    def _restore_rest(self, world: World, state: Mapping[str, Any], own: Mapping[str, Tensor], seed: int) -> None:
+        """All but the weights and the optimizer's state; `own` is what this worker had, if it is where it was."""
         strategy = self.strategy
         if problem := _problem(state):
             raise StormoError(f"The checkpoint cannot be resumed: its state.json {problem}.")
@@ -178,22 +189,20 @@ class RunState:
         self.progress.take(state["progress"])
         self.progress.num_resumes += 1
         if _is_same_mesh(state, world):
-            own = {name.partition("/")[2]: t for name, t in ranks.items() if name.startswith(f"{world.rank}/")}
             for name, buffer in strategy.named_buffers():
-                buffer.copy_(own[_BUFFER + name])
-            self.loss_sum.copy_(own[_LOSS])
-            self.num_items.copy_(own[_ITEMS] if _ITEMS in own else torch.tensor(self.progress.position / world.size))
+                if BUFFER + name in own:  # all other workers have those of the model's state alike
+                    buffer.copy_(own[BUFFER + name])
+            self.loss_sum.fill_(float(own[_LOSS]) if _LOSS in own else state[LOSSES][world.rank])
+            self.num_items.fill_(state[_ITEMS][world.rank] if _ITEMS in state else self.progress.position / world.size)
             random_tensors = {n.removeprefix(_RANDOM): t for n, t in own.items() if n.startswith(_RANDOM)}
             restore_random_state(random_tensors, state["random"][world.rank])
         else:
             # Other workers: their generators start anew, from the same seed and this very step.
             seed_generators(derive_seed(seed, "resume", self.progress.step, world.draws))
-            losses = [tensor for name, tensor in ranks.items() if name.endswith("/" + _LOSS)]
-            self.loss_sum.copy_(torch.stack(losses).sum() / world.size)
-            items = [tensor for name, tensor in ranks.items() if name.endswith("/" + _ITEMS)]
+            self.loss_sum.fill_(math.fsum(state[LOSSES]) / world.size)
             # Checkpoints of former releases do not tell: losses were means over samples.
-            num_items = torch.stack(items).sum() if items else torch.tensor(float(self.progress.position))
-            self.num_items.copy_(num_items / world.size)
+            num_items = math.fsum(state[_ITEMS]) if _ITEMS in state else self.progress.position
+            self.num_items.fill_(num_items / world.size)
 
 
 def _problem(state: Mapping[str, Any]) -> str | None:
@@ -217,17 +226,18 @@ def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
 
 
-def _mean_buffers(ranks: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The buffers, those of floating point averaged over the workers that have them: what another mesh goes on with."""
-    copies: dict[str, list[Tensor]] = {}
-    for full_name, tensor in ranks.items():
-        name = full_name.partition("/")[2]
-        if name.startswith(_BUFFER):
-            copies.setdefault(name.removeprefix(_BUFFER), []).append(tensor)
-    return {
-        name: torch.stack(each).double().mean(dim=0).to(each[0].dtype) if each[0].is_floating_point() else each[0]
-        for name, each in copies.items()
+def _handed_out(world: World, snapshot: Snapshot | None, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What this worker had of its own, which the main one has read: replicas for all, the rest to each alone."""
+    by_rank: dict[int, dict[str, Tensor]] = {}
+    for full_name, tensor in (snapshot.ranks if snapshot else {}).items():
+        rank, _, name = full_name.partition("/")
+        by_rank.setdefault(int(rank), {})[name] = tensor
+    replicas = {
+        BUFFER + name: by_rank[rank].pop(BUFFER + name) for name, rank in state.get(BUFFERS, {}).items() if by_rank
     }
+    shared = world.share_tensors(replicas)
+    own = world.hand_out(lambda rank: safetensors.torch.save(by_rank.get(rank, {})))
+    return shared | safetensors.torch.load(own)
 
 
 def _mesh(world: World) -> dict[str, int]:

@@ -153,18 +153,32 @@ def test_the_checkpoint_holds_plain_names_and_each_worker_s_own_part(run_ranks: 
     Tiny().model().load_state_dict(dict(snapshot.model))
 
 
-def _with_constant(world: World, folder: str) -> str:
-    parts = build(world, {"num_train": 40}, task_class=WithConstant, **FLAGS)
+def _with_constant(world: World, folder: str, flags: dict[str, Any], is_changed: bool) -> tuple[Any, Any, str]:
+    parts = build(world, {"num_train": 40}, task_class=WithConstant, **flags)
     steps(parts, 1)
-    path = world.share_json(_save(parts, folder))
-    again = build(world, {"num_train": 40}, task_class=WithConstant, **FLAGS)
-    _restore(again, path)
-    return "restored"
+    if is_changed:
+        dict(parts.strategy.named_buffers())["table"].add_(1 + world.rank)
+    path = _save_spread(parts, folder)
+    again = build(world, {"num_train": 40}, task_class=WithConstant, **flags)
+    again.state.take_up(world, Path(path), SEED)
+    return arrays(parts.strategy.named_buffers()), arrays(again.strategy.named_buffers()), path
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_model_with_a_buffer_that_is_not_saved_can_be_resumed(run_ranks: Ranks, tmp_path: Path, size: int) -> None:
-    assert run_ranks(_with_constant, size, str(tmp_path)) == ["restored"] * size
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("is_replica", [True, False])
+def test_buffers_that_all_workers_have_alike_are_stored_once_and_others_by_each_worker(
+    run_ranks: Ranks, tmp_path: Path, strategy: str, is_replica: bool
+) -> None:
+    flags = {**FLAGS, "strategy": strategy, "sync_batch_norm": is_replica}
+    results = run_ranks(_with_constant, 2, str(tmp_path), flags, not is_replica)
+    for before, after, _ in results:
+        assert_same_bits(before, after)
+    stored = {name for name in checkpoint.load(results[0][2]).ranks if "/buffer/" in name}
+    if is_replica:  # the others are in the model's state
+        assert stored == {"0/buffer/table"}
+    else:
+        names = {name for name in results[0][0] if not name.endswith("num_batches_tracked")}
+        assert stored == {f"{rank}/buffer/{name}" for rank in range(2) for name in names}
 
 
 def _save_spread(parts: Parts, folder: str) -> str:

@@ -5,9 +5,11 @@ process reads whole (`load`), or every worker reads what it needs (`Reader`).
 """
 
 from stormo.checkpoint.agreement import raise_together, require_seen
+from stormo.checkpoint.buffers import stored_buffers
 from stormo.checkpoint.index import Entry
 from stormo.checkpoint.kept_back import KEPT_BACK, kept_boxes, take_kept
 from stormo.checkpoint.layout import (
+    OWN,
     CheckpointWriteError,
     CorruptCheckpointError,
     FileEntry,
@@ -25,12 +27,16 @@ from stormo.checkpoint.reader import Reader, Wanted
 from stormo.checkpoint.reading import find, load, newest_good, read_manifest, read_state, verify, with_offer
 from stormo.checkpoint.saver import Done, Saver
 from stormo.checkpoint.shard import Box, Shard, whole_box
-from stormo.checkpoint.spread import aliases, kept_buffers, take_checkpoint
+from stormo.checkpoint.spread import BUFFER, BUFFERS, LOSSES, aliases, losses_of, take_checkpoint
 from stormo.checkpoint.tensors import weights_digest
 from stormo.checkpoint.writing import replace_state, save
 
 __all__ = [
+    "BUFFER",
+    "BUFFERS",
     "KEPT_BACK",
+    "LOSSES",
+    "OWN",
     "Box",
     "CheckpointWriteError",
     "CorruptCheckpointError",
@@ -54,10 +60,10 @@ __all__ = [
     "find",
     "flatten_optimizer",
     "kept_boxes",
-    "kept_buffers",
     "load",
     "local_boxes",
     "local_state",
+    "losses_of",
     "newest_good",
     "raise_together",
     "read_manifest",
@@ -67,6 +73,7 @@ __all__ = [
     "restore_optimizer",
     "restore_random_state",
     "save",
+    "stored_buffers",
     "take_checkpoint",
     "take_kept",
     "take_local",

@@ -49,20 +49,22 @@ def take_kept(world: World, path: Path, strategy: Strategy, state: Mapping[str, 
     bases: dict[str, Tensor] = {}
     with read_together(world, path):
         if KEPT_BACK in state:
+            # Of other workers the main one reads what all have kept back, for all of them.
+            ranks = [world.rank] if is_same else range(state["world_size"] if world.is_main else 0)
             with Reader(path) as reader:
-                bases = _read(reader, "basis/")
-                for rank in [world.rank] if is_same else range(state["world_size"]):
-                    for name, tensor in _read(reader, f"{rank}/error/").items():
+                bases = _read(reader, 0, "basis/")
+                for rank in ranks:
+                    for name, tensor in _read(reader, rank, f"{rank}/error/").items():
                         errors[name] = errors[name].add_(tensor) if name in errors else tensor
             for error in [] if is_same else errors.values():
                 error.div_(world.size)
-    strategy.low_rank.take(errors, bases)
+    strategy.low_rank.take(errors if is_same else world.share_tensors(errors), bases)
 
 
-def _read(reader: Reader, prefix: str) -> dict[str, Tensor]:
+def _read(reader: Reader, rank: int, prefix: str) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     wanted = []
-    for name, entry in reader.entries(LOCAL).items():
+    for name, entry in reader.local(rank).items():
         if name.startswith(prefix):
             into = found[name.removeprefix(prefix)] = torch.empty(entry.shape, dtype=entry.dtype)
             wanted.append(Wanted(section=LOCAL, name=name, offset=(0,) * into.ndim, into=into))

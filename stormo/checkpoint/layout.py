@@ -1,8 +1,9 @@
 """What a checkpoint is on disk: its files, its sealed manifest, its names, and the errors about it.
 
-`step-00000123/` holds `ranks.safetensors`, `state.json` and `manifest.json`. In version 1, which one process writes,
-`model.safetensors` and `optimizer.safetensors` hold whole tensors; in version 2 every worker has written a file
-`shard-00000.safetensors` of boxes, and `index.json` says which box of what is where. A second save of one step is first
+`step-00000123/` holds `state.json` and `manifest.json`. In version 1, which one process writes, `model.safetensors`,
+`optimizer.safetensors` and `ranks.safetensors` hold whole tensors. In version 3 every rank has written its boxes to
+`shard-00000.safetensors`, and their places and digests to `index-00000.json`; `index.json` names the ranks that hold
+each tensor. Version 2, which is only read, has all of that in one `index.json`. A second save of one step is first
 published as `step-00000123.1`: the higher number wins wherever both exist.
 """
 
@@ -21,21 +22,27 @@ from torch import Tensor
 from stormo.errors import EXIT_USAGE, StormoError
 
 FORMAT_NAME = "stormo-checkpoint"
-WHOLE, SHARDED = 1, 2  # the versions of the format
+WHOLE, ONE_INDEX, SHARDED = 1, 2, 3  # the versions of the format
 MANIFEST = "manifest.json"
 STATE = "state.json"
 RANKS = "ranks.safetensors"
 INDEX = "index.json"
 SECTIONS = ("model", "optimizer")
-LOCAL = "local"  # a third one, of what each of several workers has of both, where they stepped by themselves
+LOCAL = "local"  # what each of several workers has of both, where they stepped by themselves
+OWN = "own"  # what each rank has of its own: generators, buffers that differ
 TENSOR_FILES = (*(f"{section}.safetensors" for section in SECTIONS), RANKS)
 FILES = (*TENSOR_FILES, STATE)
 STEP_NAME = re.compile(r"step-(\d{8,20})(?:\.(\d{1,9}))?")
 SHARD_NAME = re.compile(r"shard-(\d{5,9})\.safetensors")
+PART_NAME = re.compile(r"index-(\d{5,9})\.json")
+# The same limits hold for what is written and for what is read.
+MAX_MANIFEST_BYTES = 16 * 1024 * 1024  # some hundred bytes for each rank
+MAX_INDEX_BYTES = 512 * 1024 * 1024
 # What `weights_sha256` is of: the whole values, or the digests of the boxes, which another cut changes.
 VALUES, BOXES = "values", "boxes"
 
-_REQUIRED = {WHOLE: FILES, SHARDED: (INDEX, RANKS, STATE)}
+_REQUIRED = {WHOLE: FILES, ONE_INDEX: (INDEX, RANKS, STATE), SHARDED: (INDEX, STATE)}
+_OF_RANKS = {WHOLE: (), ONE_INDEX: (SHARD_NAME,), SHARDED: (SHARD_NAME, PART_NAME)}
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SEAL = "manifest_sha256"
 
@@ -53,6 +60,15 @@ class CorruptCheckpointError(StormoError):
 
 class CheckpointWriteError(StormoError):
     """A checkpoint could not be written; those already published are untouched."""
+
+
+def require_readable(what: str, num_bytes: int, limit_bytes: int) -> None:
+    """Refuse to write what no reader would take."""
+    if num_bytes > limit_bytes:
+        raise CheckpointWriteError(
+            f"The checkpoint was not published: its {what} would be {num_bytes:,} bytes long, and {limit_bytes:,} can "
+            "be read back; checkpoints saved before it are untouched."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +138,11 @@ def shard_name(rank: int) -> str:
     return f"shard-{rank:05d}.safetensors"
 
 
+def part_name(rank: int) -> str:
+    """The index of a worker's file."""
+    return f"index-{rank:05d}.json"
+
+
 def parse_manifest(data: bytes) -> Manifest:
     """The manifest in `data`; `ValueError` says in words what is wrong with it."""
     try:
@@ -133,7 +154,7 @@ def parse_manifest(data: bytes) -> Manifest:
         if type(body.get("version")) is not int or body["version"] not in _REQUIRED:
             raise ValueError(
                 f"it gives format version {str(body.get('version'))[:20]}, this stormo reads versions "
-                f"{WHOLE} and {SHARDED}"
+                f"{WHOLE} to {SHARDED}"
             )
         seal = body.pop(_SEAL, None)
         # Equal bytes, not only equal content: no spacing, order or repeated key hides behind the sum.
@@ -151,7 +172,7 @@ def parse_manifest(data: bytes) -> Manifest:
 def _typed(body: dict[str, Any]) -> Manifest:
     step, identity, metric, weights = (body.get(key) for key in ("step", "identity", "metric", "weights_sha256"))
     listed, version = body.get("files"), body["version"]
-    digest_of = body.get("digest_of") if version == SHARDED else VALUES
+    digest_of = body.get("digest_of") if version != WHOLE else VALUES
     if type(step) is not int or step < 0:
         raise ValueError("its step is not a count")
     if not isinstance(identity, str):
@@ -166,7 +187,7 @@ def _typed(body: dict[str, Any]) -> Manifest:
         raise ValueError("it lists no files")
     files = {}
     for name, entry in listed.items():
-        if name not in _REQUIRED[version] and not (version == SHARDED and SHARD_NAME.fullmatch(name)):
+        if name not in _REQUIRED[version] and not any(kind.fullmatch(name) for kind in _OF_RANKS[version]):
             outside = "/" in name or "\\" in name or name in ("..", ".")
             what = "which is outside of the checkpoint" if outside else "which is no part of a checkpoint"
             raise ValueError(f"it lists the file {name[:100]!r}, {what}")

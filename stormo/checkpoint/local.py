@@ -1,8 +1,9 @@
 """Workers that stepped by themselves, in a checkpoint: what each has of its own, and the mean of them all.
 
 The mean stands where the one model of other strategies stands, so that whoever knows nothing of these workers takes it:
-another strategy, another number of workers, an export. The section `local` holds `3/model/…` and `3/optimizer/…` of
-worker 3, and `outer/…` of the step that follows an averaging.
+another strategy, another number of workers, an export. Each worker stores the means of some tensors, so that none holds
+all of them. The section `local` holds `3/model/…`, where the workers are apart, and `3/optimizer/…` of worker 3, and
+`outer/…` of the step that follows an averaging.
 """
 
 from __future__ import annotations
@@ -29,20 +30,25 @@ _OUTER = "outer/"
 
 
 def local_boxes(world: World, strategy: Strategy) -> list[Box]:
-    """This worker's own weights and optimizer state; on the main one also their mean. Every worker calls it."""
+    """This worker's own weights and optimizer state, and its share of the means. Every worker calls it."""
     own = boxes_of([replace(part, is_saved=True) for part in strategy.parts()], strategy.optimizer)
-    rows = [replace(box, section=LOCAL, name=f"{world.rank}/{box.section}/{box.name}") for box in own]
-    model = {box.name: box.tensor for box in own if box.section == "model"}
     trained = [part.name for part in strategy.parts() if part.local.requires_grad]
-    for name, mean in zip(trained, strategy.mean_weights(), strict=True):
-        if world.is_main:  # who alone keeps it, in host memory
-            model[name] = mean.detach().to("cpu", copy=True)
+    # Workers that have just averaged have the mean.
+    is_own = set(trained) if strategy.is_apart else set()
+    boxes = [
+        replace(box, section=LOCAL, name=f"{world.rank}/{box.section}/{box.name}")
+        for box in own
+        if box.section == "optimizer" or box.name in is_own
+    ]
+    for number, (name, mean) in enumerate(zip(trained, strategy.mean_weights(), strict=True)):
+        if number % world.size == world.rank:
+            boxes.append(whole_box("model", name, mean.detach().to("cpu", copy=True)))
     optimizer = _mean_state(world, {box.name: box.tensor for box in own if box.section == "optimizer"})
-    if not world.is_main:
-        return rows
-    outer = [whole_box(LOCAL, _OUTER + name, tensor) for name, tensor in strategy.outer_state().items()]
-    whole = {"model": model, "optimizer": optimizer}
-    return [*rows, *outer, *(whole_box(section, *one) for section, each in whole.items() for one in each.items())]
+    boxes += [whole_box("optimizer", name, tensor) for name, tensor in optimizer.items()]
+    if world.is_main:
+        boxes += [box for box in own if box.section == "model" and box.name not in trained]
+        boxes += [whole_box(LOCAL, _OUTER + name, tensor) for name, tensor in strategy.outer_state().items()]
+    return boxes
 
 
 def local_state(world: World, strategy: Strategy) -> dict[str, Any] | None:
@@ -85,13 +91,15 @@ class _OwnReader(Reader):
     def entries(self, section: str) -> Mapping[str, Entry]:
         if section not in self._own:
             prefix = f"{self._rank}/{section}/"
-            found = super().entries(LOCAL).items()
-            self._own[section] = {name.removeprefix(prefix): entry for name, entry in found if name.startswith(prefix)}
+            found = self.local(self._rank).items()
+            own = {name.removeprefix(prefix): entry for name, entry in found if name.startswith(prefix)}
+            # Weights that all workers have alike are stored once.
+            self._own[section] = {**super().entries(section), **own} if section == "model" else own
         return self._own[section]
 
 
 def _take_outer(reader: Reader, strategy: Strategy) -> None:
-    stored = reader.entries(LOCAL)
+    stored = reader.local(0)
     reader.fill(
         Wanted(section=LOCAL, name=_OUTER + name, offset=(0,) * tensor.ndim, into=tensor)
         for name, tensor in strategy.outer_state().items()
@@ -100,33 +108,44 @@ def _take_outer(reader: Reader, strategy: Strategy) -> None:
 
 
 def _mean_state(world: World, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The mean of the optimizers' state over those workers that have it, on the main one."""
-    told = world.gather_json(
+    """This worker's share of the means of the optimizers' state, each over those workers that have it."""
+    union = _all_state(
+        world,
         {
             name: [str(t.dtype).removeprefix("torch."), list(t.shape)]
             for name, t in own.items()
             if not _is_unstepped(name)
-        }
+        },
     )
-    union: dict[str, list[Any]] = {}
-    for each in told or []:
-        for name, (dtype, shape) in each.items():
-            union.setdefault(name, [dtype, shape, 0])[2] += 1
-    for name in [name for name in union if name.endswith("=none") and name.removesuffix("=none") in union]:
-        del union[name]  # others have values there
-    union = world.share_json(union)
     found: dict[str, Tensor] = {}
+    unstepped = {n: t for n, t in own.items() if _is_unstepped(n) and world.is_main}
     for is_counted in (True, False):
         names = [name for name, (dtype, shape, _) in union.items() if is_counted == (not shape or not _is_mean(dtype))]
         tensors = [_given(own, name, *union[name][:2]) for name in names]
         # Counts of steps and the like as float64, in which the mean of equal ones is theirs.
-        for name, mean in zip(names, means(world, tensors, torch.float64 if is_counted else None), strict=True):
-            if world.is_main:
+        found_means = means(world, tensors, torch.float64 if is_counted else None)
+        for number, (name, mean) in enumerate(zip(names, found_means, strict=True)):
+            if number % world.size == world.rank:
                 dtype, _, count = union[name]
                 over_some = mean.to("cpu", copy=True).mul_(world.size / count)
                 found[name] = (over_some if _is_mean(dtype) else over_some.round()).to(getattr(torch, dtype))
     stepped = {name.rpartition("|")[0] for name in union}
-    return found | {n: t for n, t in own.items() if _is_unstepped(n) and n.removesuffix("|") not in stepped}
+    return found | {n: t for n, t in unstepped.items() if n.removesuffix("|") not in stepped}
+
+
+def _all_state(world: World, described: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """All state that some worker has: its type, its shape, and how many have it."""
+    is_other = world.share_json(described) != described
+    if not world.max(torch.tensor([float(is_other)])).item():
+        return {name: [*each, world.size] for name, each in described.items()}
+    union: dict[str, list[Any]] = {}
+    for each in world.gather_json(described) or []:
+        for name, (dtype, shape) in each.items():
+            union.setdefault(name, [dtype, shape, 0])[2] += 1
+    for name in [name for name in union if name.endswith("=none") and name.removesuffix("=none") in union]:
+        del union[name]  # others have values there
+    shared: dict[str, list[Any]] = world.share_json(union)
+    return shared
 
 
 def _is_unstepped(name: str) -> bool:

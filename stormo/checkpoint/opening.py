@@ -13,6 +13,7 @@ from pathlib import Path
 
 from stormo.checkpoint.layout import (
     MANIFEST,
+    MAX_MANIFEST_BYTES,
     CorruptCheckpointError,
     FileEntry,
     Manifest,
@@ -21,15 +22,14 @@ from stormo.checkpoint.layout import (
 
 PIECE_BYTES = 4 * 1024 * 1024
 _MOST_HOLE_BYTES = 4 << 30
-_MAX_MANIFEST_BYTES = 16 * 1024 * 1024  # some hundred bytes for each worker
 
 
 def manifest_in(path: Path, folder_fd: int) -> Manifest:
     """The manifest of an open folder."""
     with opened_file(path, folder_fd, MANIFEST, None) as file:
-        data = file.read(_MAX_MANIFEST_BYTES + 1)
-    if len(data) > _MAX_MANIFEST_BYTES:
-        raise CorruptCheckpointError(path / MANIFEST, f"it is longer than {_MAX_MANIFEST_BYTES:,} bytes")
+        data = file.read(MAX_MANIFEST_BYTES + 1)
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise CorruptCheckpointError(path / MANIFEST, f"it is longer than {MAX_MANIFEST_BYTES:,} bytes")
     try:
         return parse_manifest(data)
     except ValueError as error:

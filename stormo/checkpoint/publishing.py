@@ -15,14 +15,17 @@ from stormo.checkpoint import leftovers
 from stormo.checkpoint.files import sync_folder, write_file
 from stormo.checkpoint.layout import (
     MANIFEST,
+    MAX_MANIFEST_BYTES,
     VALUES,
     WHOLE,
     CorruptCheckpointError,
     FileEntry,
     Manifest,
     Saved,
+    require_readable,
     step_name,
 )
+from stormo.checkpoint.reader import Reader
 from stormo.checkpoint.reading import published, read_manifest
 from stormo.errors import SettingError
 
@@ -95,7 +98,9 @@ def _metric_to_store(folder: Path, saving: Saving, weights: str) -> float | None
 
 def publish(temporary: Path, folder: Path, manifest: Manifest, notices: list[str]) -> Path:
     """Seal a folder and give it its public name; what could not be cleaned away is added to the notices."""
-    write_file(temporary / MANIFEST, (manifest.to_bytes(),))
+    content = manifest.to_bytes()
+    require_readable(MANIFEST, len(content), MAX_MANIFEST_BYTES)
+    write_file(temporary / MANIFEST, (content,))
     # The names inside must be durable before the folder gets its public name.
     sync_folder(temporary)
     return _rename(temporary, folder, manifest.step, notices)
@@ -138,6 +143,15 @@ def rotate(path: Path, saved: Manifest, saving: Saving, notices: list[str]) -> S
     )
 
 
+def _has_index(path: Path) -> bool:
+    """Whether the index of a checkpoint, where it has one, can be read."""
+    try:
+        with Reader(path):
+            return True
+    except CorruptCheckpointError:
+        return False
+
+
 def _remove_superseded(folder: Path, saved: Manifest, saving: Saving, notices: list[str]) -> list[Path]:
     """Remove what the checkpoint just saved has superseded; what cannot be removed is told, and costs only space."""
     whole: list[tuple[Path, Manifest]] = []
@@ -158,7 +172,7 @@ def _remove_superseded(folder: Path, saved: Manifest, saving: Saving, notices: l
         if manifest.identity == saved.identity:
             whole.append((revisions[0], manifest))
             surplus.extend(revisions[1:])
-    if not whole or whole[0][1] != saved:
+    if not whole or whole[0][1] != saved or not _has_index(whole[0][0]):
         notices.append(f"Old checkpoints were not removed: that of step {saved.step} does not read back as written.")
         return []
     ranked = sorted(

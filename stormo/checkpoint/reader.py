@@ -1,7 +1,8 @@
-"""Reads boxes of tensors out of a checkpoint of either version, whatever boxes it was saved in.
+"""Reads boxes of tensors out of a checkpoint of any version, whatever boxes it was saved in.
 
-A file is read once, from its beginning to its end, while its SHA-256 is taken: what has been filled in is to be used
-only when the reader returns. At most one box of a file is held in memory besides.
+Where every box that is wanted of a file has a SHA-256 of its own, these boxes alone are read and compared. Otherwise
+the file is read once, from its beginning to its end, while the SHA-256 of all of it is taken: what has been filled in
+is to be used only when the reader returns. At most one box of a file is held in memory besides.
 """
 
 from __future__ import annotations
@@ -10,32 +11,61 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from stormo.checkpoint.index import (
-    MAX_INDEX_BYTES,
     Entry,
     Index,
+    Place,
     Shape,
     StoredBox,
     copy_overlap,
     overlapping,
     parse_index,
+    parse_one_index,
+    parse_part,
 )
-from stormo.checkpoint.layout import INDEX, SHARDED, STATE, CorruptCheckpointError
-from stormo.checkpoint.opening import PIECE_BYTES, compare, manifest_in, opened, opened_file, read_file, require_memory
+from stormo.checkpoint.layout import (
+    INDEX,
+    LOCAL,
+    MAX_INDEX_BYTES,
+    ONE_INDEX,
+    OWN,
+    PART_NAME,
+    RANKS,
+    SHARDED,
+    STATE,
+    WHOLE,
+    CorruptCheckpointError,
+    FileEntry,
+    Manifest,
+    part_name,
+    shard_name,
+)
+from stormo.checkpoint.opening import (
+    PIECE_BYTES,
+    compare,
+    manifest_in,
+    opened,
+    opened_file,
+    read_file,
+    require_memory,
+    short,
+)
 from stormo.checkpoint.tensors import DTYPES, decode, from_bytes, header_length
 
 _MOST_NAMES = 64  # of one tensor: layers that share their weights
+_Spans = Mapping[tuple[int, int], list[tuple[Entry, StoredBox, "Wanted"]]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,14 +79,20 @@ class Wanted:
 
 
 class Reader:
-    """A checkpoint that is open; `CorruptCheckpointError` says which file is not as it was written."""
+    """A checkpoint that is open; `CorruptCheckpointError` says which file is not as it was written.
 
-    def __init__(self, path: Path | str) -> None:
+    Args:
+        path: its folder.
+        manifest: of a folder that has none yet.
+    """
+
+    def __init__(self, path: Path | str, manifest: Manifest | None = None) -> None:
         self.path = Path(path)
+        self._parts: dict[int, Index] = {}
         with ExitStack() as stack:
             self._folder_fd = stack.enter_context(opened(self.path))
-            self.manifest = manifest_in(self.path, self._folder_fd)
-            self._index: Index = self._read_index() if self.manifest.version == SHARDED else {}
+            self.manifest = manifest or manifest_in(self.path, self._folder_fd)
+            self._index: Index = self._read_index() if self.manifest.version != WHOLE else {}
             self._require_apart(self._index.values(), INDEX)
             self._stack = stack.pop_all()
 
@@ -81,6 +117,40 @@ class Reader:
     def names(self, section: str) -> list[str]:
         """The names of a section."""
         return list(self.entries(section))
+
+    def ranks(self) -> list[int]:
+        """The ranks that have an index of their own."""
+        found = (PART_NAME.fullmatch(name) for name in self.manifest.files)
+        return sorted(int(match[1]) for match in found if match)
+
+    def part(self, rank: int) -> Index:
+        """What one rank holds, of all sections; in version 3 alone."""
+        if rank not in self._parts:
+            name, size_bytes = part_name(rank), self.manifest.files[shard_name(rank)].size_bytes
+            part = self._parsed(name, lambda data, _: parse_part(data, rank, size_bytes))
+            self._require_apart(part.values(), name)
+            self._parts[rank] = part
+        return self._parts[rank]
+
+    def local(self, rank: int) -> Mapping[str, Entry]:
+        """What workers have stored that stepped by themselves: at least what is this rank's."""
+        if self.manifest.version == SHARDED:
+            return self.part(rank).get(LOCAL, {}) if part_name(rank) in self.manifest.files else {}
+        return self._index.get(LOCAL, {})
+
+    def own(self, rank: int, names: Collection[str] | None = None) -> dict[str, Tensor]:
+        """What a rank had of its own (generators, buffers): all of it, or what has these names."""
+        if self.manifest.version != SHARDED:
+            prefix, found = f"{rank}/", self.tensors(RANKS)
+            own = {name.removeprefix(prefix): tensor for name, tensor in found.items() if name.startswith(prefix)}
+            return {name: tensor for name, tensor in own.items() if names is None or name in names}
+        if part_name(rank) not in self.manifest.files:
+            return {}
+        entries = self.part(rank).get(OWN, {})
+        chosen = {name: entry for name, entry in entries.items() if names is None or name in names}
+        wanted = {name: self._place(OWN, name, entry, {}) for name, entry in chosen.items()}
+        self._fill((entries[name], one) for name, one in wanted.items())
+        return {name: one.into for name, one in wanted.items()}
 
     def state(self) -> dict[str, Any]:
         """The plain values."""
@@ -114,21 +184,70 @@ class Reader:
         self.fill([Wanted(section=section, name=name, offset=offset, into=into)])
         return into
 
-    @torch.no_grad()
     def fill(self, wanted: Iterable[Wanted]) -> None:
-        """Read boxes into their places: only the files that hold something of them, each of them once."""
+        """Read boxes into their places: only the files that hold something of them."""
+        self._fill((self._entry(one.section, one.name), one) for one in wanted)
+
+    def _entry(self, section: str, name: str) -> Entry:
+        if section != LOCAL:
+            return self.entries(section)[name]
+        first = name.partition("/")[0]
+        return self.local(int(first) if first.isdecimal() else 0)[name]
+
+    @torch.no_grad()
+    def _fill(self, wanted: Iterable[tuple[Entry, Wanted]]) -> None:
         by_file: dict[str, dict[tuple[int, int], list[tuple[Entry, StoredBox, Wanted]]]] = {}
-        for one in wanted:
-            entry, shape = self.entries(one.section)[one.name], tuple(one.into.shape)
+        shared: dict[tuple[int, Shape, Shape], list[StoredBox | Place]] = {}  # of tensors that are cut alike
+        for entry, one in wanted:
+            shape = tuple(one.into.shape)
             if any(first + size > whole for first, size, whole in zip(one.offset, shape, entry.shape, strict=True)):
                 raise ValueError(f"{one.name} has shape {entry.shape}, which has no box {shape} at {one.offset}")
-            for box in overlapping(entry.boxes, one.offset, shape) if one.into.numel() else ():
+            key = id(entry.boxes), one.offset, shape
+            if key not in shared:
+                shared[key] = overlapping(entry.boxes, one.offset, shape) if one.into.numel() else []
+            for found in shared[key]:
+                box = self._stored(one.section, entry, found) if isinstance(found, Place) else found
                 spans = by_file.setdefault(box.file, {})
                 spans.setdefault((box.start, box.stop), []).append((entry, box, one))
         for file, spans in sorted(by_file.items()):
-            self._read_boxes(file, spans)
+            if all(box.sha256 is not None for each in spans.values() for _, box, _ in each):
+                self._read_boxes(file, spans)
+            else:
+                self._read_through(file, spans)
 
-    def _read_boxes(self, name: str, spans: Mapping[tuple[int, int], list[tuple[Entry, StoredBox, Wanted]]]) -> None:
+    def _stored(self, section: str, entry: Entry, place: Place) -> StoredBox:
+        """Where a rank has a box."""
+        found = self.part(place.rank).get(section, {}).get(entry.stored_as)
+        if found is not None and (found.dtype, found.shape) == (entry.dtype, entry.shape):
+            for box in found.boxes:
+                if isinstance(box, StoredBox) and (box.offset, box.shape) == place[1:]:
+                    return box
+        raise CorruptCheckpointError(
+            self.path / part_name(place.rank),
+            f"it lacks the box of {entry.stored_as!r} of shape {list(place.shape)} at {list(place.offset)} that "
+            f"{INDEX} names",
+        )
+
+    def _read_boxes(self, name: str, spans: _Spans) -> None:
+        """Read single boxes of a file, each compared with its own SHA-256 before anything of it is used."""
+        with opened_file(self.path, self._folder_fd, name, self.manifest.files[name]) as file:
+            for start, stop in sorted(spans):
+                require_memory(self.path / name, stop - start)
+                data = bytearray(stop - start)
+                file.seek(start)
+                file.readinto(data)
+                sha256 = hashlib.sha256(data).hexdigest()
+                for whole, box, one in spans[start, stop]:
+                    if sha256 != box.sha256:
+                        raise CorruptCheckpointError(
+                            self.path / name,
+                            f"the SHA-256 of its bytes {start:,} to {stop:,} is {short(sha256)}, the index says "
+                            f"{short(str(box.sha256))}: at least one byte changed since it was written",
+                        )
+                    copy_overlap(from_bytes(data, whole.dtype, box.shape), box.offset, one.into, one.offset)
+
+    def _read_through(self, name: str, spans: _Spans) -> None:
+        """Read all of a file, and take boxes out of it."""
         entry, digest, at = self.manifest.files[name], hashlib.sha256(), 0
         with opened_file(self.path, self._folder_fd, name, entry) as file:
             for start, stop in sorted(spans):
@@ -149,15 +268,18 @@ class Reader:
         return read_file(self.path, self._folder_fd, name, self.manifest.files[name])
 
     def _read_index(self) -> Index:
-        size_bytes = self.manifest.files[INDEX].size_bytes
+        return self._parsed(INDEX, parse_one_index if self.manifest.version == ONE_INDEX else parse_index)
+
+    def _parsed(self, name: str, parse: Callable[[bytes, Mapping[str, FileEntry]], Index]) -> Index:
+        size_bytes = self.manifest.files[name].size_bytes
         if size_bytes > MAX_INDEX_BYTES:
             raise CorruptCheckpointError(
-                self.path / INDEX, f"it is {size_bytes:,} bytes long, of which {MAX_INDEX_BYTES:,} are allowed"
+                self.path / name, f"it is {size_bytes:,} bytes long, of which {MAX_INDEX_BYTES:,} are allowed"
             )
         try:
-            return parse_index(self._read(INDEX), self.manifest.files)
+            return parse(self._read(name), self.manifest.files)
         except ValueError as error:
-            raise CorruptCheckpointError(self.path / INDEX, str(error)) from error
+            raise CorruptCheckpointError(self.path / name, str(error)) from error
 
     def _whole_entries(self, name: str) -> dict[str, Entry]:
         """The tensors of a file of whole ones, whose header is parsed when all of it has been verified."""
@@ -184,15 +306,16 @@ class Reader:
         Only tied weights do: whole tensors of one section, type and shape, under a few names.
         """
         spans: dict[tuple[str, int, int], tuple[int, Entry]] = {}
-        num_names: dict[tuple[str, int, int], int] = {}
+        num_names: Counter[object] = Counter()
         for number, entries in enumerate(sections):
             for name, entry in entries.items():
-                for box in entry.boxes:
-                    span = (box.file, box.start, box.stop)
-                    is_tied = spans.setdefault(span, (number, entry)) == (number, entry)
-                    num_names[span] = num_names.get(span, 0) + 1
-                    if not is_tied or num_names[span] > _MOST_NAMES:
-                        raise CorruptCheckpointError(self.path / file, f"{name[:100]!r} shares its bytes with another")
+                boxes = [box for box in entry.boxes if box.start < box.stop] if _is_stored(entry.boxes) else []
+                places = [(box.file, box.start, box.stop) for box in boxes]
+                is_tied = all(spans.setdefault(place, (number, entry)) == (number, entry) for place in places)
+                shared: list[object] = [*places] if places else [(number, entry.stored_as)] * bool(entry.stored_as)
+                num_names.update(shared)
+                if not is_tied or any(num_names[one] > _MOST_NAMES for one in shared):
+                    raise CorruptCheckpointError(self.path / file, f"{name[:100]!r} shares its bytes with another")
         ordered = sorted(spans)
         for before, after in itertools.pairwise(ordered):
             if before[0] == after[0] and after[1] < before[2]:
@@ -214,6 +337,10 @@ class Reader:
         if entry.boxes:
             places[entry] = into
         return into
+
+
+def _is_stored(boxes: tuple[StoredBox, ...] | tuple[Place, ...]) -> TypeGuard[tuple[StoredBox, ...]]:
+    return bool(boxes) and isinstance(boxes[0], StoredBox)
 
 
 def parse_state(file: Path, data: bytes) -> dict[str, Any]:
@@ -244,7 +371,7 @@ def _entries_of(name: str, header: Any, begin: int, size_bytes: int) -> dict[str
             or stop - start != num_elements * dtype.itemsize
         ):
             raise ValueError(key)
-        box = StoredBox(file=name, key=key, offset=(0,) * len(shape), shape=shape, start=start, stop=stop)
+        box = StoredBox(file=name, offset=(0,) * len(shape), shape=shape, start=start, stop=stop)
         entries[key] = Entry(dtype=dtype, shape=shape, boxes=(box,) if num_elements else ())
     return entries
 

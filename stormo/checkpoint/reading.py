@@ -14,9 +14,10 @@ from typing import Any
 
 from torch import Tensor
 
-from stormo.checkpoint.index import boxes_digest
+from stormo.checkpoint.index import boxes_digest, digest_of_ranks
 from stormo.checkpoint.layout import (
     INDEX,
+    ONE_INDEX,
     RANKS,
     SECTIONS,
     STATE,
@@ -133,8 +134,12 @@ def _load(path: Path) -> Snapshot:
             model, optimizer, ranks = (reader.tensors(name) for name in TENSOR_FILES)
             state = reader.state()
         else:
-            state, ranks = reader.state(), reader.tensors(RANKS)
+            state = reader.state()
             model, optimizer = reader.wholes(*SECTIONS)
+            if manifest.version == ONE_INDEX:
+                ranks = reader.tensors(RANKS)
+            else:
+                ranks = {f"{rank}/{name}": t for rank in reader.ranks() for name, t in reader.own(rank).items()}
         check_digest(reader, model)
     return Snapshot(model=model, optimizer=optimizer, ranks=ranks, state=state)
 
@@ -143,8 +148,12 @@ def check_digest(reader: Reader, model: Mapping[str, Tensor]) -> None:
     """Refuse weights of an open checkpoint that are not those its manifest was written for."""
     manifest = reader.manifest
     file = reader.path / (TENSOR_FILES[0] if manifest.version == WHOLE else INDEX)
-    is_of_values = manifest.digest_of == VALUES
-    digest = weights_digest(model) if is_of_values else boxes_digest(reader.entries("model"))
+    if manifest.digest_of == VALUES:
+        digest = weights_digest(model)
+    elif manifest.version == ONE_INDEX:
+        digest = boxes_digest(reader.entries("model"))
+    else:
+        digest = digest_of_ranks(boxes_digest(reader.part(rank).get("model", {})) for rank in reader.ranks())
     require_digest(file, digest, manifest)
 
 

@@ -1,4 +1,4 @@
-"""One worker's part of a checkpoint: a file of boxes, and a note of what lies where in it."""
+"""One worker's part of a checkpoint: a file of boxes, the index of it, and a note for the one that publishes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,23 @@ from typing import Any
 from torch import Tensor
 
 from stormo.checkpoint.files import sync_folder, write_error, write_file
-from stormo.checkpoint.index import Entry, Index, Shape, StoredBox, to_json
-from stormo.checkpoint.layout import SECTIONS, shard_name
-from stormo.checkpoint.tensors import Encoded, values_digest
+from stormo.checkpoint.index import Entry, Index, Shape, StoredBox, boxes_digest, parse_part, part_json
+from stormo.checkpoint.layout import (
+    MAX_INDEX_BYTES,
+    SECTIONS,
+    FileEntry,
+    part_name,
+    require_readable,
+    shard_name,
+)
+from stormo.checkpoint.tensors import DTYPE_NAMES, Encoded
 
 
 @dataclass(frozen=True, kw_only=True)
 class Box:
     """A box of a whole tensor, to be stored."""
 
-    section: str  # `model`, `optimizer` or `local`
+    section: str  # `model`, `optimizer`, `local` or `own`
     name: str
     whole_shape: Shape
     offset: Shape
@@ -41,8 +48,7 @@ class Shard:
 
     boxes: Sequence[Box]
     aliases: Mapping[str, str] = field(default_factory=dict)  # further names of weights that are tied to another
-    ranks: Mapping[str, Tensor] = field(default_factory=dict)  # what all workers have of their own,
-    state: dict[str, Any] | None = None  # and the plain values: both where it is published from
+    state: dict[str, Any] | None = None  # the plain values, on the worker that publishes
 
 
 class ShardSave:
@@ -68,18 +74,13 @@ class ShardSave:
         return key
 
     def write(self, temporary: Path, step: int, abandoned: threading.Event | None = None) -> None:
-        """Write this worker's file, if it has any tensor, then its note."""
+        """Write this worker's file and its index, if it has any tensor, then its note."""
         file = temporary / shard_name(self._rank)
         try:
-            entry = write_file(file, self._encoded, abandoned) if self._tensors else None
-            note = {
-                "file": None if entry is None else asdict(entry),
-                "index": to_json(self._index()),
-                "aliases": self._aliases,
-            }
+            files = self._write_files(temporary, abandoned) if self._tensors else {}
             # Under its name it is there as a whole.
             unfinished = temporary / f"{note_name(self._rank)}.tmp"
-            write_file(unfinished, (json.dumps(note).encode(),))
+            write_file(unfinished, (json.dumps(self._note(files)).encode(),))
             unfinished.rename(temporary / note_name(self._rank))
             sync_folder(temporary)
         except BaseException as error:
@@ -90,28 +91,51 @@ class ShardSave:
                 raise write_error(who, temporary.parent, step, self._encoded.size_bytes, error) from error
             raise
 
+    def _write_files(self, temporary: Path, abandoned: threading.Event | None) -> dict[str, FileEntry]:
+        self._encoded.digests = {}
+        entry = write_file(temporary / shard_name(self._rank), self._encoded, abandoned)
+        content, index = part_json(self._index()), temporary / part_name(self._rank)
+        require_readable(f"index of rank {self._rank}", len(content), MAX_INDEX_BYTES)
+        files = {shard_name(self._rank): entry, index.name: write_file(index, (content,))}
+        parse_part(index.read_bytes(), self._rank, entry.size_bytes)  # as every reader will
+        return files
+
     def _index(self) -> Index:
         index: Index = {section: {} for section in SECTIONS}
         for key, box in self._keys:
             entries, stored = index.setdefault(box.section, {}), list[StoredBox]()
             if key is not None:
+                assert self._encoded.digests is not None
                 start, stop = self._encoded.spans[key]
                 stored.append(
                     StoredBox(
                         file=shard_name(self._rank),
-                        key=key,
                         offset=box.offset,
                         shape=tuple(box.tensor.shape),
                         start=start,
                         stop=stop,
-                        sha256=values_digest(key, box.tensor) if box.section == "model" else None,
+                        sha256=self._encoded.digests[key],
                     )
                 )
             before = entries[box.name].boxes if box.name in entries else ()
             entries[box.name] = Entry(dtype=box.tensor.dtype, shape=box.whole_shape, boxes=(*before, *stored))
         return index
 
+    def _note(self, files: Mapping[str, FileEntry]) -> dict[str, Any]:
+        """What the one that publishes must know: this worker's files, and the tensors that are cut alike together."""
+        index, alike = self._index(), dict[tuple[Any, ...], dict[str, list[str]]]()
+        for section in SECTIONS:
+            for name, entry in index[section].items():
+                cut = (DTYPE_NAMES[entry.dtype], entry.shape, tuple((box.offset, box.shape) for box in entry.boxes))
+                alike.setdefault(cut, {}).setdefault(section, []).append(name)
+        return {
+            "files": {name: asdict(entry) for name, entry in files.items()},
+            "weights": boxes_digest(index["model"]),
+            "aliases": self._aliases,
+            "cuts": [[*cut, names] for cut, names in alike.items()],
+        }
+
 
 def note_name(rank: int) -> str:
-    """The note that a worker leaves when its file is finished."""
+    """The note that a worker leaves when its files are finished."""
     return f"note-{rank:05d}.json"

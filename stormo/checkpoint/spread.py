@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,11 @@ from stormo.world.world import World
 
 if TYPE_CHECKING:
     from stormo.strategies.strategy import Strategy
+
+
+# Keys among the plain values: every worker's part of the loss, and which rank has stored a buffer that all have alike.
+LOSSES, BUFFERS = "losses", "buffers"
+BUFFER = "buffer/"  # before the names of buffers among what a worker has of its own
 
 
 def kept_buffers(strategy: Strategy) -> dict[str, Tensor]:
@@ -40,13 +45,24 @@ def aliases(strategy: Strategy) -> dict[str, str]:
     }
 
 
-def take_checkpoint(world: World, path: Path, strategy: Strategy) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Fill weights, buffers and optimizer with what a checkpoint holds; returns its plain values, and those by rank.
+def take_checkpoint(
+    world: World, path: Path, strategy: Strategy, is_same: Callable[[Mapping[str, Any]], bool]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Fill weights, buffers and optimizer with what a checkpoint holds.
 
     Every worker calls it. One that cannot read its boxes, or a checkpoint of another model, is told by all.
+
+    Args:
+        world: of the workers now.
+        path: of the checkpoint.
+        strategy: what is filled.
+        is_same: tells from the plain values whether every worker is where it was.
+
+    Returns:
+        The plain values, and what this worker had of its own, where it is where it was.
     """
     require_seen(world, path)
-    state, ranks, stored = dict[str, Any](), dict[str, Tensor](), dict[str, set[str]]()
+    state, own, stored = dict[str, Any](), dict[str, Tensor](), dict[str, set[str]]()
     with read_together(world, path), Reader(path) as reader:
         buffers = kept_buffers(strategy)
         if missing := sorted(buffers.keys() - set(reader.names("model"))):
@@ -56,14 +72,25 @@ def take_checkpoint(world: World, path: Path, strategy: Strategy) -> tuple[dict[
             for name, buffer in buffers.items()
         ]
         take_parts(reader, strategy.parts(), strategy.optimizer, wanted)
-        state, ranks = reader.state(), reader.tensors(RANKS)
+        state = reader.state()
+        if LOSSES not in state:
+            state[LOSSES] = losses_of(reader.tensors(RANKS))
+        if is_same(state):
+            for name, rank in state.get(BUFFERS, {}).items():
+                own |= reader.own(rank, [BUFFER + name])
+            own |= reader.own(world.rank)
         stored = {
             "model": set(reader.names("model")),
             "optimizer": {name.rpartition("|")[0] for name in reader.names("optimizer")},
         }
     raise_together(world, _left_over(world, path, strategy, stored))
     strategy.parts_changed()
-    return state, ranks
+    return state, own
+
+
+def losses_of(ranks: Mapping[str, Tensor]) -> list[float]:
+    """The losses of all workers, where they are stored as tensors: up to version 2."""
+    return [float(tensor) for name, tensor in ranks.items() if name.endswith("/loss")]
 
 
 def _left_over(world: World, path: Path, strategy: Strategy, stored: dict[str, set[str]]) -> Exception | None:

@@ -61,18 +61,14 @@ def weights_digest(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def values_digest(name: str, tensor: Tensor) -> str:
-    """SHA-256 over the little-endian values alone."""
-    digest = hashlib.sha256()
-    for piece in _pieces(name, tensor):
-        digest.update(piece)
-    return digest.hexdigest()
-
-
 class Encoded:
-    """Tensors laid out as one safetensors file; iterating gives its bytes, piece by piece."""
+    """Tensors laid out as one safetensors file; iterating gives its bytes, piece by piece.
+
+    Where `digests` was set to a dictionary, iterating puts the SHA-256 of each tensor's values there as well.
+    """
 
     def __init__(self, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> None:
+        self.digests: dict[str, str] | None = None
         # Widest elements first keeps every tensor aligned in the file; the name makes the order unique.
         self._tensors = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
         header: dict[str, Any] = {} if about is None else {_ABOUT: dict(about)}
@@ -114,7 +110,14 @@ class Encoded:
     def __iter__(self) -> Iterator[bytes | memoryview]:
         yield self._head
         for name, tensor in self._tensors:
-            yield from _pieces(name, tensor)
+            if self.digests is None:
+                yield from _pieces(name, tensor)
+                continue
+            digest = hashlib.sha256()
+            for piece in _pieces(name, tensor):
+                digest.update(piece)
+                yield piece
+            self.digests[name] = digest.hexdigest()
 
 
 def decode(data: bytes) -> dict[str, Tensor]:

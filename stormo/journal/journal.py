@@ -9,7 +9,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from stormo.telemetry.console import PlainConsole, make_console
 from stormo.telemetry.environment import collect_environment
 from stormo.telemetry.events import EventFile
 from stormo.telemetry.files import write_json, write_whole
+from stormo.telemetry.finding import forget_launch, note_launch
 from stormo.telemetry.folder import RunFolder, read_environment, read_summary
 from stormo.telemetry.job import scheduler_job
 from stormo.telemetry.prometheus import PrometheusSink
@@ -56,6 +57,7 @@ class Journal:
         self._began_unix_s = set_up.began_unix_s
         self._wall_before_s = 0.0
         self._sinks: list[Sink] = []
+        self._launches: Collection[str] = ()  # the torchruns that this round is of
         self._weights_sha256: str | None = None
         self._goes_on_from: Path | None = None  # a checkpoint, on the main worker
         self._is_told_to_end = False  # by the summary of the run that goes on
@@ -145,7 +147,7 @@ class Journal:
     def start(self) -> None:
         """Write the settings and open every sink. All workers call it."""
         self._open_account()
-        launches = self._world.gather_json(launch_id(os.environ))
+        launches = {one for one in self._world.gather_json(launch_id(os.environ)) or [] if one is not None}
         if not self._world.is_main:
             return
         if self._goes_on_from is not None:
@@ -153,13 +155,16 @@ class Journal:
         folder = self.folder
         is_new = not (folder.is_run or folder.checkpoints.exists() or folder.tensorboard.exists())
         try:
-            self._open_sinks(launches or [])
+            self._open_sinks(launches)
+            for launch in launches:
+                note_launch(folder.path.parent, launch, folder.name)
+            self._launches = launches
         except OSError:
             if is_new:
                 remove_unbegun(self.folder)
             raise
 
-    def _open_sinks(self, launches: Sequence[str | None]) -> None:
+    def _open_sinks(self, launches: Collection[str]) -> None:
         config, plan, progress = self._config, self._plan, self._state.progress
         named = replace(config, run=replace(config.run, run_name=self.folder.name))
         summary: Mapping[str, Any] = {}
@@ -167,7 +172,7 @@ class Journal:
             summary = read_summary(self.folder) or {}
         write_whole(self.folder.config, to_toml(named, plan.beginning))
         before = (read_environment(self.folder) or {}).get("launches") or []
-        known = sorted({*before, *(one for one in launches if one is not None)})
+        known = sorted({*before, *launches})
         environment = collect_environment(versions_of(self._world) | ({"launches": known} if known else {}))
         write_json(self.folder.environment, environment)
         self._sinks = [*self._console(), EventFile(self.folder)]
@@ -323,4 +328,6 @@ class Journal:
         if self.keeper.failure is not None:
             self.record(Notice(kind="warning", text=f"The account of this node is not whole: {self.keeper.failure}."))
         self.record(RunEnded(summary=summary))
+        for launch in self._launches if stopped_by in ("target", "epochs") else ():
+            forget_launch(self.folder.path.parent, launch)
         self.close()

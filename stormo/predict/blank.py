@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stormo.errors import SettingError
-from stormo.strategies.blank import blank_model, make_room
+from stormo.strategies.blank import make_room, without_memory
 from stormo.tasks.returned import check_model
 from stormo.tasks.task import Task
 
@@ -47,7 +47,9 @@ class Blank:
                 raise
             except Exception:  # what it is, building it in memory will show
                 torch.set_rng_state(state)
-                self._on_meta, _ = blank_model(self._task, self.notices)
+                self._on_meta = check_model(self._task, self._task.model())
+                without_memory(self._on_meta)
+                self.notices.append("The model was built in the memory of this host, as it reads its own values.")
         model = copy.deepcopy(self._on_meta)
         with self.fake:
             make_room(model, torch.device("cpu"))

@@ -9,7 +9,7 @@ from typing import Any
 from stormo.errors import EXIT_DIVERGED, SettingError, StormoError
 from stormo.files import is_own
 from stormo.launch.torchrun import launch_id
-from stormo.telemetry.finding import find_run, list_runs
+from stormo.telemetry.finding import find_run, launched_run, list_runs
 from stormo.telemetry.folder import RunFolder, read_environment, read_summary
 
 
@@ -50,17 +50,18 @@ def require_own(run: RunFolder, task: Any, *, is_built_in: bool) -> None:
 def _restarted_run(folder: Path, name: str | None) -> RunFolder | None:
     """The run that an earlier round of this very torchrun has begun; it need not be told to go on with it."""
     own = launch_id(os.environ)
-    runs = [run for run in list_runs(folder) if name in (None, run.name)] if own is not None else []
-    for run in runs:
-        if own not in ((read_environment(run) or {}).get("launches") or ()) or not run.config.is_file():
-            continue
-        ended = (read_summary(run) or {}).get("stopped_by")
-        if ended == "divergence":
-            error = StormoError(f"run {run.name} has diverged, and would again if torchrun restarted it.")
-            error.exit_code = EXIT_DIVERGED
-            raise error
-        return None if ended in ("target", "epochs") else run
-    return None
+    if own is None:
+        return None
+    # Every rank looks here: one file is read, however many runs there are.
+    run = launched_run(folder, own) if name is None else RunFolder(folder / name)
+    if run is None or not run.config.is_file() or own not in ((read_environment(run) or {}).get("launches") or ()):
+        return None
+    ended = (read_summary(run) or {}).get("stopped_by")
+    if ended == "divergence":
+        error = StormoError(f"run {run.name} has diverged, and would again if torchrun restarted it.")
+        error.exit_code = EXIT_DIVERGED
+        raise error
+    return None if ended in ("target", "epochs") else run
 
 
 def _run_of_checkpoint(path: Path) -> RunFolder:

@@ -1,8 +1,8 @@
 """Models that are spread: any product of the axes replicate, shard and tensor, under one and the same loop.
 
 The model is built without values (`blank`), transformed (`compose`), and filled with what one process would begin with:
-every worker computes one tensor at a time and keeps its own box. The optimizer steps plain local tensors (`parts`), and
-norms are those of whole layers.
+the main worker has it, all receive one tensor at a time, and each keeps its own box. The optimizer steps plain local
+tensors (`parts`), and norms are those of whole layers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from stormo.optim.local import check_elementwise, localise
 from stormo.optim.scaler import AgreedGradScaler
 from stormo.optim.whole import WholeSquares
 from stormo.plan import Plan
-from stormo.strategies.blank import Value, blank_model, make_room
+from stormo.strategies.blank import Values, blank_model, make_room
 from stormo.strategies.compose import compose
 from stormo.strategies.parts import Held, Part, as_part, held, plain, values_on_host
 from stormo.strategies.replicate import check_reached, in_own_words, replica
@@ -65,7 +65,7 @@ class Composed(Strategy):
     # Building
 
     def _make_model(self) -> nn.Module:
-        model, value = blank_model(self.task, self.notices)
+        model, values = blank_model(self.world, self.task, self.notices)
         _check_dense(model)
         if self._plan.precision == "fp64":
             model = model.double()
@@ -75,7 +75,7 @@ class Composed(Strategy):
         self._whole = dict(model.named_parameters())
         self._whole_shapes = {name: tuple(parameter.shape) for name, parameter in self._whole.items()}
         self._cuts = self._transform(model)
-        self._fill(model, value)
+        self._fill(model, values)
         return model
 
     def _transform(self, model: nn.Module) -> dict[str, Cut]:
@@ -87,12 +87,18 @@ class Composed(Strategy):
         make_room(model, torch.device("cpu") if on_host else self.world.device)
 
     @torch.no_grad()
-    def _fill(self, model: nn.Module, value: Value) -> None:
+    def _fill(self, model: nn.Module, values: Values) -> None:
         self._make_room(model)
-        for one in held(model.named_parameters(), self._whole_shapes, self._cuts, self.world.grid):
-            one.tensor.copy_(one.of(value(one.name)))
-        for name, buffer in model.named_buffers():
-            buffer.data = value(name).to(self.world.device, buffer.dtype, copy=True)
+        own = held(model.named_parameters(), self._whole_shapes, self._cuts, self.world.grid)
+        parameters, buffers = {one.name: one for one in own}, dict(model.named_buffers())
+        for names, value in values:
+            for name in names:
+                if (one := parameters.pop(name, None)) is not None:
+                    one.tensor.copy_(one.of(value))
+                if (buffer := buffers.pop(name, None)) is not None:
+                    buffer.data = value.to(self.world.device, buffer.dtype, copy=True)
+        assert not parameters, parameters.keys()
+        assert not buffers, buffers.keys()
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         line = self.world.data

@@ -1,16 +1,21 @@
-"""Which runs there are: by name, by path and by age; and the name of a new one."""
+"""Which runs there are: by name, by path, by age and by the torchrun that has begun them; and the name of a new one."""
 
 from __future__ import annotations
 
 import difflib
+import hashlib
+import json
 import time
 from pathlib import Path
 
 from stormo.errors import SettingError, suggestion, unknown_name
 from stormo.files import BadFileError, read_lines
 from stormo.telemetry.events import parse_event
+from stormo.telemetry.files import write_json
 from stormo.telemetry.folder import RunFolder
 
+_LAUNCHES = ".launches"  # a folder beside the runs: for each torchrun the run that it has begun
+_MOST_BYTES = 4096  # of one of its files
 _MOST_NAMED = 5  # of the runs, to somebody who has misspelt one
 
 
@@ -20,6 +25,32 @@ def list_runs(folder: Path) -> list[RunFolder]:
         return []
     runs = [run for entry in folder.iterdir() if entry.is_dir() and (run := RunFolder(entry)).is_run]
     return sorted(runs, key=lambda run: (_start_unix_s(run), run.name), reverse=True)
+
+
+def note_launch(folder: Path, launch: str, name: str) -> None:
+    """Note which run a torchrun has begun, so that none of its ranks looks through all runs for it."""
+    (folder / _LAUNCHES).mkdir(exist_ok=True)
+    write_json(_launch_file(folder, launch), {"launch": launch, "run": name})
+
+
+def forget_launch(folder: Path, launch: str) -> None:
+    """Forget it: the run has come to its end."""
+    _launch_file(folder, launch).unlink(missing_ok=True)
+
+
+def launched_run(folder: Path, launch: str) -> RunFolder | None:
+    """The run that a torchrun has begun; None where there is none."""
+    try:
+        with _launch_file(folder, launch).open("rb") as file:
+            said = json.loads(file.read(_MOST_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return None
+    name = said.get("run") if isinstance(said, dict) and said.get("launch") == launch else None
+    return RunFolder(folder / name) if isinstance(name, str) and Path(name).name == name else None
+
+
+def _launch_file(folder: Path, launch: str) -> Path:
+    return folder / _LAUNCHES / f"{hashlib.sha256(launch.encode()).hexdigest()[:32]}.json"
 
 
 def default_run_name(task: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import math
 import os
 import time
 from collections import deque
@@ -28,7 +29,19 @@ from stormo.world.board import Board
 from stormo.world.grid import DATA, Grid
 from stormo.world.store import PeerFailedError, Store, within
 
+_BUNDLE_BYTES = 2**25  # of small tensors that travel as one message
 _FETCH_TIMEOUT = timedelta(hours=24)  # a download may be slow; a dead fetcher ends the job by other means
+
+
+_MANY_WORKERS = 128  # from here on a vote in one sum, whose messages go round a ring of all workers, takes too long
+Levels = tuple[
+    dist.ProcessGroup, dist.ProcessGroup
+]  # of this worker: its neighbours, and those of its number elsewhere
+
+
+def level_width(num_workers: int) -> int:
+    """How many neighbours sum first: the divisor of the workers nearest to their square root, from below."""
+    return next(width for width in range(math.isqrt(num_workers), 0, -1) if num_workers % width == 0)
 
 
 class World:
@@ -53,6 +66,7 @@ class World:
         self.is_main = place.rank == 0
         self._num_fetches = 0
         self._boards: list[Board] = []
+        self._levels: Levels | None = None
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self._store = store.shared("world") if store else None
@@ -136,6 +150,28 @@ class World:
         self._words.wait(f"{key}/all", _FETCH_TIMEOUT)
         return self._words.wait(f"{key}/{self.place.node_id}", _FETCH_TIMEOUT)
 
+    def from_main(self, work: Callable[[], Any]) -> Any:
+        """What the main worker came to, JSON-able, on all workers, who wait for it as long as it takes."""
+        if self.size == 1:
+            return work()
+        self._num_fetches += 1
+        key, failure, result = f"main/{self._num_fetches}", "", None
+        assert self._store is not None
+        if self.is_main:
+            try:
+                result = work()
+            except BaseException as error:
+                self._store.set(key, f"{type(error).__name__}: {error}")
+                raise
+            self._store.set(key, "")
+        else:
+            # Through the store, which waits longer than a collective.
+            self._store.wait([key], _FETCH_TIMEOUT)
+            failure = self._store.get(key).decode()
+        if failure:
+            raise PeerFailedError(f"rank 0 failed while this one waited: {failure}")
+        return self.share_json(result)
+
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum in place over all workers."""
         if self.size > 1:
@@ -185,15 +221,30 @@ class World:
             [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in (tensors or {}).items()]
         )
         shared: dict[str, Tensor] = {}
+        bundle, room_bytes = list[Tensor](), _BUNDLE_BYTES
         for name, dtype, shape in described:
             if tensors is not None and self.is_main:
                 tensor = tensors[name].detach().cpu().contiguous()
             else:
                 tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-            if tensor.numel():
-                self.broadcast(tensor.view(-1).view(torch.uint8))
             shared[name] = tensor
+            bundle.append(tensor)
+            room_bytes -= tensor.nbytes
+            if room_bytes <= 0:
+                self._broadcast_together(bundle)
+                bundle, room_bytes = [], _BUNDLE_BYTES
+        self._broadcast_together(bundle)
         return shared
+
+    def _broadcast_together(self, tensors: Sequence[Tensor]) -> None:
+        """Broadcast tensors of the CPU in place, as one message."""
+        raw = [tensor.view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
+        if len(raw) == 1:
+            self.broadcast(raw[0])
+        elif raw:
+            message = self.broadcast(torch.cat(raw))
+            for place, piece in zip(raw, message.split([len(each) for each in raw]), strict=True):
+                place.copy_(piece)
 
     def gather_bytes(self, payload: bytes) -> list[bytes] | None:
         """Every worker's bytes, in the order of ranks, on the main worker; None on the others."""
@@ -202,12 +253,32 @@ class World:
         lengths = torch.zeros(self.size, dtype=torch.int64)
         lengths[self.rank] = len(payload)
         self.sum(lengths)
-        padded = torch.frombuffer(bytearray(payload.ljust(int(lengths.max()) or 1, b"\0")), dtype=torch.uint8)
-        parts = [torch.empty_like(padded) for _ in range(self.size)] if self.is_main else None
-        dist.gather(padded, parts, dst=0)
-        if parts is None:
+        if not self.is_main:
+            if payload:
+                dist.send(torch.frombuffer(bytearray(payload), dtype=torch.uint8), dst=0)
             return None
-        return [bytes(part[: int(length)].numpy()) for part, length in zip(parts, lengths, strict=True)]
+        # One after the other, as long as each is: a collective would pad all of them to the longest.
+        return [payload, *(self._received(rank, int(lengths[rank])) for rank in range(1, self.size))]
+
+    def _received(self, rank: int, length: int) -> bytes:
+        content = torch.empty(length, dtype=torch.uint8)
+        if length:
+            dist.recv(content, src=rank)
+        return bytes(content.numpy())
+
+    def hand_out(self, payload_of: Callable[[int], bytes] | None) -> bytes:
+        """What the main worker makes for this one; it holds one worker's bytes at a time. All workers call it."""
+        if not self.is_main:
+            length = torch.zeros(1, dtype=torch.int64)
+            dist.recv(length, src=0)
+            return self._received(0, int(length))
+        assert payload_of is not None
+        for rank in range(1, self.size):
+            payload = payload_of(rank)
+            dist.send(torch.tensor([len(payload)]), dst=rank)
+            if payload:
+                dist.send(torch.frombuffer(bytearray(payload), dtype=torch.uint8), dst=rank)
+        return payload_of(0)
 
     def require_same(self, values: Mapping[str, Any]) -> None:
         """Raise the same sentence on every worker where one of them has another value than the main one."""
@@ -245,6 +316,20 @@ class World:
                 found.append(None)
         return found
 
+    def levels(self, least_workers: int = _MANY_WORKERS) -> Levels | None:
+        """Two sums of a few workers each that make the sum of all; None where one sum does. All workers call it."""
+        width = level_width(self.size)
+        if self.size < least_workers or width < 2:
+            return None
+        if self._levels is None:
+            rows = [list(range(first, first + width)) for first in range(0, self.size, width)]
+            mine = [
+                dist.new_subgroups_by_enumeration(groups, timeout=self.timeout, backend="gloo")[0]
+                for groups in (rows, [list(column) for column in zip(*rows, strict=True)])
+            ]
+            self._levels = mine[0], mine[1]
+        return self._levels
+
     def board(self) -> Board:
         """A new place for a few numbers from all to all. All workers call it."""
         self._boards.append(Board(self))
@@ -269,13 +354,17 @@ class Vote:
 
     The exchange runs in the background while the step computes, and every worker reads the same outcome at the
     same step. With a lag it is that of so many casts before, none in the first ones: so far may a worker be ahead.
+    With two levels, which takes a lag, the second sum begins at the end of the step and runs during the next one.
     """
 
     _LARGEST = 64  # no signal has a larger number
 
-    def __init__(self, world: World, lag: int = 0) -> None:
+    def __init__(self, world: World, lag: int = 0, levels: Levels | None = None) -> None:
+        assert lag or levels is None
         self._world = world
         self._lag = lag
+        self._levels = levels
+        self._is_halfway = False  # whether the newest cast is summed over neighbours alone
         # One exchange for both: the sum in place 0, and a mark in the place of each number that was proposed.
         self._ballots = [torch.zeros(1 + self._LARGEST, dtype=torch.float64) for _ in range(lag + 1)]
         self._num_cast = 0
@@ -285,6 +374,7 @@ class Vote:
 
     def cast(self, number: int, share: float = 0.0) -> None:
         """Propose a number, of which the largest wins, and give a share of the sum."""
+        self._pass_on()
         ballot = self._ballots[self._num_cast % len(self._ballots)]
         self._num_cast += 1
         marks = ballot.numpy()
@@ -292,8 +382,19 @@ class Vote:
         marks[0] = share
         if number:
             marks[number] = 1.0
-        work = dist.all_reduce(ballot, async_op=True) if self._world.size > 1 else None
+        group = None if self._levels is None else self._levels[0]
+        work = dist.all_reduce(ballot, async_op=True, group=group) if self._world.size > 1 else None
         self._under_way.append((ballot, work))
+        self._is_halfway = self._levels is not None
+
+    def _pass_on(self) -> None:
+        """Begin the second sum of the newest cast, whose first one has had a step's time."""
+        if self._is_halfway and self._levels is not None:
+            self._is_halfway = False
+            ballot, work = self._under_way.pop()
+            assert work is not None
+            work.wait()
+            self._under_way.append((ballot, dist.all_reduce(ballot, async_op=True, group=self._levels[1])))
 
     def outcome(self) -> int:
         """The number that was agreed on in the last cast, or as many before it as the lag; 0 where there is none."""
@@ -308,6 +409,7 @@ class Vote:
     def drain(self) -> int:
         """The outcome of all that was cast and not read: a lag begins anew. All workers call it after the same cast."""
         found = 0
+        self._pass_on()
         while self._under_way:
             self._receive()
             found = max(found, self._proposed())
@@ -319,6 +421,7 @@ class Vote:
         return int(proposed[-1]) + 1 if len(proposed) else 0
 
     def _finish(self) -> None:
+        self._pass_on()
         if len(self._under_way) > self._lag:
             self._receive()
 

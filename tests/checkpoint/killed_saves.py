@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 from conftest import assert_same, make_snapshot
 
-from stormo.checkpoint import Box, Saving, Shard, find, load, newest_good, save
+from stormo.checkpoint import Box, Saving, Shard, find, load, newest_good, save, whole_box
 from stormo.checkpoint.merging import Publisher
 from stormo.checkpoint.shard import ShardSave
 from stormo.checkpoint.writing import make_new_folder
@@ -48,7 +48,10 @@ def store_shards(folder: Path, step: int, seed: int) -> None:
             if not rows:
                 box = Box(section=section, name=name, whole_shape=tuple(tensor.shape), offset=(0, 0), tensor=tensor)
                 boxes[0].append(box)
-    main = Shard(boxes=boxes[0], ranks=snapshot.ranks, state=snapshot.state)
+    for full_name, tensor in snapshot.ranks.items():
+        rank, _, name = full_name.partition("/")
+        boxes[int(rank)].append(whole_box("own", name, tensor))
+    main = Shard(boxes=boxes[0], state=snapshot.state)
     saving = Saving(step=step, identity="run", keep_last=2, keep_best=0, metric=None)
     new = make_new_folder(folder, step, 0)
     for rank, shard in ((1, Shard(boxes=boxes[1])), (0, main)):

@@ -12,28 +12,36 @@ import torch
 
 from stormo.checkpoint.index import (
     Entry,
+    Place,
     StoredBox,
     boxes_digest,
     copy_overlap,
+    index_json,
     overlapping,
     parse_index,
+    parse_one_index,
+    parse_part,
+    part_json,
     require_whole,
-    to_json,
 )
 from stormo.checkpoint.layout import FileEntry
-from stormo.checkpoint.tensors import values_digest
+from stormo.checkpoint.tensors import weights_digest
 
 FILE = "shard-00000.safetensors"
-FILES = {FILE: FileEntry(size_bytes=1000, sha256="a" * 64), "state.json": FileEntry(size_bytes=1000, sha256="a" * 64)}
-Place = tuple[tuple[int, ...], tuple[int, ...]]
+FILES = {
+    name: FileEntry(size_bytes=1000, sha256="a" * 64)
+    for rank in range(2)
+    for name in (f"shard-0000{rank}.safetensors", f"index-0000{rank}.json", "state.json")
+}
+Spot = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def entry(shape: tuple[int, ...], places: list[Place]) -> Entry:
-    boxes = [StoredBox(file=FILE, key="k", offset=o, shape=s, start=0, stop=0) for o, s in places]
+def entry(shape: tuple[int, ...], places: list[Spot]) -> Entry:
+    boxes = [StoredBox(file=FILE, offset=o, shape=s, start=0, stop=0) for o, s in places]
     return Entry(dtype=torch.float32, shape=shape, boxes=tuple(boxes))
 
 
-def fills(shape: tuple[int, ...], places: list[Place]) -> bool:
+def fills(shape: tuple[int, ...], places: list[Spot]) -> bool:
     try:
         require_whole({"model": {"w": entry(shape, places)}, "optimizer": {}})
     except ValueError:
@@ -41,7 +49,7 @@ def fills(shape: tuple[int, ...], places: list[Place]) -> bool:
     return True
 
 
-def cut(shape: tuple[int, ...], draw: random.Random) -> list[Place]:
+def cut(shape: tuple[int, ...], draw: random.Random) -> list[Spot]:
     """A tensor cut along each dimension, in other places in every slab."""
     if not shape:
         return [((), ())]
@@ -103,16 +111,15 @@ def box(**changes: Any) -> dict[str, Any]:
     return {"file": FILE, "key": "model/w", "offset": [0, 0], "shape": [2, 3], "bytes": [100, 124], **changes}
 
 
-def index(**changes: Any) -> bytes:
+def one_index(**changes: Any) -> bytes:
     good = {"dtype": "F32", "shape": [2, 3], "boxes": [box()]}
     return json.dumps({"model": {"w": {**good, **changes}}, "optimizer": {}}).encode()
 
 
-def test_an_index_survives_its_own_format() -> None:
-    parsed = parse_index(index(boxes=[box(sha256="b" * 64)]), FILES)
-    assert parse_index(json.dumps(to_json(parsed)).encode(), FILES) == parsed
+def test_the_one_index_of_version_2_is_read() -> None:
+    parsed = parse_one_index(one_index(boxes=[box(sha256="b" * 64)]), FILES)
     (stored,) = parsed["model"]["w"].boxes
-    assert (stored.start, stored.stop, stored.sha256) == (100, 124, "b" * 64)
+    assert stored == StoredBox(file=FILE, offset=(0, 0), shape=(2, 3), start=100, stop=124, sha256="b" * 64)
 
 
 @pytest.mark.parametrize(
@@ -123,29 +130,77 @@ def test_an_index_survives_its_own_format() -> None:
         (b'{"model": {}, "optimizer": []}', "section optimizer is not an object"),
         (b'{"model": ' * 200_000, "nested too deeply"),
         (b"\xff", "not valid JSON"),
-        (index(dtype="F31"), "no valid dtype"),
-        (index(dtype=None), "no valid dtype"),
-        (index(shape=None), "no valid shape"),
-        (index(shape=[2, -3]), "no valid shape"),
-        (index(shape=[2, True]), "no valid shape"),
-        (index(shape=[0, 2**61, 2**61], boxes=[]), "no valid shape"),
-        (index(shape=[1] * 65), "no valid shape"),
-        (index(boxes=None), "no list of boxes"),
-        (index(boxes=[3]), "not an object"),
-        (index(boxes=[]), "do not fill its shape"),
-        (index(boxes=[box(), box()]), "each place once"),
-        (index(shape=[4, 3], boxes=[box(), box(offset=[1, 0])]), "each place once"),
-        (index(boxes=[box(offset=[0])]), "another number of dimensions"),
-        (index(boxes=[box(file="../shard-00000.safetensors")]), "no file of tensors of this checkpoint"),
-        (index(boxes=[box(file="/etc/passwd")]), "no file of tensors of this checkpoint"),
-        (index(boxes=[box(file="state.json")]), "no file of tensors of this checkpoint"),
-        (index(boxes=[box(file="shard-00001.safetensors")]), "no file of tensors of this checkpoint"),
-        (index(boxes=[box(key=None)]), "no valid key, offset, shape and bytes"),
-        (index(boxes=[box(bytes=[100])]), "no valid key, offset, shape and bytes"),
-        (index(boxes=[box(bytes=[-24, 0])]), "no valid key, offset, shape and bytes"),
-        (index(boxes=[box(bytes=[100, 123])]), "does not lie in bytes 100 to 123"),
-        (index(boxes=[box(bytes=[990, 1014])]), "does not lie in bytes 990 to 1014"),
-        (index(boxes=[box(sha256="x")]), "no valid SHA-256"),
+        (one_index(dtype="F31"), "no valid dtype"),
+        (one_index(dtype=None), "no valid dtype"),
+        (one_index(shape=None), "no valid shape"),
+        (one_index(shape=[2, -3]), "no valid shape"),
+        (one_index(shape=[2, True]), "no valid shape"),
+        (one_index(shape=[0, 2**61, 2**61], boxes=[]), "no valid shape"),
+        (one_index(shape=[1] * 65), "no valid shape"),
+        (one_index(boxes=None), "no list of boxes"),
+        (one_index(boxes=[3]), "not an object"),
+        (one_index(boxes=[]), "do not fill its shape"),
+        (one_index(boxes=[box(), box()]), "each place once"),
+        (one_index(shape=[4, 3], boxes=[box(), box(offset=[1, 0])]), "each place once"),
+        (one_index(boxes=[box(offset=[0])]), "another number of dimensions"),
+        (one_index(boxes=[box(file="../shard-00000.safetensors")]), "no file of tensors of this checkpoint"),
+        (one_index(boxes=[box(file="/etc/passwd")]), "no file of tensors of this checkpoint"),
+        (one_index(boxes=[box(file="state.json")]), "no file of tensors of this checkpoint"),
+        (one_index(boxes=[box(file="shard-00002.safetensors")]), "no file of tensors of this checkpoint"),
+        (one_index(boxes=[box(bytes=[100])]), "no valid offset, shape and bytes"),
+        (one_index(boxes=[box(bytes=[-24, 0])]), "no valid offset, shape and bytes"),
+        (one_index(boxes=[box(bytes=[100, 123])]), "does not lie in bytes 100 to 123"),
+        (one_index(boxes=[box(bytes=[990, 1014])]), "does not lie in bytes 990 to 1014"),
+        (one_index(boxes=[box(sha256="x")]), "no valid SHA-256"),
+    ],
+)
+def test_hostile_indexes_of_version_2_are_refused_in_words(data: bytes, words: str) -> None:
+    parse_one_index(one_index(), FILES)
+    with pytest.raises(ValueError, match=words):
+        parse_one_index(data, FILES)
+
+
+HALVES = [[0, [0, 0], [1, 3]], [1, [1, 0], [1, 3]]]
+
+
+def index(**changes: Any) -> bytes:
+    body = {"cuts": [HALVES, []], "model": {"w": ["F32", [2, 3], 0]}, "optimizer": {"w|m": ["BF16", [0, 3], 1]}}
+    return json.dumps({**body, **changes}).encode()
+
+
+def test_an_index_survives_its_own_format_and_names_each_way_of_cutting_once() -> None:
+    parsed = parse_index(index(model={"w": ["F32", [2, 3], 0], "tied": ["F32", [2, 3], 0, "w"]}), FILES)
+    assert parsed["model"]["w"].boxes == (Place(0, (0, 0), (1, 3)), Place(1, (1, 0), (1, 3)))
+    assert parsed["model"]["tied"] == parsed["model"]["w"]
+    again = index_json(parsed)
+    assert parse_index(again, FILES) == parsed
+    assert json.loads(again)["cuts"] == [HALVES, []]
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"[]", "sections model and optimizer"),
+        (index(local={}), "sections model and optimizer"),
+        (b'{"model": ' * 200_000, "nested too deeply"),
+        (b"\xff", "not valid JSON"),
+        (index(cuts={}), "not a list"),
+        (index(cuts=[3, []]), "not a list"),
+        (index(cuts=[[[0, [0, 0]]], []]), "not a rank, an offset and a shape"),
+        (index(cuts=[[[True, [0, 0], [1, 3]]], []]), "not a rank, an offset and a shape"),
+        (index(cuts=[[[-1, [0, 0], [1, 3]]], []]), "not a rank, an offset and a shape"),
+        (index(cuts=[[[2, [0, 0], [2, 3]]], []]), "no file of tensors of this checkpoint"),
+        (index(cuts=[HALVES[:1], []]), "do not fill its shape"),
+        (index(cuts=[[*HALVES, HALVES[0]], []]), "each place once"),
+        (index(model=[]), "section model is not an object"),
+        (index(model={"w": {}}), "not a type, a shape and a way of cutting"),
+        (index(model={"w": ["F31", [2, 3], 0]}), "no valid dtype"),
+        (index(model={"w": ["F32", [2, -3], 0]}), "no valid shape"),
+        (index(model={"w": ["F32", [2, 3], 2]}), "no valid way of cutting"),
+        (index(model={"w": ["F32", [2, 3], True]}), "no valid way of cutting"),
+        (index(model={"w": ["F32", [2, 3], 0, 7]}), "no valid way of cutting"),
+        (index(model={"w": ["F32", [2], 0]}), "another number of dimensions"),
+        (index(model={"w": ["F32", [2, 3], 0], "v": ["F32", [3, 3], 0]}), "the boxes of 'v' do not fill"),
     ],
 )
 def test_hostile_indexes_are_refused_in_words(data: bytes, words: str) -> None:
@@ -154,17 +209,49 @@ def test_hostile_indexes_are_refused_in_words(data: bytes, words: str) -> None:
         parse_index(data, FILES)
 
 
+def part(value: Any) -> bytes:
+    return json.dumps({"model": {"w": value}}).encode()
+
+
+def test_the_index_of_a_rank_survives_its_own_format() -> None:
+    parsed = parse_part(part(["F32", [2, 3], [[[1, 0], [1, 3], 100, "b" * 64]]]), 1, 112)
+    assert parse_part(part_json(parsed), 1, 112) == parsed
+    (stored,) = parsed["model"]["w"].boxes
+    file = "shard-00001.safetensors"
+    assert stored == StoredBox(file=file, offset=(1, 0), shape=(1, 3), start=100, stop=112, sha256="b" * 64)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"[]", "not an index of a rank"),
+        (b'{"others": {}}', "not an index of a rank"),
+        (b'{"model": []}', "section model is not an object"),
+        (part({}), "not a type, a shape and a list of boxes"),
+        (part(["F31", [2], []]), "no valid dtype"),
+        (part(["F32", [2], [3]]), "no offset, shape, first byte and SHA-256"),
+        (part(["F32", [2], [[[0], [2, 1], 0, "b" * 64]]]), "no valid offset, shape and first byte"),
+        (part(["F32", [2], [[[0], [2], -8, "b" * 64]]]), "no valid offset, shape and first byte"),
+        (part(["F32", [2], [[[0], [2], 0, None]]]), "no valid SHA-256"),
+        (part(["F32", [2], [[[0], [2], 993, "b" * 64]]]), "lies in bytes 993 to 1001 of a file of 1000"),
+    ],
+)
+def test_hostile_indexes_of_a_rank_are_refused_in_words(data: bytes, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        parse_part(data, 0, 1000)
+
+
 def test_the_digest_of_boxes_tells_values_names_and_cuts_apart() -> None:
-    def digest(name: str, values: float, places: list[Place]) -> str:
+    def digest(name: str, values: float, places: list[Spot]) -> str:
         boxes = [
             StoredBox(
-                file=FILE, key="k", offset=o, shape=s, start=0, stop=0, sha256=values_digest("k", torch.full(s, values))
+                file=FILE, offset=o, shape=s, start=0, stop=0, sha256=weights_digest({"k": torch.full(s, values)})
             )
             for o, s in places
         ]
         return boxes_digest({name: Entry(dtype=torch.float32, shape=(4,), boxes=tuple(boxes))})
 
-    halves: list[Place] = [((0,), (2,)), ((2,), (2,))]
+    halves: list[Spot] = [((0,), (2,)), ((2,), (2,))]
     assert digest("w", 1.0, halves) == digest("w", 1.0, halves[::-1])
     others = {digest("v", 1.0, halves), digest("w", 2.0, halves), digest("w", 1.0, [((0,), (4,))])}
     assert len({digest("w", 1.0, halves), *others}) == 4

@@ -299,7 +299,7 @@ GOOD_ENTRY = {"size_bytes": 1, "sha256": "a" * 64}
         (sealed(files=entries(**{"state.json": {"size_bytes": True, "sha256": "a" * 64}})), "valid size"),
         (sealed(files=entries(**{"state.json": {"size_bytes": 1, "sha256": "A" * 64}})), "valid size"),
         (sealed(files=entries(**{"state.json": None})), "valid size"),
-        (sealed(version=3), "format version 3, this stormo reads versions 1 and 2"),
+        (sealed(version=4), "format version 4, this stormo reads versions 1 to 3"),
         (sealed(version=True), "format version True"),
         (sealed(version=None), "format version None"),
         (sealed(format="other"), "not the manifest of a stormo checkpoint"),
@@ -436,23 +436,27 @@ def sharded(folder: Path) -> Path:
 
 def test_a_resealed_index_is_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = sharded(tmp_path)
-    index = json.loads((path / INDEX).read_bytes())
+    index, part = (json.loads((path / name).read_bytes()) for name in (INDEX, "index-00000.json"))
     assert torch.equal(load(path).model["a"], torch.ones(2))
-    boxes = [index[section][name]["boxes"][0] for section, name in (("model", "a"), ("optimizer", "a|momentum_buffer"))]
-    own = boxes[1]["bytes"]
-    boxes[1]["bytes"] = [position - 4 for position in boxes[0]["bytes"]]
-    reseal(path, INDEX, json.dumps(index).encode())
-    with pytest.raises(CorruptCheckpointError, match=r"index\.json: two of its boxes share bytes of shard-00000"):
+    (first,), (second,) = part["model"]["a"][2], part["optimizer"]["a|momentum_buffer"][2]
+    own = list(second)
+    second[2] = first[2] - 4
+    reseal(path, "index-00000.json", json.dumps(part).encode())
+    with pytest.raises(CorruptCheckpointError, match=r"index-00000\.json: two of its boxes share bytes of shard-00000"):
         load(path)
-    boxes[1]["bytes"] = boxes[0]["bytes"]
-    reseal(path, INDEX, json.dumps(index).encode())
-    with pytest.raises(CorruptCheckpointError, match=r"index\.json: .* shares its bytes"):
+    second[2] = first[2]
+    reseal(path, "index-00000.json", json.dumps(part).encode())
+    with pytest.raises(CorruptCheckpointError, match=r"index-00000\.json: .* shares its bytes"):
         load(path)
-    boxes[1]["bytes"] = own
-    boxes[0]["sha256"] = "0" * 64
-    reseal(path, INDEX, json.dumps(index).encode())
-    assert torch.equal(load(path).model["a"], torch.ones(2))  # whole, so the values' own sum holds
-    del index["model"]["a"]
+    second[:] = [*own[:3], "0" * 64]
+    reseal(path, "index-00000.json", json.dumps(part).encode())
+    with pytest.raises(CorruptCheckpointError, match=r"shard-00000\.safetensors: the SHA-256 of its bytes "):
+        load(path)
+    del part["optimizer"]["a|momentum_buffer"]
+    reseal(path, "index-00000.json", json.dumps(part).encode())
+    with pytest.raises(CorruptCheckpointError, match=r"index-00000\.json: it lacks the box of 'a\|momentum_buffer'"):
+        load(path)
+    index["optimizer"] = index["model"] = {}
     reseal(path, INDEX, json.dumps(index).encode())
     with pytest.raises(CorruptCheckpointError, match=r"index\.json: the digest of its weights"):
         load(path)
@@ -474,5 +478,7 @@ def test_hostile_manifests_of_shards_are_refused_in_words(changes: dict[str, Any
     files = dict.fromkeys((INDEX, "ranks.safetensors", STATE, "shard-00000.safetensors"), GOOD_ENTRY)
     good = {"version": 2, "digest_of": "values", "files": files}
     assert parse_manifest(sealed(**good)).version == 2
+    per_rank = dict.fromkeys((INDEX, STATE, "shard-00000.safetensors", "index-00000.json"), GOOD_ENTRY)
+    assert parse_manifest(sealed(version=3, digest_of="boxes", files=per_rank)).version == 3
     with pytest.raises(ValueError, match=words):
         parse_manifest(sealed(**{**good, **changes}))

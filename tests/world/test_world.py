@@ -13,7 +13,7 @@ import torch.distributed as dist
 from stormo.errors import SettingError
 from stormo.launch import alone
 from stormo.world.store import PeerFailedError, is_secondary
-from stormo.world.world import Vote, World
+from stormo.world.world import Vote, World, level_width
 from tests.tiny_task import listening_addresses
 
 Ranks = Callable[..., list[Any]]
@@ -72,6 +72,27 @@ def _tensors() -> dict[str, torch.Tensor]:
     made["scalar"] = torch.tensor(3.5)
     made["empty"] = torch.empty(0, 5)
     return made
+
+
+def _many_tensors(world: World) -> tuple[int, bool]:
+    messages, broadcast = list[int](), world.broadcast
+    world.broadcast = lambda tensor: (messages.append(tensor.nbytes), broadcast(tensor))[1]  # type: ignore[method-assign]
+    tensors = {str(number): torch.full((number % 3,), number, dtype=torch.int16) for number in range(1000)}
+    shared = world.share_tensors(tensors if world.is_main else None)
+    return len(messages), all(torch.equal(shared[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_thousand_small_tensors_travel_as_one_message(run_ranks: Ranks) -> None:
+    assert run_ranks(_many_tensors, 2) == [(3, True)] * 2  # the first two tell their names
+
+
+def _hand_out(world: World) -> bytes:
+    return world.hand_out((lambda rank: bytes([rank]) * (rank % 2 * 5)) if world.is_main else None)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_main_worker_hands_out_something_to_each(run_ranks: Ranks, size: int) -> None:
+    assert run_ranks(_hand_out, size) == [b"", b"\1" * 5, b""][:size]
 
 
 def _share_tensors(world: World) -> dict[str, tuple[str, list[int], bytes]]:
@@ -172,7 +193,7 @@ def test_a_second_fetch_is_not_harmed_by_a_first_that_failed(run_ranks: Ranks) -
 
 
 def _vote(world: World, lag: int) -> list[int]:
-    vote = Vote(world, lag)
+    vote = Vote(world, lag, world.levels(least_workers=4) if lag else None)
     for number in (0, 7, 3)[: lag + 1]:
         vote.cast(number * world.is_main)
     assert vote.drain() == (7 if lag else 0)  # what was cast is heard, and heard once
@@ -187,9 +208,28 @@ def _vote(world: World, lag: int) -> list[int]:
     return outcomes
 
 
-@pytest.mark.parametrize(("size", "lag"), [(1, 0), (2, 0), (4, 0), (3, 2)])
+@pytest.mark.parametrize(("size", "lag"), [(1, 0), (2, 0), (4, 0), (3, 2), (4, 1), (6, 2)])
 def test_all_workers_agree_on_a_signal_at_the_same_step(run_ranks: Ranks, size: int, lag: int) -> None:
     assert run_ranks(_vote, size, lag) == [[0] * lag + [0, 0, 0, 15, 10, 0][: 6 - lag]] * size
+
+
+def _totals(world: World) -> list[float]:
+    vote, totals = Vote(world, 1, world.levels(least_workers=4)), list[float]()
+    for step in range(4):
+        vote.cast(0, 10.0**step * (1 + world.rank))
+        totals.append(vote.total())
+    return totals
+
+
+def test_a_sum_in_two_levels_is_that_of_all_workers_one_cast_later(run_ranks: Ranks) -> None:
+    assert run_ranks(_totals, 4) == [[0.0, 10.0, 100.0, 1000.0]] * 4
+
+
+def test_the_messages_of_a_vote_grow_with_the_square_root_of_the_workers() -> None:
+    assert [level_width(size) for size in (128, 1000, 1024, 2048, 1009)] == [8, 25, 32, 32, 1]
+    for size in (1000, 2048):
+        width = level_width(size)
+        assert 2 * (width - 1) + 2 * (size // width - 1) < 5 * size**0.5  # of 2 * (size - 1) around one ring
 
 
 # --- the group --------------------------------------------------------------------------------------------------------
