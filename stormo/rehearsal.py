@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from stormo.checkpoint import collect_random_state, restore_random_state
+from stormo.checkpoint.tensors import DTYPE_NAMES
 from stormo.data.batches import batch_length, cut, tensors_in
 from stormo.data.loaders import Batch, Loader, Share
 from stormo.errors import SettingError, counted
@@ -103,6 +104,7 @@ def rehearse(
             `rehearse_lone_samples`.
     """
     task, look = strategy.task, _FirstLook(strategy, may_diverge=may_diverge)
+    _check_types(strategy)
     # torch's own words on what is explained below
     warnings.filterwarnings("ignore", "Got pickle error when attempting to start")
     share, random_state = loader.share, collect_random_state()
@@ -124,6 +126,19 @@ def rehearse(
         loader.share = share
         restore_random_state(*random_state)
     return look.steps
+
+
+def _check_types(strategy: Strategy) -> None:
+    """Refuse a model that could be trained and not be saved."""
+    for name, tensor in (*((part.name, part.local) for part in strategy.parts()), *strategy.named_buffers()):
+        if tensor.dtype not in DTYPE_NAMES:
+            raise SettingError(
+                f"{type(strategy.task).__name__}.model() has {name} of type {str(tensor.dtype).removeprefix('torch.')}",
+                "a checkpoint cannot hold that type",
+                "make it complex64, or keep real and imaginary parts in one tensor (torch.view_as_real)"
+                if tensor.is_complex()
+                else "make it of another type",
+            )
 
 
 def _try_largest(strategy: Strategy, loader: Loader, largest: Share) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from stormo.errors import SettingError
+from stormo.launch import alone
 from stormo.metrics import Validation
 from stormo.progress import Progress
 from stormo.rehearsal import Steps, _leaves_one, rehearse, rehearse_lone_samples
@@ -151,6 +152,33 @@ def test_a_parameter_without_a_gradient_is_refused_unless_the_task_allows_it(run
     alone, two = run_ranks(_unused_allowed, 1)[0], run_ranks(_unused_allowed, 2)[0]
     assert two == pytest.approx(alone, rel=1e-5)
     assert two[-1] < two[0]
+
+
+class Waves(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.wave, self.last = nn.Parameter(torch.ones(8, dtype=dtype)), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last((x * self.wave).abs().to(x.dtype))  # type: ignore[no-any-return]
+
+
+class Complex(Tiny):
+    dtype = torch.complex64
+
+    def model(self) -> nn.Module:
+        return Waves(self.dtype)
+
+
+class WideComplex(Complex):
+    dtype = torch.complex128
+
+
+def test_a_type_that_no_checkpoint_can_hold_is_refused_before_training() -> None:
+    world = World(alone(), torch.device("cpu"))
+    _rehearse(build(world, task_class=Complex))
+    with pytest.raises(SettingError, match=r"WideComplex.model\(\) has wave of type complex128, but a checkpoint"):
+        _rehearse(build(world, task_class=WideComplex))
 
 
 class NotANumber(Tiny):

@@ -1,8 +1,8 @@
 """What `Task.metrics` returns: sums over samples, means over other items with their counts, and objects that keep a
 state of their own, such as torchmetrics'.
 
-Sums are added by `stormo.metrics`. An object's state is gathered here, whole: torchmetrics' own exchange waits for
-ever for a worker that has had fewer batches than another.
+Sums are added by `stormo.metrics`. An object's state is gathered here: torchmetrics' own exchange takes states of any
+length, but fails where a worker has had no batch at all, and counts workers that share their samples several times.
 """
 
 from __future__ import annotations
