@@ -18,6 +18,7 @@ from stormo.hardware import visible_gpus
 from stormo.hosts import hosts_of, on_hosts, start_on_hosts
 from stormo.launch import Place, alone, open_lifeline, run_node
 from stormo.launch.lifeline import die_with_parent
+from stormo.launch.local import hush_tracker
 from stormo.launch.restarts import run_with_restarts
 from stormo.launch.torchrun import note_failure
 from stormo.layout import Layout, resolve_layout
@@ -158,6 +159,7 @@ def _work(config: TrainConfig, layout: Layout, task: Task, place: Place) -> int:
     """Be a worker; whatever goes wrong is told to the others before this process ends."""
     if place.launcher == "torchrun":
         die_with_parent()  # nobody else would end it
+    hush_tracker(os.environ)
     # Taken up before torch is imported where it can be: an agent wants signs of life from the start.
     lifeline = open_lifeline(place) if place.launcher in ("local", "alone") else None
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's sockets warn of every name they cannot look up

@@ -16,6 +16,7 @@ CHANNEL_FD = "STORMO_CHANNEL_FD"  # one end of a socket pair to the agent of the
 # socket, bound and listening at STORE_PORT; MASTER_PORT is left to a script that opens torch's own.
 STORE_FD = "STORMO_STORE_FD"
 STORE_PORT = "STORMO_STORE_PORT"
+_TRACKER = "ignore:resource_tracker"  # how its warning begins
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +104,7 @@ def environment(
         # Their output goes through a pipe; what a rank printed before it was killed should not die with it.
         variables.setdefault("PYTHONUNBUFFERED", "1")
     settle_hashes(variables)
+    hush_tracker(variables)
     # Every worker would otherwise start as many threads as there are cores.
     variables.setdefault("OMP_NUM_THREADS", str(max(1, num_cores // node.num_workers)))
     return variables
@@ -112,6 +114,13 @@ def settle_hashes(environ: MutableMapping[str, str]) -> None:
     """Have sets of strings in the same order in all workers and at every start, unless the user says otherwise."""
     if not environ.get("PYTHONHASHSEED"):  # empty means any, too
         environ["PYTHONHASHSEED"] = "0"
+
+
+def hush_tracker(environ: MutableMapping[str, str]) -> None:
+    """Let multiprocessing's tracker remove, without a warning, what a killed worker and its loaders have shared."""
+    known = environ.get("PYTHONWARNINGS", "")
+    if _TRACKER not in known:
+        environ["PYTHONWARNINGS"] = f"{known},{_TRACKER}" if known else _TRACKER
 
 
 def detect(environ: Mapping[str, str]) -> bool:

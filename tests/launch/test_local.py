@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -22,6 +25,17 @@ def told(node: Node, local_rank: int, environ: dict[str, str] | None = None, **m
         **more,
     }
     return local.environment(node, local_rank, environ=environ or {}, **settings)
+
+
+def test_the_tracker_of_shared_memory_is_quiet_and_the_users_own_filters_stay() -> None:
+    environ = told(Node(num_workers=1), 0, {"PYTHONWARNINGS": "error"})
+    assert environ["PYTHONWARNINGS"] == "error,ignore:resource_tracker"
+    assert told(Node(num_workers=1), 0, environ)["PYTHONWARNINGS"] == "error,ignore:resource_tracker"
+    warn = "import warnings; warnings.warn('resource_tracker: There appear to be 28 leaked semaphore objects')"
+    done = subprocess.run(
+        [sys.executable, "-c", warn], env=os.environ | environ, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("local_rank", range(3))

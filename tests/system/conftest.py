@@ -72,7 +72,7 @@ def hosts(need: Need, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tupl
     made: list[Host] = []
     try:
         for name, address in both.items():
-            names = both | {name: "127.0.1.1"}
+            names = both | {name: "127.0.1.1", f"{name}-net": address}
             made.append(Host(switch, name, address, hosts_file(names), folder / name))
         yield made[0], made[1]
     finally:

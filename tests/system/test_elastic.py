@@ -97,16 +97,20 @@ def test_nodes_come_and_go_under_torchrun_and_no_second_run_begins(
     hosts: Hosts, train: Train, hold: Path, local_digests: Callable[[int], Digests]
 ) -> None:
     quick = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=5"
-    meeting = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "10.99.0.1:29500", "--rdzv-id", "a", "--rdzv-conf", quick)
-    torchrun = (PYTHON, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1", *meeting)
+    meeting = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "10.99.0.1:29500", "--rdzv-id", "a", "--max-restarts", "1")
     words = held(train, hold, *BATCH)
     named = words.index("--run-name")
-    command = (*torchrun, "--max-restarts", "1", "-m", "stormo", "train", *words[:named], *words[named + 2 :])
+    words[named : named + 2] = []
+
+    def torchrun(conf: str) -> list[str]:
+        nodes = ("--nnodes", "1:2", "--nproc-per-node", "1", *meeting, "--rdzv-conf", conf)
+        return [PYTHON, "-m", "torch.distributed.run", *nodes, "-m", "stormo", "train", *words]
+
     # Without it, torch tells a node that comes nothing of those that stay, and all wait for one another.
     fresh = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **FINDS_TASK}
-    stays = hosts[0].start(*command, **fresh)
+    stays = hosts[0].start(*torchrun(f"{quick},is_host=true"), **fresh)  # its name leads to loopback on itself
     stays.wait_for("1 = 1 node × 1 CPU process")
-    leaves = hosts[1].start(*command, **fresh)
+    leaves = hosts[1].start(*torchrun(quick), **fresh)
     stays.wait_for("2 = 2 nodes × 1 CPU process")
     (run,) = train.folder.iterdir()
     wait_until(is_training(run), ENDS_WITHIN_S, "no step was made")
