@@ -403,11 +403,13 @@ def _entry_in_open_store(folder: Path, stranger: Stranger) -> Verdict:
         keys = {
             f"stormo/{room}/node/{number}/{node}" for room in ("world", "words") for number in (1, 2) for node in (0, 1)
         }
+        done = folder / "done"
         _wait_for(lambda: job.has_ended() or len(job.ports()) > 1)
         ports = [port for port in job.ports() if port != address]
         for port in ports[:1]:
-            stranger.begins(strangers.write_soon, port, dict.fromkeys(keys, words), 5.0, 15.0)
+            stranger.begins(strangers.write_often, port, dict.fromkeys(keys, words), _STARTS_WITHIN_S, str(done))
         _wait_for(lambda: job.has_ended() or job.num_steps())
+        done.touch()
         if not job.has_ended():
             job.processes[0].terminate()
             job.processes[1].terminate()
@@ -435,7 +437,7 @@ def _under_torchrun(folder: Path, stranger: Stranger) -> list[Verdict]:
     with _job(folder, [[*torchrun, "-m", "stormo", *_train()[3:]]]) as job:
         done, lines = folder / "done", [_CHALLENGE, '{"type":"proof","code":"CODE"}\n']
         said = stranger.begins(strangers.listen, squatter, lines, _STARTS_WITHIN_S, str(done))
-        stranger.begins(strangers.write_soon, address, where, 60.0, 0.0)
+        stranger.begins(strangers.write_once, address, where, _STARTS_WITHIN_S)
         job.suffers(
             "torchrun: rank 0 is said to be elsewhere", lambda: _wait_for(lambda: job.num_steps() or job.has_ended())
         )

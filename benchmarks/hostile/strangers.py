@@ -120,19 +120,28 @@ def _sized(words: bytes) -> bytes:
     return struct.pack("<Q", len(words)) + words
 
 
-def write_soon(address: Address, values: dict[str, bytes], within_s: float, for_s: float) -> int:
-    """Wait until something listens, then write again and again for some seconds, over one connection."""
-    deadline, done = time.monotonic() + within_s, 0
+def write_once(address: Address, values: dict[str, bytes], within_s: float) -> int:
+    """Write keys into a TCPStore as soon as it is there."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        if done := write_to_store([address], values):
+            return done
+        time.sleep(0.02)
+    return 0
+
+
+def write_often(address: Address, values: dict[str, bytes], seconds: float, until: str) -> int:
+    """Write keys into a TCPStore as soon as it is there, again and again until a file is."""
+    deadline, done = time.monotonic() + seconds, 0
     words = b"".join(_SET + _sized(b"/" + key.encode()) + _sized(value) for key, value in values.items())
-    while time.monotonic() < deadline and not done:
-        with contextlib.suppress(OSError), socket.create_connection(address, timeout=1.0) as stranger:
+    while time.monotonic() < deadline and not Path(until).exists():
+        with contextlib.suppress(OSError), socket.create_connection(address, timeout=0.5) as stranger:
             stranger.sendall(_TCP_STORE)
-            until = time.monotonic() + for_s
-            while not done or time.monotonic() < until:
+            while time.monotonic() < deadline and not Path(until).exists():
                 stranger.sendall(words)
                 done += 1
                 time.sleep(0.002)
-        time.sleep(0.05)
+        time.sleep(0.02)
     return done
 
 
@@ -144,8 +153,8 @@ def open_private(pids: Sequence[int], names: Sequence[str]) -> list[str]:
             *(Path(f"/proc/{pid}/{name}") for name in names),
             *(Path(f"/proc/{pid}/fd/{n}") for n in range(64)),
         ):
-            with contextlib.suppress(OSError), path.open("rb") as file:
-                file.read(1)
+            with contextlib.suppress(OSError):
+                os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
                 found.append(str(path))
     return found
 
