@@ -260,7 +260,7 @@ def _of_nodes() -> Iterator[Case]:
         "waiting_s": {"input": 0.1},
     }
     changes: list[tuple[str, dict[str, Any]]] = [
-        *((key, {**start, key: wrong}) for key, value in start.items() for _, wrong in _wrong(value)),
+        *((f"{key} {name}", {**start, key: wrong}) for key, value in start.items() for name, wrong in _wrong(value)),
         ("num_nodes a billion", {**start, "num_nodes": 10**9}),
         ("num_nodes 10**18", {**start, "num_nodes": 10**18}),
         ("num_nodes negative", {**start, "num_nodes": -5}),
