@@ -260,7 +260,7 @@ def _of_nodes() -> Iterator[Case]:
         "waiting_s": {"input": 0.1},
     }
     changes: list[tuple[str, dict[str, Any]]] = [
-        *((key, {**start, key: wrong}) for key, value in start.items() for _, wrong in _wrong(value)),
+        *((f"{key} {name}", {**start, key: wrong}) for key, value in start.items() for name, wrong in _wrong(value)),
         ("num_nodes a billion", {**start, "num_nodes": 10**9}),
         ("num_nodes 10**18", {**start, "num_nodes": 10**18}),
         ("num_nodes negative", {**start, "num_nodes": -5}),
@@ -825,6 +825,8 @@ def _become(place: Place, verb: str, output: Path, terminal: int | None) -> None
         with output.open("wb") as file:
             os.dup2(file.fileno() if terminal is None else terminal, 1)
             os.dup2(file.fileno() if terminal is None else terminal, 2)
+        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
         used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used_bytes + 2 * _MEMORY_BYTES,) * 2)
         if victim() != os.geteuid():

@@ -29,7 +29,9 @@ def check_folder(study: Study) -> None:
 
 def open_folder(study: Study) -> None:
     """Make the folder, and keep what the study is."""
-    (study.output / "logs").mkdir(mode=0o700, parents=True, exist_ok=True)
+    study.output.parent.mkdir(parents=True, exist_ok=True)
+    study.output.mkdir(mode=0o700, exist_ok=True)
+    (study.output / "logs").mkdir(mode=0o700, exist_ok=True)
     before = _before(study)
     if before is None or _SETTINGS not in before:
         write_json(_path(study), study.identity())
