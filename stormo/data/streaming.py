@@ -25,7 +25,6 @@ from stormo.errors import SettingError
 
 Tag = TypeVar("Tag")
 Key = tuple[int, int]  # a sample and the seed of its own randomness
-_NUM_COMPARED = 2  # samples that are read twice, to see whether they depend on the seed
 
 
 def stream(
@@ -136,8 +135,8 @@ class Seeded(Travels, Dataset[Any]):
     """Reads every sample as if all generators were seeded for it: a data set's own randomness depends on the position.
 
     Seeding takes longer than many a sample. It is left out as long as reading draws nothing, which is looked at twice:
-    the first samples are the same under two seeds, and a batch leaves the generators where they were. Where one has
-    moved them it is read again with seeds, and so is every batch from then on.
+    the first sample is the same under two seeds, and a batch leaves the generators where they were. Where one has
+    moved them it is read again with seeds, and every batch from then on is read so.
     """
 
     def __init__(self, data: Dataset[Any]) -> None:
@@ -151,7 +150,10 @@ class Seeded(Travels, Dataset[Any]):
     def __getitems__(self, keys: list[Key]) -> list[Any]:
         """The samples of a batch."""
         if self.draws and self._needs_seeds is None:
-            self._needs_seeds = self._depends_on_seeds(keys[:_NUM_COMPARED])
+            samples = self._read_seeded(keys)
+            index, seed = keys[0]
+            self._needs_seeds = not are_same(samples[:1], self._read_seeded([(index, seed ^ 1)]))
+            return samples
         if self._needs_seeds:
             return self._read_seeded(keys)
         before = host_states() if self.draws else None
@@ -169,10 +171,6 @@ class Seeded(Travels, Dataset[Any]):
                 seed_host(seed)
                 samples.append(read_one(self.data, index))
         return samples
-
-    def _depends_on_seeds(self, keys: list[Key]) -> bool:
-        others = [(index, seed ^ 1) for index, seed in keys]
-        return not are_same(self._read_seeded(keys), self._read_seeded(others))
 
 
 def read(data: Any, indices: list[int]) -> list[Any]:

@@ -84,8 +84,9 @@ def check_data(owner: object, method: str, data: Any) -> Any:
         )
     if is_stream(data):
         return data
-    lacking = [name for name in ("__len__", "__getitem__") if not hasattr(data, name)]
-    if isinstance(data, Dataset) and type(data).__getitem__ is Dataset.__getitem__:
+    lacking = [] if hasattr(data, "__len__") else ["__len__"]
+    own = getattr(data if isinstance(data, type) else type(data), "__getitem__", Dataset.__getitem__)
+    if own is Dataset.__getitem__ and not hasattr(data, "__getitems__"):  # which reads many at once
         lacking.append("__getitem__")
     if isinstance(data, type) or lacking:
         raise SettingError(

@@ -7,11 +7,35 @@ import random
 import numpy
 import torch
 
-from stormo.data.generators import generators_kept, host_states, seed_host, set_host_states
+from stormo.data.generators import generators_kept, host_states, same_states, seed_host, set_host_states
 
 
 def _draw() -> list[float]:
     return [float(torch.rand(())), random.random(), float(numpy.random.rand()), float(numpy.random.randn())]
+
+
+def test_the_state_of_numpy_is_what_numpy_tells() -> None:
+    with generators_kept():
+        for draw in (numpy.random.rand, numpy.random.randn, numpy.random.randn, numpy.random.rand):
+            draw()
+            for _ in range(2):  # told, and then seen
+                found, told = host_states()[2], numpy.random.get_state()
+                assert found[2:] == told[2:]
+                assert numpy.array_equal(found[1], told[1])
+
+
+def test_one_number_that_was_drawn_is_seen() -> None:
+    draws = (lambda: torch.rand(()), random.random, numpy.random.rand, numpy.random.randn, numpy.random.randn)
+    with generators_kept():
+        seed_host(1)
+        for draw in draws:  # the last takes a number that was drawn ahead
+            before = host_states()
+            assert same_states(before, host_states())
+            draw()
+            assert not same_states(before, host_states())
+            set_host_states(before)
+            assert same_states(before, host_states())
+            draw()
 
 
 def test_a_seed_and_a_state_both_lead_back() -> None:

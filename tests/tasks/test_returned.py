@@ -30,6 +30,14 @@ class Empty(Dataset[int]):
         return 3
 
 
+class AtOnce(Dataset[int]):
+    def __len__(self) -> int:
+        return 3
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return indices
+
+
 class Endless(Dataset[int]):
     def __getitem__(self, index: int) -> int:
         return index
@@ -49,6 +57,7 @@ def test_a_model_of_which_some_part_is_trained_passes() -> None:
         np.ones((3, 2)),
         range(4),
         Stream(),
+        AtOnce(),
     ],
 )
 def test_whatever_gives_samples_is_a_data_set(data: Any) -> None:
