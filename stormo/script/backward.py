@@ -80,9 +80,10 @@ class Backward:
         for group in groups:
             group.begin_backward()
         is_last = not more and (given is None or given.is_last)
-        what = self._described(is_last=is_last, is_sum=reduction == "sum")
+        site = call_site()
+        what = self._described(site, is_last=is_last, is_sum=reduction == "sum")
         if giver is not None and count is None and reduction is None:
-            self._look(loss, giver, what)
+            self._look(loss, giver, site, what)
         weight = self._weight(giver, count, what, is_sum=reduction == "sum")
         try:
             before = None
@@ -154,16 +155,16 @@ class Backward:
             )
         return givers[-1] if givers else None
 
-    def _described(self, *, is_last: bool, is_sum: bool) -> str:
-        what = f"world.backward in {call_site()}" + (", a sum" if is_sum else "")
+    def _described(self, site: str, *, is_last: bool, is_sum: bool) -> str:
+        what = f"world.backward in {site}" + (", a sum" if is_sum else "")
         what += "" if is_last else ", not the last of a step"
         return what + "".join(
             f", over {group.exchange.signature}" for group in self._loop.groups if self._loop.world.size > 1
         )
 
-    def _look(self, loss: Tensor, giver: Giver, what: str) -> None:
+    def _look(self, loss: Tensor, giver: Giver, site: str, what: str) -> None:
         """Refuse, the first times at a line, a sum that would be taken for a mean; tell of means over other things."""
-        size, site = self._loop.world.size, call_site()
+        size = self._loop.world.size
         num_looks = self._num_looks[site] = self._num_looks.get(site, 0) + 1
         if (size == 1 and giver.accumulate == 1) or num_looks > _NUM_LOOKS:
             return
