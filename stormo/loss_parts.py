@@ -34,6 +34,7 @@ from stormo.tasks.task import Task
 _ROUNDING = {torch.float64: 1e-11, torch.float32: 1e-5}
 _ROUNDING_OF_HALVES = 2e-2
 _MOST_SAMPLES = 32  # that are looked at: many take time, and are more alike in their parts
+_MOST_BYTES = 2**20  # of a tensor of the task that a loss may change
 _MUCH = 0.05  # by which a loss or an output differs for another reason than rounding
 
 
@@ -210,7 +211,7 @@ def _rows(outputs: list[Any], length: int) -> tuple[Tensor, Tensor] | None:
 
 @contextmanager
 def _task_kept(task: Task) -> Iterator[None]:
-    """Afterwards the task has what it had: numbers, small containers, tensors, metrics and buffers of its modules."""
+    """Afterwards the task has what it had: numbers, containers, small tensors, metrics and buffers of its modules."""
     attributes = {name: value for name, value in vars(task).items() if name != "_datasets"}
     contents = {name: _copied(value) for name, value in attributes.items()}
     metrics = [(metric, copy.deepcopy(metric.__dict__)) for metric in held_metrics(task)]
@@ -219,11 +220,12 @@ def _task_kept(task: Task) -> Iterator[None]:
     try:
         yield
     finally:
-        for name in [name for name in vars(task) if name not in attributes and name != "_datasets"]:
-            delattr(task, name)
+        for name in vars(task).keys() - attributes.keys() - {"_datasets"}:
+            del vars(task)[name]
+        vars(task).update(attributes)
         for name, value in attributes.items():
-            setattr(task, name, value)
-            _put_back(value, contents[name])
+            if contents[name] is not None:
+                _put_back(value, contents[name])
         for metric, state in metrics:
             metric.__dict__.update(state)
         for buffer, before in buffers:
@@ -231,9 +233,9 @@ def _task_kept(task: Task) -> Iterator[None]:
 
 
 def _copied(value: Any) -> Any:
-    """What a container or a tensor holds; None for others, which are not looked into."""
+    """What a container or a tensor holds; None for others, which are not looked into, and for data sets in tensors."""
     if isinstance(value, Tensor):
-        return value.detach().clone()
+        return value.detach().clone() if value.nbytes <= _MOST_BYTES else None
     return copy.copy(value) if isinstance(value, list | dict | set | deque) else None
 
 

@@ -90,8 +90,9 @@ class Tiny(Task):
         return x + 0.01 * (draws.sum(dim=1, keepdim=True) - 1.0), y
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        self.num_calls += 1
-        _fail_if_due(self.num_calls)
+        if torch.is_grad_enabled():  # not where its parts are compared
+            self.num_calls += 1
+            _fail_if_due(self.num_calls)
         x, y = batch
         _fill_memory(len(x))
         return cross_entropy(model(x.to(torch.get_default_dtype())), y)
