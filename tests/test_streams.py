@@ -197,6 +197,8 @@ def _rates(world: World) -> Any:
     strategy.warm_up(parts.loader)
     seen = []
     for rate in (0.004, 0.0):
+        for parameter in strategy.module.parameters():
+            parameter.grad = torch.zeros_like(parameter)
         strategy.step(rate)
         seen.append([group["lr"] for group in strategy.optimizer.param_groups])
     steps(parts, 3)

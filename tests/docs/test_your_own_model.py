@@ -28,7 +28,7 @@ AS_TYPED = ["run", "resumable.py"]
 
 def test_no_block_is_left_out() -> None:
     assert PAGE.count("```") == 2 * (len(FILES) + len(re.findall(r"```console", PAGE)))
-    assert len(COMMANDS) == 11
+    assert len(COMMANDS) == 12
     assert sum(command.split()[1:3] == AS_TYPED for command, _ in COMMANDS) == 1
 
 

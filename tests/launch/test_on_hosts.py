@@ -96,7 +96,7 @@ def test_a_file_that_names_the_launcher_does_not_start_it_again_on_the_hosts(
 def test_a_dry_run_counts_the_hosts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("n1 slots=3\nn2 slots=3\n")
     assert main(["train", "--launcher", "ssh", "--hostfile", "hosts", "--device", "cpu", "--dry-run"]) == 0
-    assert capsys.readouterr().out.startswith("workers        6 = 2 nodes × 3 CPU processes (as set; ")
+    assert "\nworkers        6 = 2 nodes × 3 CPU processes (as set; " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
