@@ -6,10 +6,8 @@ import gc
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -22,8 +20,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# The key of the jobs that tests start is not the user's own.
-os.environ["XDG_CONFIG_HOME"] = str(Path(tempfile.gettempdir()) / f"stormo-tests-{os.getuid()}")
 MOST_S = 300.0  # for a test, and for what it needs: one that waits for ever fails by name, and the others go on
 
 

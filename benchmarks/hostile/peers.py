@@ -218,7 +218,7 @@ def run(folder: Path) -> list[Verdict]:
 @contextmanager
 def _job(folder: Path, commands: Sequence[Sequence[str]], **environ: str) -> Iterator[Job]:
     """Start the commands of one job; nothing of it outlives the block."""
-    job = Job(folder, one_thread({"XDG_CONFIG_HOME": str(folder / "config"), **environ}))
+    job = Job(folder, one_thread({"HOME": str(folder / "home"), **environ}))
     job.precious.mkdir(exist_ok=True)
     try:
         for command in commands:
@@ -502,13 +502,13 @@ def _folders_made_first(folder: Path) -> list[Verdict]:
     (folder / "no_home").touch()
     for path in (taken / f"stormo-{os.geteuid()}", taken / f"stormo-{os.geteuid()}" / "secret"):
         os.chown(path, NOBODY, NOBODY)
-    environ = {"TMPDIR": str(taken), "XDG_CONFIG_HOME": str(folder / "no_home")}
+    environ = {"TMPDIR": str(taken), "HOME": str(folder / "no_home")}
     verdicts.append(_refused(folder, "a folder for the key", _node(0, address), "STORMO_SECRET", **environ))
-    home = folder / "readable"
-    (home / "stormo").mkdir(parents=True)
-    (home / "stormo" / "secret").write_bytes(secrets.token_bytes(32))
-    (home / "stormo" / "secret").chmod(0o644)
-    environ = {"XDG_CONFIG_HOME": str(home)}
+    key = folder / "readable" / ".config" / "stormo" / "secret"
+    key.parent.mkdir(parents=True)
+    key.write_bytes(secrets.token_bytes(32))
+    key.chmod(0o644)
+    environ = {"HOME": str(folder / "readable")}
     verdicts.append(_refused(folder, "a key that all can read", _node(0, address), "STORMO_SECRET", **environ))
     data, near = _staging(folder)
     root = near / f"stormo-staged-{os.geteuid()}"

@@ -79,10 +79,12 @@ def _user_key(environ: Mapping[str, str]) -> bytes:
 
 
 def _home_folder(environ: Mapping[str, str]) -> Path | None:
-    """stormo's folder among this user's settings; None where it cannot be written to."""
-    named = environ.get("XDG_CONFIG_HOME") or "~/.config"
+    """stormo's folder among this user's settings; None where it cannot be written to.
+
+    Always the same place: XDG_CONFIG_HOME may be set in a shell and not in what ssh or mpirun starts.
+    """
     with contextlib.suppress(OSError, RuntimeError):  # no such home
-        folder = Path(named).expanduser() / "stormo"
+        folder = Path(environ.get("HOME") or Path.home()) / ".config" / "stormo"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if (folder / "secret").exists() or os.access(folder, os.W_OK | os.X_OK):
             return folder

@@ -16,11 +16,11 @@ NOBODY = 65534
 
 @pytest.fixture
 def home(tmp_path: Path) -> dict[str, str]:
-    return {"XDG_CONFIG_HOME": str(tmp_path / "config")}
+    return {"HOME": str(tmp_path / "home")}
 
 
 def key_file(home: dict[str, str]) -> Path:
-    return Path(home["XDG_CONFIG_HOME"]) / "stormo" / "secret"
+    return Path(home["HOME"]) / ".config" / "stormo" / "secret"
 
 
 def test_the_first_job_makes_a_key_that_only_its_user_can_read(home: dict[str, str]) -> None:
@@ -44,7 +44,7 @@ def test_ranks_that_start_together_get_the_same_key(home: dict[str, str]) -> Non
 
 
 def test_a_secret_of_the_users_own_needs_no_home(tmp_path: Path) -> None:
-    environ = {"XDG_CONFIG_HOME": str(tmp_path), VARIABLE: new_secret()}
+    environ = {"HOME": str(tmp_path), VARIABLE: new_secret()}
     assert job_secret(environ, 1) == job_secret({VARIABLE: environ[VARIABLE]}, 1)
     assert list(tmp_path.iterdir()) == []
 
@@ -92,7 +92,7 @@ def test_a_key_that_others_may_have_made_or_read_is_refused(home: dict[str, str]
 def homeless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, str], Path]:
     (tmp_path / "file").touch()  # no folder can be made below it, whoever this is
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    return {"XDG_CONFIG_HOME": str(tmp_path / "file")}, tmp_path / f"stormo-{os.geteuid()}"
+    return {"HOME": str(tmp_path / "file")}, tmp_path / f"stormo-{os.geteuid()}"
 
 
 def test_without_a_home_the_key_lies_in_a_private_folder_of_this_host(homeless: tuple[dict[str, str], Path]) -> None:
