@@ -47,7 +47,7 @@ def own_optimizer(make: Callable[[nn.Module], Any], model: nn.Module) -> Optimiz
             "the schedule multiplies them, and the first is the one that is reported",
             "set lr above 0 in the first group, and not below 0 in the others",
         )
-    if _is_scheduled(optimizer):
+    if is_scheduled(optimizer):
         raise _scheduled(f"{said} with a learning-rate scheduler")
     for name in left_out(optimizer, model):
         # Never stepped: its gradients would only add up and count when clipped.
@@ -74,7 +74,7 @@ def check_rates(optimizer: Optimizer, rates: Sequence[float]) -> None:
         optimizer: about to be stepped.
         rates: what stormo has set, or found, in each group.
     """
-    if _is_scheduled(optimizer):
+    if is_scheduled(optimizer):
         raise _scheduled(f"a learning-rate scheduler was made for the task's {type(optimizer).__name__}")
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         if group.get("lr", 0.0) != rate:
@@ -84,7 +84,7 @@ def check_rates(optimizer: Optimizer, rates: Sequence[float]) -> None:
             )
 
 
-def _is_scheduled(optimizer: Optimizer) -> bool:
+def is_scheduled(optimizer: Optimizer) -> bool:
     """Whether a scheduler of torch has been made for it.
 
     A scheduler marks the `step` of its optimizer. The key `initial_lr` tells less: a state that was saved with a

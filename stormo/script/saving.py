@@ -139,6 +139,7 @@ def _require_whole(loop: Loop) -> None:
             "call it after the inner loop",
         )
     for group in loop.groups:
+        group.require_wrapped("world.save() was called")
         if group.is_trained:
             group.require_optimizer("world.save() was called")
 

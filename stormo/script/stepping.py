@@ -7,8 +7,10 @@ and loss scalers made before or after find them.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from enum import Enum
+from traceback import walk_stack
 from types import MethodType
 from typing import Any
 
@@ -18,10 +20,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from stormo.errors import SettingError
+from stormo.optim.own import is_scheduled
 from stormo.script.loop import Loop
 from stormo.script.refusals import check_metric
 from stormo.strategies.buckets import is_summed
 from stormo.strategies.exchange import GradientExchange
+
+_MOST_FRAMES = 12  # between a step and the loss scaler that calls for it: torch's wrappers and ours
 
 
 class Stage(Enum):
@@ -86,6 +91,7 @@ class Stepper:
             return self._take(inner, self._closure(closure), *args[1:], **rest)
         if self._loop.is_partial:
             self._group.require_last("optimizer.step()")
+            self._group.require_wrapped("optimizer.step() was called between the micro-batches of a step")
             self._group.require_untouched()
             return None
         self._require_ready()
@@ -273,6 +279,23 @@ class Group:
                 "pass it along: world.wrap(model, optimizer)",
             )
 
+    def require_wrapped(self, what: str) -> None:
+        """Refuse a scheduler or a loss scaler that would act on every micro-batch, or be missing in a save."""
+        known = [other.optimizer for other in self.others if hasattr(other, "optimizer")]
+        for optimizer in self.optimizers:
+            if is_scheduled(optimizer) and not any(each is optimizer for each in known):
+                raise SettingError(
+                    what,
+                    "a scheduler of the optimizer was not passed to world.wrap(), so it is not saved or kept in step",
+                    "pass it along: world.wrap(model, optimizer, scheduler), or world.wrap(scheduler) afterwards",
+                )
+        if _is_called_by_scaler() and not any(isinstance(other, torch.amp.GradScaler) for other in self.others):
+            raise SettingError(
+                what,
+                "a loss scaler that was not passed to world.wrap() unscales the gradients of every micro-batch",
+                "pass it along: world.wrap(model, optimizer, scaler)",
+            )
+
     def _gated(self, owner: Any, name: str, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.loop.is_partial:
             if name == "step" and args and isinstance(args[0], Optimizer):
@@ -294,6 +317,12 @@ class Group:
             if cleared.issuperset(stepper.parameters):
                 stepper.stage = Stage.CLEAN
         return inner(*args, **kwargs)
+
+
+def _is_called_by_scaler() -> bool:
+    """Whether a loss scaler that is enabled has called for the step; it leaves no trace on the gradients."""
+    frames = itertools.islice(walk_stack(None), _MOST_FRAMES)
+    return any(frame.f_code is torch.amp.GradScaler._maybe_opt_step.__code__ for frame, _ in frames)
 
 
 def _state_without_gates(module: nn.Module) -> Any:

@@ -44,6 +44,39 @@ def test_gradients_that_are_not_complete_stay_as_they_are() -> None:
         _clipped(world)
 
 
+def _scaled(world: World) -> None:
+    model, optimizer = world.wrap(*make())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)  # not passed to wrap
+    for x, y in _passes(world):
+        world.backward(scaler.scale(F.mse_loss(model(x), y)))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def _scheduled(world: World) -> None:
+    model, optimizer = world.wrap(*make())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for x, y in _passes(world):
+        world.backward(F.mse_loss(model(x), y))
+        optimizer.step()
+        scheduler.step()
+
+
+def _saved_with_a_scheduler(world: World) -> None:
+    model, optimizer = make()
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    world.wrap(model, optimizer)
+    world.save("saved")
+
+
+@pytest.mark.parametrize("loop", [_scaled, _scheduled, _saved_with_a_scheduler])
+def test_a_scheduler_or_loss_scaler_that_was_not_wrapped_is_refused(loop: Any) -> None:
+    world = world_of(Workers(alone(), torch.device("cpu")))
+    with pytest.raises(SettingError, match=r"pass it along: world\.wrap\(model, optimizer, sc"):
+        loop(world)
+
+
 def _loaded_from_a_schedule(workers: Workers, folder: str) -> float:
     """An optimizer whose state was saved under a scheduler, in a script that has none."""
     world = world_of(workers)
