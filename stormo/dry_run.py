@@ -31,10 +31,16 @@ class Point:
     global_batch_size: int
 
 
-def show(config: TrainConfig, plan: Plan, out: TextIO, *, has_own: bool = False) -> None:
+def show(config: TrainConfig, plan: Plan, out: TextIO, *, has_own: bool = False, loss_reduction: str = "mean") -> None:
     """Write the plan and, where it was asked for, the curve; `has_own` for a task that may bring an optimizer."""
     facts, told = plan.facts, with_own_optimizer(config, plan) if has_own else plan
-    told = with_layers(config, told, has_convolutions=facts.has_convolutions, has_batch_norms=facts.has_batch_norms)
+    told = with_layers(
+        config,
+        told,
+        has_convolutions=facts.has_convolutions,
+        has_batch_norms=facts.has_batch_norms,
+        loss_reduction=loss_reduction,
+    )
     for line in told.lines():
         print(line, file=out)
     asked = config.command.plot_schedule

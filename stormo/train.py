@@ -59,7 +59,8 @@ def main(arguments: list[str]) -> int:
             if task.needs_data_for_facts():
                 task.fetch()
             has_own = task_class.optimizer is not Task.optimizer
-            dry_run.show(config, resolve(config, layout, task.facts()), sys.stdout, has_own=has_own)
+            plan = resolve(config, layout, task.facts())
+            dry_run.show(config, plan, sys.stdout, has_own=has_own, loss_reduction=task.loss_reduction)
         return 0
     if place is None and (layout.world_size > 1 or config.workers.max_restarts):
         if not task.needs_data_for_facts():

@@ -182,7 +182,14 @@ def _train(
     set_up.done("first passes")
     spec = None if config.command.profile is None else parse_profile(config.command.profile)
     record_for_nsight(is_asked=spec is not None and spec.nvtx)  # refuses before there is a run folder
-    journal = Journal(config, with_layers(config, plan, **strategy.layers_it_has()), world, state, set_up, keeper)
+    journal = Journal(
+        config,
+        with_layers(config, plan, **strategy.layers_it_has(), loss_reduction=task.loss_reduction),
+        world,
+        state,
+        set_up,
+        keeper,
+    )
     if not _take_up(config, plan, journal, state, loader, rehearsed):
         loader.close()
         validation.close()

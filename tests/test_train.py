@@ -133,7 +133,7 @@ def test_standard_output_on_a_pipe_is_the_plan_and_one_fixed_line_for_each_epoch
     whole: tuple[Path, subprocess.CompletedProcess[str]],
 ) -> None:
     lines = whole[1].stdout.splitlines()
-    assert lines[0].startswith("as 1 worker    with --global-batch-size 64 ")
+    assert lines[0].startswith("as 1 worker    no; set --global-batch-size 64 ")
     assert lines[1].startswith("workers        2 = 1 node × 2 CPU processes (as set; ")
     assert lines[3] == "global batch   128 = 64 per worker × 2 workers × 1 accumulation"
     epochs = [_EPOCH_LINE.fullmatch(line) for line in lines[-3:-1]]

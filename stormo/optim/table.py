@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stormo import config
+from stormo.errors import SettingError
 from stormo.optim.lamb import LAMB
 from stormo.optim.lars import LARC, LARS
 from stormo.optim.layerwise import LayerwiseOptimizer
@@ -96,9 +97,15 @@ def start_momentum(optimizer: Optimizer, *, may_skip: bool = False) -> None:
         fresh = [p for p in graded if optimizer.state.get(p, {}).get("momentum_buffer") is None]
         if not may_skip and len(fresh) in (0, len(graded)):
             continue
+        before = group["dampening"] / group["momentum"]
+        if before and fresh and may_skip:
+            raise SettingError(
+                "optimizer() returned an SGD with fused=True and dampening for --precision fp16",
+                "its momentum would start from a gradient that still has the loss scale",
+                "leave out fused=True or dampening",
+            )
         for parameter in fresh:
             # The first momentum is the gradient, without dampening.
-            before = group["dampening"] / group["momentum"]
             start = parameter.grad * before if before else torch.zeros_like(parameter)
             optimizer.state[parameter]["momentum_buffer"] = start
 

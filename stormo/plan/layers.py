@@ -16,11 +16,16 @@ _LINES = {
 
 
 def with_layers(
-    config: TrainConfig, plan: Plan, *, has_convolutions: bool | None, has_batch_norms: bool | None
+    config: TrainConfig,
+    plan: Plan,
+    *,
+    has_convolutions: bool | None,
+    has_batch_norms: bool | None,
+    loss_reduction: str = "mean",
 ) -> Plan:
     """The plan without lines on layers that the model has not; None where it is not known what the model has."""
     said = dict(plan.explanation)
-    said |= one_worker_line(config, plan.layout, plan.global_batch_size, has_batch_norms)
+    said |= one_worker_line(config, plan.layout, plan.global_batch_size, has_batch_norms, loss_reduction)
     for (label, (settings, layer)), has_some in zip(_LINES.items(), (has_convolutions, has_batch_norms), strict=True):
         if has_some is None:
             said[label] += f", where the model has a {layer}"

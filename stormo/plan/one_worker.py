@@ -12,11 +12,15 @@ from stormo.plan.batch import per_worker
 from stormo.plan.rate import choose_rate
 
 LABEL = "as 1 worker"
-_EQUAL = "yes, to rounding (dropout draws other random numbers)"
+_EQUAL = "yes, to rounding, but for random numbers such as dropout's"
 
 
 def one_worker_line(
-    config: TrainConfig, layout: Layout, global_batch_size: int, has_batch_norms: bool | None
+    config: TrainConfig,
+    layout: Layout,
+    global_batch_size: int,
+    has_batch_norms: bool | None,
+    loss_reduction: str = "mean",
 ) -> dict[str, str]:
     """The line of the plan on it; none where one worker, or one group of them, takes all samples.
 
@@ -25,19 +29,22 @@ def one_worker_line(
         layout: of the workers.
         global_batch_size: of the plan.
         has_batch_norms: whether the model has any; None where that is not known yet.
+        loss_reduction: of the task.
     """
     num_sharers = layout.data_size * layout.devices_per_worker
     if num_sharers == 1:
         return {}
     if layout.strategy == "local" or (layout.strategy == "server" and config.workers.staleness):
         return {LABEL: f"no: strategy {layout.strategy} is another algorithm than one worker's steps"}
+    if loss_reduction == "local":
+        return {LABEL: "no: the task's loss_reduction is \"local\", a loss of each worker's own samples"}
     differences = [
         *_batch(config, layout, num_sharers, global_batch_size),
         *_norms(config, layout, num_sharers, global_batch_size, has_batch_norms),
     ]
     if config.workers.compress != "none":
         differences.append(f"--compress none (gradients travel in fewer bytes with {config.workers.compress})")
-    return {LABEL: f"with {' and '.join(differences)}" if differences else _EQUAL}
+    return {LABEL: f"no; set {' and '.join(differences)} for the same result" if differences else _EQUAL}
 
 
 def _batch(config: TrainConfig, layout: Layout, num_sharers: int, global_batch_size: int) -> list[str]:

@@ -129,8 +129,10 @@ class Weighing:
         alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for gradient in gradients:
             if gradient.layout is not torch.strided or gradient.dtype in _HALVES:
-                # A factor of 16 bits would be too coarse, and sparse gradients have no list of their own.
-                gradient.copy_(gradient * factor.to(gradient.device, torch.float32))
+                # On a GPU a factor without dimensions takes the type of the gradient, and 16 bits would be too coarse.
+                wide = torch.promote_types(gradient.dtype, torch.float32)
+                product = gradient.to(wide) * factor.to(gradient.device, wide)
+                gradient.copy_(product.to(gradient.dtype))
             else:
                 alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
         for (device, dtype), group in alike.items():

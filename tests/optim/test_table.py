@@ -11,8 +11,9 @@ from torch import nn
 
 from stormo import config
 from stormo.config import OPTIMIZER_DEFAULTS
+from stormo.errors import SettingError
 from stormo.optim import LAMB, LARC, LARS, NovoGrad
-from stormo.optim.table import LAYERWISE, OPTIMIZERS, make_optimizer, parameter_groups
+from stormo.optim.table import LAYERWISE, OPTIMIZERS, make_optimizer, parameter_groups, start_momentum
 from stormo.options import options_of
 
 
@@ -152,3 +153,11 @@ def test_the_decay_moves_weights_alone() -> None:
     for name, parameter in model.named_parameters():
         factor = 0.95 if parameter.ndim > 1 else 1.0
         torch.testing.assert_close(parameter, before[name] * factor)
+
+
+def test_a_momentum_with_dampening_does_not_start_from_a_scaled_gradient() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9, dampening=0.5, fused=True)
+    with pytest.raises(SettingError, match="leave out fused=True or dampening"):
+        start_momentum(optimizer, may_skip=True)

@@ -23,11 +23,19 @@ def _line(has_batch_norms: bool | None = None, **flags: Any) -> str:
     return plan.explanation[0][1]
 
 
+def with_local_loss() -> str:
+    config = options.make_config({"device": "cpu", "num_gpus": 2}, None)
+    plan = resolve(config, resolve_layout(config, ()), Facts(num_train=1024, num_validation=100))
+    told = with_layers(config, plan, has_convolutions=None, has_batch_norms=False, loss_reduction="local")
+    return told.explanation[0][1]
+
+
 def test_the_flags_that_make_it_equal_are_named_with_what_they_change() -> None:
     assert _line(True, batch_size=64, warmup_epochs=1.0) == (
-        "with --global-batch-size 64 (this run has 128 = 64 × 2 workers, learning rate and warm-up scaled with it) and "
-        "--sync-batch-norm (batch norm takes the statistics of each worker's own samples)"
+        "no; set --global-batch-size 64 (this run has 128 = 64 × 2 workers, learning rate and warm-up scaled with it) "
+        "and --sync-batch-norm (batch norm takes the statistics of each worker's own samples) for the same result"
     )
+    assert with_local_loss().startswith("no: the task's loss_reduction")
 
 
 @pytest.mark.parametrize(
@@ -52,7 +60,7 @@ def test_only_what_differs_is_named(has_batch_norms: bool | None, flags: dict[st
     line = _line(has_batch_norms, **({"batch_size": 32} if "global_batch_size" not in flags else {}), **flags)
     assert all(flag in line for flag in named)
     assert line.count("--") == sum(flag.count("--") for flag in named)
-    assert line.startswith("yes" if not named else "with")
+    assert line.startswith("yes" if not named else "no; set ")
 
 
 def test_the_flags_give_the_batch_and_the_rate_of_one_worker() -> None:

@@ -209,11 +209,15 @@ def test_sparse_gradients_are_divided_too(run_ranks: Ranks) -> None:
     assert_close(run_ranks(trained, 2, Sparse, {**flags, "strategy": "ddp", "accumulate": 2}), expected, 1e-11)
 
 
-def test_gradients_of_16_bits_are_divided_by_a_factor_of_more() -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_gradients_of_16_bits_are_divided_by_a_factor_of_more(device: str) -> None:
     """A third in bfloat16 is 0.2 % off, on top of the rounding of each gradient."""
-    weighing = Weighing(Masked(TinyOptions()), World(alone(), torch.device("cpu")))
-    gradients = [torch.linspace(1, 2, 1000).to(torch.bfloat16), torch.linspace(1, 2, 1000, dtype=torch.float64)]
+    weighing = Weighing(Masked(TinyOptions()), World(alone(), torch.device(device)))
+    gradients = [
+        torch.linspace(1, 2, 1000, device=device).to(torch.bfloat16),
+        torch.linspace(1, 2, 1000, device=device, dtype=torch.float64),
+    ]
     expected = [gradient.double() / 3 for gradient in gradients]
-    weighing.divide(gradients, torch.tensor(3.0, dtype=torch.float64))
+    weighing.divide(gradients, torch.tensor(3.0, dtype=torch.float64, device=device))
     assert torch.equal(gradients[0], expected[0].to(torch.bfloat16))
     assert torch.allclose(gradients[1], expected[1], rtol=1e-15)
