@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,8 +27,11 @@ _CHOSEN = (
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("hostile")
+def folder() -> Iterator[Path]:
+    """Not one of pytest's, which nobody else can enter."""
+    with tempfile.TemporaryDirectory(prefix="stormo-hostile-", dir="/tmp") as scratch:
+        Path(scratch).chmod(0o755)
+        yield Path(scratch)
 
 
 def test_there_are_hundreds_of_cases_and_a_few_of_them_hold(folder: Path) -> None:

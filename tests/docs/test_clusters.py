@@ -24,7 +24,10 @@ RUN_BY = {
     "stormo doctor": ("tests/doctor/test_command.py", '"doctor"'),
     "stormo train --num-gpus 2 --preflight": ("tests/system/test_preflight.py", '"--num-gpus", "2", "--preflight"'),
     "stormo train --num-gpus 4 --max-restarts": ("tests/system/test_restarts.py", '"--max-restarts"'),
-    "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE": ("tests/system/test_restarts.py", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"),
+    "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE": (
+        "tests/system/test_restarts.py",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
+    ),
     "torchrun --nnodes 1:4": ("tests/system/test_restarts.py", '"--nnodes", "1:2"'),
     "salloc": ("tests/system/test_slurm.py", '"salloc"'),
     "srun stormo train": ("tests/system/test_slurm.py", '"srun"'),

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -17,8 +16,13 @@ from stormo.doctor.finding import exit_code
 from tests.doctor.strange_checks import CHECKS
 
 
-def test_checks_that_hang_fail_die_or_print_are_findings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(__file__).parents[2])  # where the process finds the module of these checks
+@pytest.fixture(autouse=True)
+def _module_of_these_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process does not look into the current folder."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+
+
+def test_checks_that_hang_fail_die_or_print_are_findings() -> None:
     names = ["hangs", "fails", "dies", "prints", "fine"]
     found = examine(names, {"runs_folder": "/some/runs"}, table="tests.doctor.strange_checks:CHECKS")
     assert [(one.group, one.check, one.level, one.text) for one in found[1:]] == [
@@ -42,8 +46,7 @@ def test_a_doctor_that_is_killed_leaves_no_file_and_no_process(tmp_path: Path, n
     program = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     program += "from stormo.doctor.apart import examine; examine(['waits'], {'runs_folder': %r}, table=%r)"
     words = program % (str(tmp_path), "tests.doctor.strange_checks:CHECKS")
-    options: dict[str, Any] = {"cwd": Path(__file__).parents[2], "stderr": subprocess.DEVNULL}
-    with subprocess.Popen([sys.executable, "-c", words], **options) as doctor:
+    with subprocess.Popen([sys.executable, "-c", words], stderr=subprocess.DEVNULL) as doctor:
         while not (tmp_path / "scratch" / "pid").exists():
             assert doctor.poll() is None
             time.sleep(0.05)

@@ -212,7 +212,7 @@ def test_sparse_gradients_are_divided_too(run_ranks: Ranks) -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_gradients_of_16_bits_are_divided_by_a_factor_of_more(device: str) -> None:
     """A third in bfloat16 is 0.2 % off, on top of the rounding of each gradient."""
-    weighing = Weighing(Masked(TinyOptions()), World(alone(), torch.device(device)))
+    weighing = Weighing(Masked(TinyOptions()), World(alone(), torch.device(device, 0)))
     gradients = [
         torch.linspace(1, 2, 1000, device=device).to(torch.bfloat16),
         torch.linspace(1, 2, 1000, device=device, dtype=torch.float64),
