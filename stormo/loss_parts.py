@@ -182,14 +182,33 @@ def _exact(strategy: Strategy) -> Iterator[None]:
 
 
 def _seen(strategy: Strategy, model: nn.Module, data: Any) -> _Seen | None:
-    """The loss of a batch; None where there is none to be had."""
+    """The loss of a batch; None where there is none to be had.
+
+    Workers of a model that is spread go into it together or not at all, and an error inside it ends the job: others
+    wait there.
+    """
     outputs: list[Any] = []
-    hook = model.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+    is_inside = is_over = False
+
+    def go_in(module: nn.Module, inputs: Any) -> None:
+        nonlocal is_inside, is_over
+        if strategy.is_spread:
+            is_over = bool(strategy.world.max(torch.zeros(1)).item())
+            if is_over:
+                raise _OutsideError
+        is_inside = True
+
+    def come_out(module: nn.Module, inputs: Any, output: Any) -> None:
+        nonlocal is_inside
+        is_inside = False
+        outputs.append(output)
+
+    hooks = model.register_forward_pre_hook(go_in, prepend=True), model.register_forward_hook(come_out)
     try:
         with torch.no_grad():
             returned: Any = strategy.task.loss(model, data)
         loss, count = returned if isinstance(returned, tuple) else (returned, None)
-        return _Seen(
+        seen = _Seen(
             num_samples=batch_length(data),
             loss=float(loss),
             count=None if count is None else float(count),
@@ -197,9 +216,19 @@ def _seen(strategy: Strategy, model: nn.Module, data: Any) -> _Seen | None:
             rows=_rows(outputs, batch_length(data)),
         )
     except Exception:
-        return None  # a task may take whole batches only, or give no loss in a validation
+        if strategy.is_spread and is_inside:
+            raise
+        seen = None  # a task may take whole batches only, or give no loss in a validation
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
+    if strategy.is_spread and not is_over:
+        strategy.world.max(torch.ones(1))  # whoever would call the model once more does not
+    return seen
+
+
+class _OutsideError(Exception):
+    """Another worker does not call the model."""
 
 
 def _rows(outputs: list[Any], length: int) -> tuple[Tensor, Tensor] | None:

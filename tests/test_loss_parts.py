@@ -223,6 +223,53 @@ def test_models_that_are_spread_are_looked_at_by_all_workers_together(run_ranks:
         assert result["Words"] == ""
 
 
+class FailsOnOne(Words):
+    """Fails on rank 1, in the second evaluation."""
+
+    is_inside = False
+    num_calls = 0
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        type(self).num_calls += 1
+        fails = torch.distributed.get_rank() == 1 and type(self).num_calls == 2
+        if fails and not self.is_inside:
+            raise ValueError("before the model")
+        hook = model.register_forward_pre_hook(_run_out) if fails else None
+        try:
+            return super().loss(model, batch)
+        finally:
+            if hook is not None:
+                hook.remove()
+
+
+class FailsInside(FailsOnOne):
+    """The same, in the model."""
+
+    is_inside = True
+
+
+def _run_out(module: nn.Module, inputs: Any) -> None:
+    raise MemoryError("in the model")
+
+
+def _error(world: World, task: type[FailsOnOne]) -> str:
+    task.num_calls = 0
+    try:
+        return _refusals(world, [task], {"strategy": "fsdp"})[task.__name__]
+    except Exception as error:
+        world.close()  # as the end of its process does
+        return type(error).__name__
+
+
+def test_an_error_of_one_worker_of_a_model_that_is_spread_is_passed_by_before_the_model_and_ends_all_in_it(
+    run_ranks: Ranks,
+) -> None:
+    assert run_ranks(_error, 2, FailsOnOne) == ["", ""]
+    waiting, failed = run_ranks(_error, 2, FailsInside)
+    assert failed == "MemoryError"
+    assert waiting
+
+
 def test_one_pass_of_one_worker_may_take_any_loss_and_so_may_workers_that_step_alone(run_ranks: Ranks) -> None:
     assert set(run_ranks(_refusals, 1, list(WRONG), {})[0].values()) == {""}
     local = {"strategy": "local", "average_every": "1"}

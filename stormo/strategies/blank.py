@@ -46,13 +46,7 @@ def blank_model(world: World, task: Task, notices: list[str]) -> tuple[nn.Module
     """The model on meta, and the values that one process would begin with. Every worker calls it."""
     before = host_states()
     built: list[nn.Module] = []
-    try:
-        told = world.from_main(lambda: _build_in_memory(task, built))
-    except StormoError:
-        if not world.is_main:
-            _built(task)  # what is wrong with the model is told by every worker
-        raise
-    described, is_plain, states = told
+    described, is_plain, states = world.from_main(lambda: _build_in_memory(task, built))
     own = None
     if world.is_main:
         model, own = built[0], dict(_named_tensors(built[0]))

@@ -30,16 +30,20 @@ class Guard:
     """Keeps a pass without a single item out of the gradients: the mean of nothing is 0/0, and so is its gradient."""
 
     def __init__(self) -> None:
-        self.has_items: Tensor | None = None  # known once the loss is
+        self._outputs: list[Tensor] = []
 
     def watch(self, output: Any) -> None:
-        """Let no gradient back into what the model has returned if there turn out to be no items."""
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(self._kept)
+        """Note what the model has returned, until the number of items is known."""
+        self._outputs += [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
-    def _kept(self, gradient: Tensor) -> Tensor:
-        return gradient if self.has_items is None else torch.where(self.has_items, gradient, 0.0)
+    def settle(self, has_items: Tensor | None) -> None:
+        """Let no gradient back into the outputs if there are no items; None where it is known that there are some."""
+        outputs, self._outputs = self._outputs, []
+        if has_items is None:
+            return
+        for output in outputs:
+            # A second tensor, as a hook must not change the gradient that it is given: others may hold it.
+            output.register_hook(lambda gradient: torch.where(has_items, gradient, 0.0))
 
 
 class Weighing:
@@ -58,7 +62,8 @@ class Weighing:
 
     def begin(self) -> None:
         """A step begins."""
-        self._own.zero_()
+        if self.has_counts is not False:
+            self._own.zero_()
 
     @contextmanager
     def guarded(self, model: nn.Module) -> Iterator[Guard]:
@@ -84,16 +89,19 @@ class Weighing:
         """
         self.require_alike(count is not None)
         if count is None:
+            guard.settle(None)
             return loss, float(weight > 0) if self._task.loss_reduction == "sum" else weight
+        is_known = weight > 0 and not isinstance(count, Tensor) and count > 0
         if not isinstance(count, Tensor):
             count = torch.full((), float(count), dtype=torch.float64, device=loss.device)
         count = count.detach().to(loss.device, torch.float64)
         if not weight:
             count = torch.zeros_like(count)
         self._own.add_(count)
-        guard.has_items = count > 0
+        has_items = count > 0
+        guard.settle(None if is_known else has_items)
         wide = torch.promote_types(loss.dtype, torch.float32)
-        return torch.where(guard.has_items, loss, 0.0), (count / self._scale).to(wide)
+        return torch.where(has_items, loss, 0.0), (count / self._scale).to(wide)
 
     def require_alike(self, has_count: bool) -> None:
         """Refuse a task that gives counts in some passes only."""

@@ -221,3 +221,31 @@ def test_gradients_of_16_bits_are_divided_by_a_factor_of_more(device: str) -> No
     weighing.divide(gradients, torch.tensor(3.0, dtype=torch.float64, device=device))
     assert torch.equal(gradients[0], expected[0].to(torch.bfloat16))
     assert torch.allclose(gradients[1], expected[1], rtol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("count", "weight", "hooks", "gradient"), [(3, 1.0, 0, 3.0), (0, 1.0, 1, 0.0), (3, 0.0, 1, 0.0)]
+)
+def test_a_count_that_is_a_number_is_decided_on_the_host(
+    count: int, weight: float, hooks: int, gradient: float
+) -> None:
+    """Where there are items, the gradient of the outputs goes by untouched."""
+    weighing, model = Weighing(Masked(TinyOptions()), World(alone(), torch.device("cpu"))), nn.Linear(2, 2)
+    outputs: list[Any] = []
+    model.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+    with weighing.guarded(model) as guard:
+        loss = model(torch.ones(1, 2)).sum() * (1.0 if count and weight else float("nan"))
+    loss, factor = weighing.weigh(loss, count, weight, guard)
+    assert len(outputs[0]._backward_hooks or ()) == hooks
+    (loss * factor).backward()
+    assert model.bias.grad is not None
+    assert model.bias.grad.tolist() == [gradient] * 2
+
+
+def test_a_task_without_counts_launches_nothing_at_the_beginning_of_a_step() -> None:
+    weighing = Weighing(Plain(TinyOptions()), World(alone(), torch.device("cpu")))
+    for has_counts, expected in ((None, 1), (False, 0)):
+        weighing.has_counts = has_counts
+        version = weighing.own._version
+        weighing.begin()
+        assert weighing.own._version == version + expected
