@@ -160,13 +160,36 @@ def test_a_torn_line_of_any_length_is_taken_away(tmp_path: Path) -> None:
     assert path.read_bytes() == b'{"a": 1}\n{"a": 2}\n'
 
 
-@pytest.mark.parametrize("name", ["--pass", "--pw", "--authToken", "hub_token", "DB_PASSWORD", "apiKey", "--task.pwd"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("--pass", "--pw", "--authToken", "hub_token", "DB_PASSWORD", "apiKey", "--task.pwd", "--task.key", "db_pass"),
+        *(
+            "HFToken",
+            "DBPassword",
+            "access_tokens",
+            "secrets",
+            "PGPASSWORD",
+            "accesskey",
+            "GH_PAT",
+            "passwd",
+            "authkey",
+        ),
+        *("AWS_SECRET_ACCESS_KEY", "ssh-keys", "userCredentials", "wandb_key", "HTTPAuth"),
+    ],
+)
 def test_names_of_secrets(name: str) -> None:
     assert is_secret_name(name)
     assert mask_secrets([f"{name}=geheim"]) == [f"{name}={MASK}"]
 
 
-@pytest.mark.parametrize("name", ["--tokenizer", "passes", "keys", "compass", "width"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("--tokenizer", "tokenization", "max_new_tokens", "num-tokens", "tokensPerBatch", "passes", "batch_per_pass"),
+        *("keys", "sort_key", "labelKey", "monkey", "compass", "path", "author", "width"),
+    ],
+)
 def test_names_of_none(name: str) -> None:
     assert not is_secret_name(name)
 

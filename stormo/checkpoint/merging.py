@@ -7,7 +7,6 @@ whole tensors. Nothing here talks to other workers but through these files, so i
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 from collections.abc import Mapping, Sequence
@@ -32,13 +31,16 @@ from stormo.checkpoint.layout import (
     FileEntry,
     Manifest,
     Saved,
+    part_name,
     require_readable,
+    shard_name,
 )
 from stormo.checkpoint.publishing import Saving, manifest_of, publish, rotate
 from stormo.checkpoint.reader import Reader
 from stormo.checkpoint.shard import Shard, note_name
 from stormo.checkpoint.tensors import DTYPES, weights_digest
 from stormo.checkpoint.writing import state_bytes
+from stormo.files import BadFileError, printable, read_object
 
 # The digest of whole values takes one process that reads all weights back; above this it is made of the boxes' own.
 LARGEST_READ_BACK_BYTES = 1024**3
@@ -70,8 +72,8 @@ class Publisher:
                 require_readable(INDEX, len(content), MAX_INDEX_BYTES)
                 files[INDEX] = write_file(temporary / INDEX, (content,))
                 weights, digest_of = self._weights(temporary, files, found.digests)
-            except (ValueError, KeyError, TypeError, CorruptCheckpointError) as error:
-                problem = error.problem if isinstance(error, CorruptCheckpointError) else error
+            except (ValueError, KeyError, TypeError, CorruptCheckpointError, BadFileError) as error:
+                problem = error.problem if isinstance(error, CorruptCheckpointError | BadFileError) else error
                 raise CheckpointWriteError(
                     f"The checkpoint of step {saving.step} was not published, as what the workers have written does "
                     f"not make a whole ({problem}); checkpoints saved before it are untouched."
@@ -168,9 +170,11 @@ class _Notes:
 def _read_notes(temporary: Path, num_workers: int) -> _Notes:
     notes = _Notes()
     for rank in range(num_workers):
-        note = json.loads((temporary / note_name(rank)).read_bytes())
+        note = read_object(temporary / note_name(rank), max_bytes=MAX_INDEX_BYTES)
         for name, entry in note["files"].items():
-            if (size := (temporary / name).stat().st_size) != entry["size_bytes"]:
+            if name not in (shard_name(rank), part_name(rank)):
+                raise ValueError(f"{printable(name)} is no file of rank {rank}")
+            if (size := (temporary / name).lstat().st_size) != entry["size_bytes"]:
                 raise ValueError(f"{name} is {size:,} bytes long here, where rank {rank} has written another")
         notes.add(rank, note)
     return notes

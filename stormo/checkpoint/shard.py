@@ -23,6 +23,7 @@ from stormo.checkpoint.layout import (
     shard_name,
 )
 from stormo.checkpoint.tensors import DTYPE_NAMES, Encoded
+from stormo.files import read_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +98,7 @@ class ShardSave:
         content, index = part_json(self._index()), temporary / part_name(self._rank)
         require_readable(f"index of rank {self._rank}", len(content), MAX_INDEX_BYTES)
         files = {shard_name(self._rank): entry, index.name: write_file(index, (content,))}
-        parse_part(index.read_bytes(), self._rank, entry.size_bytes)  # as every reader will
+        parse_part(read_bytes(index, MAX_INDEX_BYTES), self._rank, entry.size_bytes)  # as every reader will
         return files
 
     def _index(self) -> Index:

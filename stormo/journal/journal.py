@@ -156,13 +156,20 @@ class Journal:
         is_new = not (folder.is_run or folder.checkpoints.exists() or folder.tensorboard.exists())
         try:
             self._open_sinks(launches)
-            for launch in launches:
-                note_launch(folder.path.parent, launch, folder.name)
-            self._launches = launches
+            self._note_launches(launches)
         except OSError:
             if is_new:
                 remove_unbegun(self.folder)
             raise
+
+    def _note_launches(self, launches: Collection[str]) -> None:
+        try:
+            for launch in launches:
+                note_launch(self.folder.path.parent, launch, self.folder.name)
+            self._launches = launches
+        except OSError as error:
+            text = f"A restart by torchrun would not find this run ({error}); give it a name by --run-name."
+            self.record(Notice(kind="warning", text=text))
 
     def _open_sinks(self, launches: Collection[str]) -> None:
         config, plan, progress = self._config, self._plan, self._state.progress

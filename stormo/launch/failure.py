@@ -5,19 +5,18 @@ Text that arrives over a socket is cut to a bounded length and stripped of contr
 
 from __future__ import annotations
 
-import re
 import signal
 import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from stormo import files
 from stormo.errors import EXIT_DIVERGED, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USAGE, StormoError
 from stormo.launch.peer_loss import PeerLoss, peer_loss
 
 MAX_DETAILS_CHARACTERS = 24_000
 _MAX_SENTENCE_CHARACTERS = 4_000
-_CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 OUT_OF_MEMORY = "the kernel's out-of-memory killer may have done this; dmesg would say so"
 ORDERLY_EXIT_CODES = (0, EXIT_DIVERGED, EXIT_RESUMABLE, EXIT_INTERRUPTED)
 _EXIT_CODES = (EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_RESUMABLE)
@@ -193,8 +192,7 @@ def signal_name(number: int) -> str:
 
 def printable(text: str, max_characters: int) -> str:
     """Bounded text without control characters; of a long one the beginning and, mostly, the end are kept."""
-    text = _CONTROL_CHARACTERS.sub("?", text.replace("\r\n", "\n"))
-    text = text.encode("utf-8", "replace").decode()  # lone surrogates cannot be written to a terminal
+    text = files.printable(text.replace("\r\n", "\n"))
     if len(text) <= max_characters:
         return text
     head = max_characters // 4

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from stormo.errors import SettingError
+from stormo.files import BadFileError, open_to_read, temporary_name
 
 VARIABLE = "STORMO_SECRET"
 _NUM_BYTES = 32
@@ -63,15 +64,14 @@ def _user_key(environ: Mapping[str, str]) -> bytes:
     path = folder / "secret"
     for _ in range(2):
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            with open_to_read(path, _NUM_BYTES) as file:
+                _require_own(path, os.fstat(file.fileno()), is_folder=False)
+                key = file.read(_NUM_BYTES + 1)
         except FileNotFoundError:
             _make(path)
             continue
-        except OSError as error:
-            raise _unusable(path, f"it cannot be read ({error.strerror})") from None
-        with os.fdopen(descriptor, "rb") as file:
-            _require_own(path, os.fstat(file.fileno()), is_folder=False)
-            key = file.read(_NUM_BYTES + 1)
+        except BadFileError as error:
+            raise _unusable(path, error.problem) from None
         if len(key) != _NUM_BYTES:
             raise _unusable(path, f"it does not hold {_NUM_BYTES} bytes")
         return key
@@ -93,7 +93,7 @@ def _home_folder(environ: Mapping[str, str]) -> Path | None:
 
 def _make(path: Path) -> None:
     """Write a key under a name of its own, then give it its name, unless another process was first."""
-    new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    new = temporary_name(path)
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with os.fdopen(os.open(new, flags, 0o600), "wb") as file:

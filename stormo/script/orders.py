@@ -15,7 +15,6 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from stormo.data.order import epoch_order
 from stormo.errors import SettingError
 from stormo.script.loop import Loop
-from stormo.script.sharing import on_main
 
 
 class PlainOrder:
@@ -92,7 +91,7 @@ class SamplerOrder:
 
     def __call__(self, _epoch: int, _position: int, _num_samples: int) -> tuple[Tensor, Tensor]:
         """The samples of an epoch one after the other, and the length of each batch, wherever the position is."""
-        drawn = on_main(self._loop.world, lambda: self.early or self._draw())
+        drawn = self._loop.world.on_main(lambda: self.early or self._draw())
         self.early = None
         one = None if drawn is None else torch.cat([torch.tensor([len(drawn[1])]), drawn[1], drawn[0]])
         shared = self._loop.world.share_vector(one, torch.int64)

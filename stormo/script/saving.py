@@ -19,7 +19,6 @@ from stormo.data.order import derive_seed, seed_generators
 from stormo.errors import SettingError
 from stormo.script.loop import Loop
 from stormo.script.plain import decode, encode
-from stormo.script.sharing import on_main
 from stormo.script.stepping import Group, Stage
 
 _IDENTITY = "script"
@@ -60,13 +59,13 @@ def save(loop: Loop, folder: Path, extra: dict[str, Any], *, keep: int) -> None:
         checkpoint.save(folder, snapshot, step=step, identity=_IDENTITY, keep_last=keep, keep_best=0, metric=None)
         loop.folders.add(folder.resolve())
 
-    on_main(world, write)
+    world.on_main(write)
 
 
 def load(loop: Loop, folder: Path) -> dict[str, Any] | None:
     """Take over the newest checkpoint of a folder, on all workers; its extra values, or None where there is none."""
     world = loop.world
-    path, snapshot = on_main(world, lambda: _read(folder)) or (None, None)
+    path, snapshot = world.on_main(lambda: _read(folder)) or (None, None)
     path = world.share_json(path)
     loop.folders.add(folder.resolve())
     if path is None:

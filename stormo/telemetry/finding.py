@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import json
+import os
 import time
 from pathlib import Path
 
 from stormo.errors import SettingError, suggestion, unknown_name
-from stormo.files import BadFileError, read_lines
+from stormo.files import BadFileError, private_folder, read_lines, read_object
 from stormo.telemetry.events import parse_event
 from stormo.telemetry.files import write_json
 from stormo.telemetry.folder import RunFolder
 
-_LAUNCHES = ".launches"  # a folder beside the runs: for each torchrun the run that it has begun
-_MOST_BYTES = 4096  # of one of its files
+_MOST_BYTES = 4096  # of the note of a launch
 _MOST_NAMED = 5  # of the runs, to somebody who has misspelt one
 
 
@@ -29,8 +28,9 @@ def list_runs(folder: Path) -> list[RunFolder]:
 
 def note_launch(folder: Path, launch: str, name: str) -> None:
     """Note which run a torchrun has begun, so that none of its ranks looks through all runs for it."""
-    (folder / _LAUNCHES).mkdir(exist_ok=True)
-    write_json(_launch_file(folder, launch), {"launch": launch, "run": name})
+    file = _launch_file(folder, launch)
+    private_folder(file.parent)
+    write_json(file, {"launch": launch, "run": name})
 
 
 def forget_launch(folder: Path, launch: str) -> None:
@@ -41,16 +41,16 @@ def forget_launch(folder: Path, launch: str) -> None:
 def launched_run(folder: Path, launch: str) -> RunFolder | None:
     """The run that a torchrun has begun; None where there is none."""
     try:
-        with _launch_file(folder, launch).open("rb") as file:
-            said = json.loads(file.read(_MOST_BYTES))
-    except (OSError, ValueError, RecursionError):
+        said = read_object(_launch_file(folder, launch), max_bytes=_MOST_BYTES)
+    except (BadFileError, FileNotFoundError):
         return None
-    name = said.get("run") if isinstance(said, dict) and said.get("launch") == launch else None
+    name = said.get("run") if said.get("launch") == launch else None
     return RunFolder(folder / name) if isinstance(name, str) and Path(name).name == name else None
 
 
 def _launch_file(folder: Path, launch: str) -> Path:
-    return folder / _LAUNCHES / f"{hashlib.sha256(launch.encode()).hexdigest()[:32]}.json"
+    """A file of this user's own folder: accounts of a group may share the folder of their runs."""
+    return folder / f".launches-{os.geteuid()}" / f"{hashlib.sha256(launch.encode()).hexdigest()[:32]}.json"
 
 
 def default_run_name(task: str) -> str:

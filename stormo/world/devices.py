@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 
@@ -33,17 +32,17 @@ def device_of(device_type: str, place: Place, store: Store | None = None, *, may
     if all_see_enough or place.local_size == 1 or store is None or may_share:
         return torch.device("cuda", place.local_rank % num_visible)
     # All workers of a node come here or none of them, since under srun what one sees does not tell what the others do.
-    shared = store.shared(f"devices/{place.node_id}")
-    shared.set(str(place.local_rank), json.dumps(_identities(num_visible)))
-    told = shared.multi_get([str(local_rank) for local_rank in range(place.local_size)])
-    return torch.device("cuda", choose_gpus([json.loads(seen) for seen in told], place.host)[place.local_rank])
+    words = store.words(f"devices/{place.node_id}")
+    words.say(str(place.local_rank), _identities(num_visible))
+    told = words.wait_all([str(local_rank) for local_rank in range(place.local_size)], store.timeout)
+    return torch.device("cuda", choose_gpus(told, place.host)[place.local_rank])
 
 
 def _require_own_gpu(place: Place, store: Store) -> None:
     """Refuse two ranks that share a GPU because nobody told them that they are on one host."""
-    shared = store.shared("devices")
-    shared.set(str(place.rank), json.dumps([place.host, *_identities(1)]))
-    told = shared.multi_get([str(rank) for rank in range(place.world_size)])
+    words = store.words("devices")
+    words.say(str(place.rank), [place.host, *_identities(1)])
+    told = words.wait_all([str(rank) for rank in range(place.world_size)], store.timeout)
     others = [rank for rank, gpu in enumerate(told) if rank != place.rank and gpu == told[place.rank]]
     if others:
         first, second = sorted((place.rank, others[0]))

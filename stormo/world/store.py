@@ -7,7 +7,7 @@ import hashlib
 import hmac
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -52,7 +52,7 @@ class Store:
 
     def __init__(self, place: Place, timeout_s: float, at: MeetingPoint | None = None) -> None:
         """`at` is what the lifeline was told; without, what the agent of this node has left in the environment."""
-        self._timeout = timedelta(seconds=timeout_s)
+        self.timeout = timedelta(seconds=timeout_s)
         at = at or inherited(place, os.environ)
         self._store = dist.PrefixStore("stormo", self._open(place, at))
         self._key = b"" if at.memory is not None else job_secret(os.environ, at.port)
@@ -60,7 +60,7 @@ class Store:
     def _open(self, place: Place, at: MeetingPoint) -> dist.Store:
         if at.memory is not None:
             store = dist.FileStore(f"/proc/self/fd/{at.memory}")
-            store.set_timeout(self._timeout)
+            store.set_timeout(self.timeout)
             return store
         if place.is_main:
             descriptor = at.listener
@@ -71,15 +71,15 @@ class Store:
                 at.address,
                 at.port,
                 is_master=True,
-                timeout=self._timeout,
+                timeout=self.timeout,
                 wait_for_workers=False,
                 master_listen_fd=descriptor,
             )
         try:
-            return dist.TCPStore(at.address, at.port, is_master=False, timeout=self._timeout)
+            return dist.TCPStore(at.address, at.port, is_master=False, timeout=self.timeout)
         except dist.DistError:
             raise StormoError(
-                f"rank {place.rank} waited {self._timeout.total_seconds():g} s for rank 0 at {at.address} port "
+                f"rank {place.rank} waited {self.timeout.total_seconds():g} s for rank 0 at {at.address} port "
                 f"{at.port}, which did not answer; check that every rank was started, and --master-addr, or raise "
                 "--timeout."
             ) from None
@@ -106,9 +106,17 @@ class Words:
 
     def wait(self, name: str, timeout: timedelta) -> Any:
         """What a worker says under a name, once it does."""
+        return self.wait_all([name], timeout)[0]
+
+    def wait_all(self, names: Sequence[str], timeout: timedelta) -> list[Any]:
+        """What workers say under these names, once all of them do."""
         with within(timeout):
-            self._store.wait([name], timeout)
-        said = self._store.get(name)
+            self._store.wait(list(names), timeout)
+            return [
+                self._checked(name, said) for name, said in zip(names, self._store.multi_get(list(names)), strict=True)
+            ]
+
+    def _checked(self, name: str, said: bytes) -> Any:
         code, text = said[:_CODE_SIZE], said[_CODE_SIZE:]
         if len(said) > _MOST_BYTES or not hmac.compare_digest(code, self._code(name, text)):
             raise StormoError(

@@ -15,13 +15,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stormo.errors import SettingError
+from stormo.errors import SettingError, StormoError
 from stormo.launch.address import interface_towards
 from stormo.launch.place import Place
 from stormo.mesh import Mesh
@@ -29,6 +29,7 @@ from stormo.world.board import Board
 from stormo.world.grid import DATA, Grid
 from stormo.world.store import PeerFailedError, Store, within
 
+_Result = TypeVar("_Result")
 _BUNDLE_BYTES = 2**25  # of small tensors that travel as one message
 _FETCH_TIMEOUT = timedelta(hours=24)  # a download may be slow; a dead fetcher ends the job by other means
 
@@ -150,27 +151,38 @@ class World:
         self._words.wait(f"{key}/all", _FETCH_TIMEOUT)
         return self._words.wait(f"{key}/{self.place.node_id}", _FETCH_TIMEOUT)
 
-    def from_main(self, work: Callable[[], Any]) -> Any:
-        """What the main worker came to, JSON-able, on all workers, who wait for it as long as it takes."""
+    def on_main(self, work: Callable[[], _Result]) -> _Result | None:
+        """Call on the main worker, for which the others wait as long as it takes; what fails there is raised by all."""
         if self.size == 1:
             return work()
         self._num_fetches += 1
-        key, failure, result = f"main/{self._num_fetches}", "", None
-        assert self._store is not None
+        key = f"main/{self._num_fetches}"
+        assert self._words is not None
         if self.is_main:
             try:
                 result = work()
             except BaseException as error:
-                self._store.set(key, f"{type(error).__name__}: {error}")
+                if isinstance(error, StormoError):
+                    self._words.say(key, [str(error), error.exit_code])
+                else:
+                    self._words.say(key, [f"{type(error).__name__}: {error}", None])
                 raise
-            self._store.set(key, "")
-        else:
-            # Through the store, which waits longer than a collective.
-            self._store.wait([key], _FETCH_TIMEOUT)
-            failure = self._store.get(key).decode()
-        if failure:
-            raise PeerFailedError(f"rank 0 failed while this one waited: {failure}")
-        return self.share_json(result)
+            self._words.say(key, None)
+            return result
+        # Through the store, which waits longer than a collective.
+        failure = self._words.wait(key, _FETCH_TIMEOUT)
+        if failure is not None:
+            text, exit_code = failure
+            if exit_code is None:
+                raise PeerFailedError(f"rank 0 failed while this one waited: {text}")
+            error_there = StormoError(text)
+            error_there.exit_code = exit_code
+            raise error_there
+        return None
+
+    def from_main(self, work: Callable[[], Any]) -> Any:
+        """What the main worker came to, JSON-able, on all workers, who wait for it as long as it takes."""
+        return self.share_json(self.on_main(work))
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum in place over all workers."""

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from stormo.checkpoint import (
+    CheckpointWriteError,
     CorruptCheckpointError,
     FileEntry,
     Reader,
@@ -38,7 +39,7 @@ from stormo.checkpoint import (
 from stormo.checkpoint import reader as reader_module
 from stormo.checkpoint.layout import FILES, INDEX, MANIFEST, STATE, TENSOR_FILES, Manifest, parse_manifest
 from stormo.checkpoint.merging import Publisher
-from stormo.checkpoint.shard import ShardSave
+from stormo.checkpoint.shard import ShardSave, note_name
 from stormo.checkpoint.writing import make_new_folder
 from stormo.errors import EXIT_USAGE
 
@@ -424,14 +425,52 @@ def test_a_resealed_header_that_makes_no_sense_is_refused_by_the_reader_of_boxes
         reader.names("model")
 
 
-def sharded(folder: Path) -> Path:
-    """One worker's checkpoint of two tensors of eight bytes each."""
+def sharded(folder: Path, spoil: Callable[[Path], object] = lambda note: None) -> Path:
+    """One worker's checkpoint of two tensors of eight bytes each; its note may be spoilt before it is published."""
     boxes = [whole_box("model", "a", torch.ones(2)), whole_box("optimizer", "a|momentum_buffer", torch.zeros(2))]
     shard = Shard(boxes=boxes, state={})
     new = make_new_folder(folder, 3, 0)
     ShardSave(0, shard).write(new.path, 3)
+    spoil(new.path / note_name(0))
     saving = Saving(step=3, identity="", keep_last=1, keep_best=0, metric=None)
     return Publisher(folder, shard, saving, 1).publish(new.path).path
+
+
+def _link(note: Path) -> None:
+    note.rename(note.with_name("elsewhere"))
+    note.symlink_to("elsewhere")
+
+
+def _pipe(note: Path) -> None:
+    note.unlink()
+    os.mkfifo(note)
+
+
+def _of_another_rank(note: Path) -> None:
+    note.write_text(note.read_text().replace("shard-00000.", "shard-00001."))
+
+
+def _outside(note: Path) -> None:
+    note.write_text(note.read_text().replace("shard-00000.", "../shard-00000."))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "problem"),
+    [
+        (_link, "it is a symbolic link"),
+        (_pipe, "it is not a regular file"),
+        (_of_another_rank, "shard-00001.safetensors is no file of rank 0"),
+        (_outside, "../shard-00000.safetensors is no file of rank 0"),
+        (lambda note: os.truncate(note, 1 << 40), "bytes long, of which"),
+    ],
+)
+def test_a_note_that_the_worker_has_not_written_is_not_published(
+    tmp_path: Path, spoil: Callable[[Path], object], problem: str
+) -> None:
+    with pytest.raises(CheckpointWriteError, match=r"was not published, as what the workers have written") as caught:
+        sharded(tmp_path, spoil)
+    assert problem in str(caught.value)
+    assert find(tmp_path) == []
 
 
 def test_a_resealed_index_is_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from pathlib import Path
 
 import pytest
 
+from stormo.files import BadFileError
 from stormo.resuming.finding import run_to_resume
 from stormo.telemetry import finding
 from stormo.telemetry.finding import forget_launch, launched_run, note_launch
@@ -53,9 +56,39 @@ def test_a_rank_of_a_later_round_finds_the_run_and_reads_no_other(
     assert launched_run(folder, "job") is None
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b'{"launch": "job", "run": "../outside"}', b'{"run": "a"}'])
+def note_of(folder: Path) -> Path:
+    (file,) = (folder / f".launches-{os.geteuid()}").iterdir()
+    return file
+
+
+NO_NOTES = [b"", b"[]", b"\xff", b'{"launch": "job", "run": "../outside"}', b'{"run": "a"}', b" " * 5000]
+
+
+@pytest.mark.parametrize("content", NO_NOTES)
 def test_a_note_that_makes_no_sense_is_none(folder: Path, content: bytes) -> None:
     begin(folder, "a", "job")
-    (file,) = (folder / ".launches").iterdir()
-    file.write_bytes(content)
+    note_of(folder).write_bytes(content)
     assert launched_run(folder, "job") is None
+
+
+def test_a_note_that_is_a_link_or_a_pipe_is_none(folder: Path) -> None:
+    begin(folder, "a", "job")
+    note = note_of(folder)
+    note.rename(folder / "elsewhere")
+    note.symlink_to(folder / "elsewhere")
+    assert launched_run(folder, "job") is None
+    note.unlink()
+    os.mkfifo(note)
+    assert launched_run(folder, "job") is None
+
+
+def test_accounts_that_share_a_folder_of_runs_keep_notes_of_their_own(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(folder, "mine", "job")
+    assert stat.S_IMODE(note_of(folder).parent.stat().st_mode) == 0o700
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert launched_run(folder, "job") is None
+    with pytest.raises(BadFileError, match="no folder of yours alone"):  # it is made by the account that the test has
+        note_launch(folder, "job", "theirs")
+    assert (folder / ".launches-12345").is_dir()

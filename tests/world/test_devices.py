@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
+from datetime import timedelta
+from typing import cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from stormo.errors import SettingError
+from stormo.errors import SettingError, StormoError
 from stormo.launch import Place, alone
 from stormo.world import devices
 from stormo.world.devices import choose_gpus, device_of
-from stormo.world.store import Store
+from stormo.world.store import Store, Words
 from tests.launch.slurm_environments import tasks_of
 
 
@@ -65,12 +66,14 @@ def test_workers_that_cannot_each_have_one_are_refused(seen: list[list[str]], nu
 class OneNode:
     """A store in which the other worker of a node has told what it sees."""
 
-    def __init__(self, seen_by_other: str) -> None:
-        self._store = dist.HashStore()
-        self.shared("devices/0").set("0", seen_by_other)
+    timeout = timedelta(seconds=5)
 
-    def shared(self, prefix: str) -> Any:
-        return dist.PrefixStore(prefix, self._store)
+    def __init__(self, *seen_by_other: str, key: bytes = b"key") -> None:
+        self._store = dist.HashStore()
+        self.words("devices/0", key).say("0", seen_by_other)
+
+    def words(self, prefix: str, key: bytes = b"key") -> Words:
+        return Words(dist.PrefixStore(prefix, self._store), prefix, key)
 
 
 def second_of_two() -> Place:
@@ -81,31 +84,38 @@ def test_workers_of_a_node_tell_one_another_what_they_see(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(devices, "_identities", lambda count: ["b"] * count)
     place = second_of_two()
-    assert device_of("cuda", place, cast(Store, OneNode('["a"]'))) == torch.device("cuda", 0)
+    assert device_of("cuda", place, cast(Store, OneNode("a"))) == torch.device("cuda", 0)
     with pytest.raises(SettingError, match="2 workers were started on host n1, but they see 1 GPU in such a way"):
-        device_of("cuda", place, cast(Store, OneNode('["b"]')))
-    assert device_of("cuda", place, cast(Store, OneNode('["b"]')), may_share=True) == torch.device("cuda", 0)
+        device_of("cuda", place, cast(Store, OneNode("b")))
+    assert device_of("cuda", place, cast(Store, OneNode("b")), may_share=True) == torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     agent = replace(place, launcher="torchrun")
     assert device_of("cuda", agent, cast(Store, OneNode("nobody asks"))) == torch.device("cuda", 1)
 
 
+def test_what_a_stranger_says_of_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(devices, "_identities", lambda count: ["b"] * count)
+    with pytest.raises(StormoError, match="no worker of this job has written devices/0/0"):
+        device_of("cuda", second_of_two(), cast(Store, OneNode("a", key=b"another")))
+
+
 def test_a_worker_that_sees_enough_asks_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(devices, "_identities", lambda count: ["a", "b"][:count])
-    assert device_of("cuda", second_of_two(), cast(Store, OneNode('["b"]'))) == torch.device("cuda", 0)
+    assert device_of("cuda", second_of_two(), cast(Store, OneNode("b"))) == torch.device("cuda", 0)
 
 
 def test_ranks_that_do_not_know_that_they_share_a_host_do_not_share_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(devices, "_identities", lambda count: ["a", "b"][:count])
     place = replace(second_of_two(), launcher="env", local_rank=0, local_size=1, node_id=1, num_nodes=2)
-    store = OneNode("")
-    store.shared("devices").set("0", '["n1", "a"]')
+    store = OneNode()
+    store.words("devices").say("0", ["n1", "a"])
     with pytest.raises(SettingError, match="RANK=0 and RANK=1 were started on host n1 without LOCAL_RANK"):
         device_of("cuda", place, cast(Store, store))
     assert device_of("cuda", place, cast(Store, store), may_share=True) == torch.device("cuda", 0)
-    store.shared("devices").set("0", '["n0", "c"]')
+    store.words("devices").say("0", ["n0", "c"])
     assert device_of("cuda", place, cast(Store, store)) == torch.device("cuda", 0)
 
 

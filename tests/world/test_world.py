@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from stormo.errors import SettingError
+from stormo.errors import SettingError, StormoError
 from stormo.launch import alone
 from stormo.world.store import PeerFailedError, is_secondary
 from stormo.world.world import Vote, World, level_width
@@ -187,6 +187,38 @@ def _fetch_after_failure(world: World) -> str:
 
 def test_a_second_fetch_is_not_harmed_by_a_first_that_failed(run_ranks: Ranks) -> None:
     assert run_ranks(_fetch_after_failure, 2) == ["done", "done"]
+
+
+# --- on the main worker alone -----------------------------------------------------------------------------------------
+
+
+def _on_main(world: World) -> list[Any]:
+    """A collective would give up after --timeout, which work on the main worker may exceed."""
+    told: list[Any] = [world.from_main(lambda: [world.rank, "built"])]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "broadcast", lambda *_, **__: pytest.fail("a collective"))
+        patch.setattr(dist, "all_reduce", lambda *_, **__: pytest.fail("a collective"))
+        told.append(world.on_main(lambda: f"rank {world.rank}"))
+        for failure in (SettingError("a", "b", "c"), OSError("the disk is full")):
+            with pytest.raises((StormoError, OSError)) as caught:
+                world.on_main(lambda failure=failure: _raise(failure))
+            exit_code = getattr(caught.value, "exit_code", None)
+            told.append([type(caught.value).__name__, str(caught.value), exit_code, is_secondary(caught.value)])
+    return told
+
+
+def _raise(failure: Exception) -> None:
+    raise failure
+
+
+def test_what_the_main_worker_does_for_all_takes_no_collective_and_its_failure_is_that_of_all(
+    run_ranks: Ranks,
+) -> None:
+    first, *others = run_ranks(_on_main, 3)
+    failed = ["OSError", "the disk is full", None, False]
+    assert first == [[0, "built"], "rank 0", ["SettingError", "a, but b; c.", 2, False], failed]
+    missed = ["PeerFailedError", "rank 0 failed while this one waited: OSError: the disk is full", 1, True]
+    assert others == [[[0, "built"], None, ["StormoError", "a, but b; c.", 2, False], missed]] * 2
 
 
 # --- the vote ---------------------------------------------------------------------------------------------------------
