@@ -1,39 +1,36 @@
 """What a loss is a mean over, read from its autograd graph: a sum over the batch must not be taken for a mean.
 
-The walk starts at the loss and goes through additions and constant factors to the operations that reduced a tensor to
-one number. Only what is certain counts: a sum is one over the batch where its input, followed down through operations
-that keep the rows, comes from a layer of the model and has the batch's number of rows.
+The walk starts at the loss and goes through additions and constant factors to the operations that made one number of a
+tensor. Only what is certain counts: a sum is one over the batch where its input, followed down through operations that
+keep the rows, comes from a layer of the model.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-_MOST_NODES = 500  # of one walk; what is not found by then is not certain
-_SUM, _MEAN, _NONE = 2, 1, 0  # reductions as torch saves them in its losses
+_MOST_NODES = 5000  # of one walk; what is not found by then is not certain
+_NONE, _MEAN, _SUM = 0, 1, 2  # reductions as torch saves them in its losses
 
-# Keep one number one number, apart from a constant.
-_LINEAR = re.compile("Alias|Clone|Neg|Reshape(Alias)?|Squeeze|ToCopy|Unsqueeze|View")
-# Keep the rows of a tensor apart.
-_ROW_BY_ROW = re.compile(
-    "Abs|Add|Clamp(Max|Min)?|Cos|Div|Elu|Exp|Expand|Expm1|Gather|Gelu|Hardtanh|LeakyRelu|Lerp|Log|Log1P|Log2|LogSigmoid|"
-    "LogSoftmax|MaskedFill|Maximum|Minimum|Mul|NativeDropout|Pow|Reciprocal|Relu|Rsqrt|Rsub|Sigmoid|Silu|Sin|Slice|"
-    f"Softmax|Softplus|Split|Sqrt|Sub|Tanh|UnsafeView|Where|Xlogy|{_LINEAR.pattern}"
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_SAME_NUMBER = _names("Alias Clone Neg Reshape ReshapeAlias Squeeze ToCopy Unsqueeze UnsafeView View")
+# Keep the rows of a tensor apart,
+_ROW_BY_ROW = _SAME_NUMBER | _names(
+    "Abs Add Clamp ClampMin Div Exp Log LogSigmoid MaskedFill Mul Pow Relu Sigmoid Softplus Sqrt Sub Tanh Where"
 )
-_ALONG_A_DIMENSION = re.compile("LinalgVectorNorm|Logsumexp|Mean|Norm|Permute|Select|Sum|Transpose")
-# Layers whose output has a row for each row of their input, or a loss for each.
-_LAYER = re.compile(
-    "Adaptive(Avg|Max)Pool2D|AvgPool2D|(Cudnn|Mkldnn|)Convolution|CtcLoss|(Cudnn|Native)BatchNorm|Embedding(Bag)?|"
-    "MaxPool2DWithIndices|Native(Group|Layer)Norm|SyncNorm"
-)
-_OF_A_WEIGHT = {"Permute", "T", "ToCopy", "Transpose"}
+# and these if they work along other dimensions.
+_ALONG = _names("Gather LinalgVectorNorm LogSoftmax Logsumexp Mean Select Slice Softmax Sum Transpose")
+# Layers whose output has a row for each row of their input.
+_LAYERS = _names("Convolution CudnnConvolution Embedding MkldnnConvolution NativeBatchNorm NativeLayerNorm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +47,16 @@ def look(loss: Tensor, num_samples: int, step_samples: int | None) -> Look:
     for node, factors in _terms(loss.grad_fn):
         sizes, reduction = _reduced(node)
         if reduction == _MEAN:
-            divisors.append(_mean_over(node, sizes))
+            weight = _number(getattr(node, "_saved_total_weight", None))  # of classes, without those that are ignored
+            divisors.append(math.prod(sizes) if weight is None else weight)
         elif reduction == _SUM and _is_over_batch(node, sizes, num_samples):
-            divided_by = [factor for factor in factors if factor >= 1]
-            known = {num_samples, *_products(sizes, num_samples)}
-            own = [each for each in divided_by if any(math.isclose(each, one, rel_tol=1e-6) for one in known)]
-            is_of_step = step_samples is not None and any(each == step_samples for each in divided_by)
-            unknown = [factor for factor, is_division in factors.items() if is_division]
+            known = (num_samples, sizes[0], math.prod(sizes))
+            own = [each for each, _ in factors if any(math.isclose(each, one, rel_tol=1e-6) for one in known)]
+            divided_by = [each for each, is_division in factors if is_division]
             if own:
                 divisors.append(own[0])
-            elif unknown and not is_of_step:
-                divisors.append(math.prod(unknown))
+            elif divided_by and step_samples not in divided_by:
+                divisors.append(math.prod(divided_by))
             else:
                 is_sum = True
     return Look(is_sum, divisors)
@@ -81,96 +77,102 @@ def differ(looks: list[tuple[bool, int, list[float]]]) -> bool:
     return False
 
 
-def _terms(root: Any) -> Iterator[tuple[Any, dict[float, bool]]]:
+def _terms(root: Any) -> Iterator[tuple[Any, list[tuple[float, bool]]]]:
     """The operations that made one number of a tensor, each with what it is divided by, and whether by a division."""
-    waiting: list[tuple[Any, dict[float, bool]]] = [(root, {})]
+    waiting: list[tuple[Any, list[tuple[float, bool]]]] = [(root, [])]
     for _ in range(_MOST_NODES):
         if not waiting:
             return
         node, factors = waiting.pop()
-        kind, inputs = _kind(node), [each for each, _ in node.next_functions if each is not None]
-        if kind in ("Add", "Sub") or _LINEAR.fullmatch(kind):
+        kind, inputs = _kind(node), _inputs(node)
+        if kind in _SAME_NUMBER or kind in ("Add", "Sub"):
             waiting += [(each, factors) for each in inputs]
-        elif kind in ("Mul", "Div") and len(inputs) == 1 and node.next_functions[0][0] is not None:
-            constant = abs(float(node._saved_other)) if node._saved_other.numel() == 1 else math.nan
-            if math.isfinite(constant) and constant > 0:
-                divisor = constant if kind == "Div" else 1 / constant
-                waiting.append((inputs[0], factors | {divisor: kind == "Div"}))
-        elif kind == "Mul" and len(inputs) == 1:
-            constant = abs(float(node._saved_self)) if node._saved_self.numel() == 1 else math.nan
-            if math.isfinite(constant) and constant > 0:
-                waiting.append((inputs[0], factors | {1 / constant: False}))
+        elif kind in ("Mul", "Div") and len(inputs) == 1:
+            is_division, is_first = kind == "Div", node.next_functions[0][0] is not None
+            constant = abs(_number(getattr(node, "_saved_other" if is_first else "_saved_self", None)) or 0.0)
+            if 0 < constant < math.inf and (is_first or not is_division):
+                waiting.append((inputs[0], [*factors, (constant if is_division else 1 / constant, is_division)]))
         else:
             yield node, factors
 
 
 def _reduced(node: Any) -> tuple[tuple[int, ...], int | None]:
     """The sizes of what a node has made one number of, and how."""
-    kind, name = _kind(node), node.name()
-    if name == "SumBackward0":
-        return tuple(node._saved_self_sym_sizes), _SUM
-    if name == "MeanBackward0":
-        return tuple(node._saved_self_sym_sizes), _MEAN
-    if kind and hasattr(node, "_saved_reduction") and hasattr(node, "_saved_target"):
-        return tuple(node._saved_target.shape), int(node._saved_reduction)
+    name = node.name()
+    if name in ("SumBackward0", "MeanBackward0"):
+        return tuple(node._saved_self_sym_sizes), _SUM if name == "SumBackward0" else _MEAN
+    target = getattr(node, "_saved_target", None)
+    if isinstance(target, Tensor) and hasattr(node, "_saved_reduction"):
+        return tuple(target.shape), node._saved_reduction
     return (), None
-
-
-def _mean_over(node: Any, sizes: tuple[int, ...]) -> float:
-    weight = getattr(node, "_saved_total_weight", None)  # of classes, without those that are ignored
-    return float(weight) if isinstance(weight, Tensor) and weight.numel() == 1 else float(math.prod(sizes))
-
-
-def _products(sizes: tuple[int, ...], num_samples: int) -> Iterator[int]:
-    """What a mean over samples and some of their dimensions may be divided by."""
-    for count in range(1, len(sizes) + 1):
-        for some in itertools.combinations(sizes, count):
-            if math.prod(some) % num_samples == 0:
-                yield math.prod(some)
 
 
 def _is_over_batch(node: Any, sizes: tuple[int, ...], num_samples: int) -> bool:
     """Whether the first dimension of a node's input is certainly that of the batch."""
     if not sizes or sizes[0] == 0 or sizes[0] % num_samples:
         return False
-    waiting = [each for each, _ in node.next_functions if each is not None]
-    seen: set[Any] = set()
+    inputs = _inputs(node)
+    if _kind(inputs[0]) == "Stack":  # of one number for each sample, made of its row
+        rows = [each for each in _below(inputs[0], lambda one: not _takes_rows(one)) if _takes_rows(each)]
+        has_all = sum(len(each._input_metadata) for each in rows) >= num_samples == sizes[0]
+        return has_all and _is_over_batch(rows[0], _input_sizes(rows[0]), num_samples)
+    return any(_is_layer(each) for each in _below(node, _keeps_rows))
+
+
+def _below(node: Any, goes_on: Callable[[Any], bool]) -> Iterator[Any]:
+    waiting, seen = _inputs(node), {node}
     while waiting and len(seen) < _MOST_NODES:
         here = waiting.pop()
-        if here in seen:
-            continue
-        seen.add(here)
-        kind = _kind(here)
-        if _LAYER.fullmatch(kind) or _is_linear_layer(here) or getattr(here, "_saved_reduction", None) == _NONE:
-            return True
-        if _ROW_BY_ROW.fullmatch(kind) or (_ALONG_A_DIMENSION.fullmatch(kind) and _keeps_rows(here)):
-            waiting += [each for each, _ in here.next_functions if each is not None]
-    return False
+        if here not in seen:
+            seen.add(here)
+            yield here
+            waiting += _inputs(here) if goes_on(here) else []
 
 
-def _is_linear_layer(node: Any) -> bool:
-    """Whether a product is one with a weight, and not of two results."""
+def _is_layer(node: Any) -> bool:
+    """Whether a node has made one row, or one loss, of each row: a product must be one with a weight."""
     if _kind(node) not in ("Addmm", "Mm"):
-        return False
+        return _kind(node) in _LAYERS or getattr(node, "_saved_reduction", None) == _NONE
     weight = node.next_functions[-1][0]
-    while weight is not None and _kind(weight) in _OF_A_WEIGHT:
+    while weight is not None and _kind(weight) in ("T", "ToCopy"):
         weight = weight.next_functions[0][0]
     return weight is not None and weight.name() == "torch::autograd::AccumulateGrad"
 
 
+def _takes_rows(node: Any) -> bool:
+    return _kind(node) in ("Select", "Unbind") and bool(node._saved_dim == 0)
+
+
 def _keeps_rows(node: Any) -> bool:
-    """Whether an operation along some dimensions leaves the first one alone."""
-    if node.name().startswith("Permute"):
-        return bool(node._saved_dims[0] == 0)
-    if node.name().startswith("Transpose"):  # a negative dimension is saved as if it had no sign: not certain
-        return all(0 < dim < 2**63 for dim in (node._saved_dim0, node._saved_dim1))
-    dims: Any = getattr(node, "_saved_dim", None)
-    sizes = node._saved_self_sym_sizes if hasattr(node, "_saved_self_sym_sizes") else node._saved_self.shape
-    given: list[int] = list(dims) if isinstance(dims, list | tuple) else [] if dims is None else [dims]
-    signed = [dim - 2**64 if dim >= 2**63 else dim for dim in given]
-    return bool(signed) and all(dim % len(sizes) for dim in signed)
+    """Whether an operation keeps rows apart, one along dimensions where the first is none of them."""
+    dims: list[int] = []
+    for name in ("_saved_dim", "_saved_dim0", "_saved_dim1"):
+        dim = getattr(node, name, None)
+        dims += dim if isinstance(dim, list | tuple) else [] if dim is None else [dim]
+    if not dims:
+        return _kind(node) in _ROW_BY_ROW
+    length = len(_input_sizes(node))
+    signed = [dim - 2**64 if dim >= 2**63 else dim for dim in dims]  # a negative one is saved without its sign
+    return _kind(node) in _ROW_BY_ROW | _ALONG and length > 0 and all(dim % length for dim in signed)
+
+
+def _input_sizes(node: Any) -> tuple[int, ...]:
+    before, number = next(each for each in node.next_functions if each[0] is not None)
+    return tuple(before._input_metadata[number].shape)
+
+
+def _number(value: Any) -> float | None:
+    """A number that a node has saved, as it is or in a tensor."""
+    if isinstance(value, Tensor):
+        value = value.item() if value.numel() == 1 else None
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _inputs(node: Any) -> list[Any]:
+    return [each for each, _ in node.next_functions if each is not None]
 
 
 def _kind(node: Any) -> str:
-    found = re.fullmatch(r"(\w+?)Backward\d*", node.name())
-    return found[1] if found else ""
+    """The operation of one of torch's own nodes, whose names end with a digit."""
+    name: str = node.name()
+    return name[:-1].removesuffix("Backward") if name[-1:].isdigit() else ""

@@ -49,6 +49,11 @@ def _row_losses(m: nn.Module, x: Tensor, t: Tensor) -> Tensor:
     return (m(x) - t).square().sum(dim=1)
 
 
+def _stack(m: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+    out = m(x)
+    return torch.stack([F.mse_loss(out[i], t[i]) for i in range(len(x))])
+
+
 SUMS: dict[str, _Loss] = {
     "variational autoencoder": _vae,
     "half of squares": lambda m, x, t: 0.5 * (m(x) - t).square().sum(),
@@ -65,6 +70,9 @@ SUMS: dict[str, _Loss] = {
     "convolution": lambda m, x, t: nn.Conv1d(1, 2, 3)(x.unsqueeze(1)).square().sum(),
     "divided by the batch of all workers": lambda m, x, t: (m(x) - t).square().sum() / (2 * N),
     "scaled": lambda m, x, t: F.mse_loss(m(x), t, reduction="sum") * torch.tensor(65536.0),
+    "scaled by a number": lambda m, x, t: torch.ops.aten.mul.Scalar(F.mse_loss(m(x), t, reduction="sum"), 3),
+    "a stack": lambda m, x, t: _stack(m, x, t).sum(),
+    "a stack of rows in turn": lambda m, x, t: torch.stack([a.square().mean() for a in m(x)]).sum(),
 }
 MEANS: dict[str, _Loss] = {
     "mean": lambda m, x, t: F.mse_loss(m(x), t),
@@ -90,6 +98,12 @@ MEANS: dict[str, _Loss] = {
     "similarities within the batch": lambda m, x, t: F.cross_entropy(m(x) @ m(x).T, torch.arange(N)),
     "a fraction of sums": lambda m, x, t: 1 - 2 * (m(x).sigmoid() * t).sum() / (m(x).sigmoid().sum() + t.sum()),
     "root of a mean": lambda m, x, t: F.mse_loss(m(x), t).sqrt(),
+    "divided by a number": lambda m, x, t: torch.ops.aten.div.Scalar((m(x) - t).square().sum(), N),
+    "mean of a stack": lambda m, x, t: _stack(m, x, t).mean(),
+    "a stack divided by the samples": lambda m, x, t: _stack(m, x, t).sum() / N,
+    "a stack of means": lambda m, x, t: torch.stack([m(x)[:, i].mean() for i in range(N)]).sum(),
+    "a stack of means over samples": lambda m, x, t: torch.stack([m(x).mean(0)[i] for i in range(N)]).sum(),
+    "a stack of penalties": lambda m, x, t: torch.stack([p.sum() for p in [*m.parameters()] + [m[0].weight] * 2]).sum(),
     "masked mean": lambda m, x, t: (_row_losses(m, x, t) * (t[:, 0] > 0.5)).sum() / (t[:, 0] > 0.5).sum(),
     "masked mean of one row": lambda m, x, t: (_row_losses(m, x, t) * (torch.arange(N) == 2)).sum() / torch.tensor(1),
     "mean of some rows": lambda m, x, t: _row_losses(m, x, t)[t[:, 0] > 0.5].mean(),
