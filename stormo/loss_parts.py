@@ -138,7 +138,8 @@ def _compared(task: Task, noise: float, whole: _Seen, first: _Seen, second: _See
     if drift > _MUCH or (off_sum if task.loss_reduction == "sum" else off_mean) <= slack:
         return None
     return _Found(
-        is_sum=off_sum <= slack,
+        # Beside a part without any loss, as one that is masked, a mean looks like a sum.
+        is_sum=off_sum <= slack < min(abs(first.loss), abs(second.loss)),
         is_mean=off_mean <= slack,
         is_counted=whole.count is not None,
         losses=losses,
@@ -296,9 +297,11 @@ def _refusal(task: Task, found: _Found, num_parts: int) -> SettingError:
         return SettingError(said, "it is a mean, but loss_reduction is 'sum'", "leave loss_reduction out")
     if task.loss_reduction == "sum":
         return SettingError(
-            said, f"it is no sum over samples, and {cut_in}", f"return the sum over the samples alone, or {local}"
+            said,
+            f"it is no sum over samples, and {cut_in}",
+            f"return the sum over the samples alone, or leave loss_reduction out and return (loss, count), or {local}",
         )
-    if found.is_sum:
+    if found.is_sum and not found.is_counted:
         return SettingError(
             said,
             f"it is a sum, {cut_in}, and each counts as a mean",

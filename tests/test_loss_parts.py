@@ -14,12 +14,12 @@ from torchmetrics import MeanMetric
 
 from stormo.data.loaders import Batch
 from stormo.errors import SettingError
-from stormo.loss_parts import check_parts
+from stormo.loss_parts import _compared, _Seen, check_parts
 from stormo.tasks.task import Task
 from stormo.world.world import World
 from tests.spread import Plain, Words
 from tests.tiny_run import build
-from tests.tiny_task import Tiny
+from tests.tiny_task import Tiny, TinyOptions
 
 Ranks = Callable[..., list[Any]]
 
@@ -381,3 +381,15 @@ def _books(task: Remembering) -> list[Any]:
 
 def test_looking_leaves_no_trace_in_the_task_nor_in_the_model(run_ranks: Ranks) -> None:
     run_ranks(_remembered, 2)
+
+
+def test_beside_a_part_without_any_loss_a_mean_is_not_taken_for_a_sum() -> None:
+    def seen(num_samples: int, loss: float) -> _Seen:
+        return _Seen(num_samples=num_samples, loss=loss, count=None, rounding=1e-11, rows=None)
+
+    task = Plain(TinyOptions())
+    masked = _compared(task, 0.0, seen(5, 0.4), seen(1, 0.0), seen(4, 0.4))
+    summed = _compared(task, 0.0, seen(5, 0.7), seen(1, 0.3), seen(4, 0.4))
+    assert masked is not None
+    assert summed is not None
+    assert (masked.is_sum, summed.is_sum) == (False, True)

@@ -24,7 +24,7 @@ RUN_BY = {
     "stormo doctor": ("tests/doctor/test_command.py", '"doctor"'),
     "stormo train --num-gpus 2 --preflight": ("tests/system/test_preflight.py", '"--num-gpus", "2", "--preflight"'),
     "stormo train --num-gpus 4 --max-restarts": ("tests/system/test_restarts.py", '"--max-restarts"'),
-    "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE": (
+    "export TORCH_DISABLE_SHARE_RDZV": (
         "tests/system/test_restarts.py",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
     ),

@@ -17,6 +17,7 @@ from stormo.launch.control import JoinError
 from stormo.launch.place import Place
 from stormo.launch.restarts import run_with_restarts
 from stormo.nodes import check_restarts
+from stormo.telemetry.finding import note_launch
 
 TASK = str(Path(__file__).parents[1] / "tiny_task.py")
 RUN = Path("runs/a")
@@ -146,6 +147,7 @@ def test_a_run_that_diverged_is_not_started_again_by_torchrun(
     (RUN / "config.toml").touch()
     (RUN / "environment.json").write_text(json.dumps({"launches": ["job"]}))
     (RUN / "summary.json").write_text(json.dumps({"stopped_by": "divergence"}))
+    note_launch(RUN.parent, "job", RUN.name)
     for name, value in WORKER.items():
         monkeypatch.setenv(name, value)
     assert main(["train", TASK, "--device", "cpu"]) == 65
