@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -35,6 +36,8 @@ def storages_of(tensors: Iterable[Any]) -> Storages:
 def _plain(tensor: Any) -> Iterator[Tensor]:
     """The tensors that have memory of their own in place of one that torch has spread; nothing for anything else."""
     if not issubclass(type(tensor), Tensor):  # asked of the type: some objects answer for what they stand for
+        return
+    if is_lazy(tensor):  # of a lazy layer that has seen no input
         return
     if isinstance(tensor, DTensor):
         yield from _plain(tensor._local_tensor)

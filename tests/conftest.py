@@ -76,7 +76,9 @@ def _process_as_before() -> Iterator[None]:
     A run inside this process ends with stop signals ignored, and double precision is a default of torch's.
     """
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    path = list(sys.path)  # a task's file puts its folder there
     yield
+    sys.path[:] = path
     for number, handler in handlers.items():
         if signal.getsignal(number) is not handler:
             signal.signal(number, handler)
