@@ -157,7 +157,9 @@ def _import_failure(error: Exception | SystemExit, name: str) -> StormoError:
     return _ImportFailedError(
         f"the task {name} was named",
         f"{place} raised {type(error).__name__}{f': {text}' if text else ''}",
-        "install that package, or leave it out" if isinstance(error, ModuleNotFoundError) else "mend that line",
+        "install that package, or set PYTHONPATH to its folder"
+        if isinstance(error, ModuleNotFoundError)
+        else "mend that line",
         "".join(told.format()),
     )
 

@@ -173,7 +173,7 @@ IN_THE_CLASS = [
         before_workers=True,
         says=(
             "the task my_task.py was named, but line 4 of my_task.py raised ModuleNotFoundError: No module "
-            "named 'a_package_of_another_machine'; install that package, or leave it out.\n"
+            "named 'a_package_of_another_machine'; install that package, or set PYTHONPATH to its folder.\n"
             "Traceback (most recent call last):\n"
             '  File "{folder}/my_task.py", line 4, in <module>\n'
             "    import a_package_of_another_machine\n"

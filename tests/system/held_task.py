@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stormo.config import option
+
+sys.path.append(str(Path(__file__).parents[2]))  # which a task's file does not bring along
+
 from tests.system import task
 
 if TYPE_CHECKING:

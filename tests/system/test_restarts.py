@@ -112,7 +112,7 @@ def test_nodes_come_and_go_under_torchrun_and_no_second_run_begins(
     stays.wait_for("1 = 1 node × 1 CPU process")
     leaves = hosts[1].start(*torchrun(quick), **fresh)
     stays.wait_for("2 = 2 nodes × 1 CPU process")
-    (run,) = train.folder.iterdir()
+    (run,) = train.folder.glob("[!.]*")  # beside it lies the note of the launch
     wait_until(is_training(run), ENDS_WITHIN_S, "no step was made")
     leaves.process.send_signal(signal.SIGTERM)
     leaves.wait(ENDS_WITHIN_S)

@@ -90,13 +90,13 @@ def test_what_is_no_step_of_several_tasks_is_one_process_and_told_so(
         assert job.wait() == 0, job.err
     one = "workers        1 = 1 node × 1 CPU process (the default; "
     # In a script it is a mistake, unless it says how many workers it wants.
-    refused, code, started, *_ = output.read_text().splitlines()
+    refused, code, *started = output.read_text().splitlines()
     assert refused.startswith(
         "stormo: stormo was started in the body of a Slurm batch script without srun, but the job asks for "
         "2 tasks on 2 nodes and only this one process would train; write srun in front of it"
     )
     assert code == "2"
-    assert started.startswith("workers        2 = 1 node × 2 CPU processes (as set; ")
+    assert started[1].startswith("workers        2 = 1 node × 2 CPU processes (as set; ")
     assert allocation.out.startswith(one)
     assert "stormo: this Slurm job has 2 tasks on 2 nodes, and this is one process; srun in front" in allocation.err
     assert one_task.out.startswith(one)
@@ -107,5 +107,5 @@ def test_an_uneven_step_trains_and_says_so(cluster: Cluster, train: Train) -> No
     job = cluster.start("srun", "--quiet", "-N2", "-n3", *train("--dry-run"))
     assert job.wait() == 0, job.err
     assert job.err == "stormo: srun put 2, 1 tasks on the 2 nodes\n"
-    assert job.out.startswith("workers        3 on 2 nodes, 2 of them on this one (started by slurm; ")
+    assert "\nworkers        3 on 2 nodes, 2 of them on this one (started by slurm; " in job.out
     assert job.out.count("workers   ") == 1
