@@ -18,7 +18,7 @@ from pathlib import Path
 
 BESIDE = (
     ("tests/system",),
-    ("tests/launch", "tests/checkpoint", "tests/data"),  # the first hardly does anything but wait
+    ("tests/launch", "tests/checkpoint", "tests/data", "tests/strategies"),  # the first hardly does anything but wait
     (
         *("tests/benchmarks", "tests/docs", "tests/layers", "tests/pipeline"),
         *("tests/test_run.py", "tests/test_train.py"),
