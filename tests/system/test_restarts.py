@@ -118,7 +118,7 @@ def test_nodes_come_and_go_under_torchrun_and_no_second_run_begins(
     leaves.wait(ENDS_WITHIN_S)
     hold.unlink()
     assert stays.wait() == 0, stays.err
-    assert list(train.folder.iterdir()) == [run]
+    assert list(train.folder.glob("[!.]*")) == [run]
     run.rename(run.with_name(RUN_NAME))
     done, alone = digests_of(train.folder), local_digests(2)
     assert (done.sample_order, done.num_steps) == (alone.sample_order, alone.num_steps)
