@@ -1,7 +1,7 @@
-"""Runs all tests in four processes side by side, as most of them wait for programs that they have started.
+"""Runs all tests in five processes side by side, as most of them wait for programs that they have started.
 
 `python -m tests` is what `make test` calls. One group is shown as it goes, then the next: what that has done by then,
-and how it goes on. A few tests that fail while four groups share the machine are run once more, alone: what fails only
+and how it goes on. A few tests that fail while five groups share the machine are run once more, alone: what fails only
 under that load is named, and what fails again has failed.
 """
 
@@ -18,7 +18,8 @@ from pathlib import Path
 
 BESIDE = (
     ("tests/system",),
-    ("tests/launch", "tests/checkpoint", "tests/data", "tests/strategies"),  # the first hardly does anything but wait
+    ("tests/strategies",),
+    ("tests/launch", "tests/checkpoint", "tests/data"),  # the first hardly does anything but wait
     (
         *("tests/benchmarks", "tests/docs", "tests/layers", "tests/pipeline"),
         *("tests/test_run.py", "tests/test_train.py"),
