@@ -28,13 +28,13 @@ def place(environ: Mapping[str, str]) -> Place:
             "set MASTER_ADDR to the name of its host, or unset RANK and WORLD_SIZE to train with one process",
         )
     local_rank, local_size = _on_host(environ, rank, world_size, address)
-    num_nodes, node_id = -(-world_size // local_size), rank // local_size
-    if world_size % local_size or local_rank != rank % local_size:
+    if local_size < 1 or world_size % local_size or local_rank != rank % local_size:
         raise SettingError(
             f"RANK={rank} of WORLD_SIZE={world_size} is LOCAL_RANK={local_rank} of LOCAL_WORLD_SIZE={local_size}",
             "every host holds equally many ranks, with consecutive numbers",
             "number them so, or start them by torchrun",
         )
+    num_nodes = world_size // local_size
     if rank == 0 and num_nodes > 1 and is_loopback_name(address) and "KUBERNETES_SERVICE_HOST" in environ:
         address = host_name()  # PyTorchJob tells its first pod "localhost", where no other pod could come in
     return Place(
@@ -43,7 +43,7 @@ def place(environ: Mapping[str, str]) -> Place:
         world_size=world_size,
         local_rank=local_rank,
         local_size=local_size,
-        node_id=node_id,
+        node_id=rank // local_size,
         num_nodes=num_nodes,
         master_addr=address,
         master_port=read_int(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else DEFAULT_MASTER_PORT,

@@ -41,7 +41,6 @@ _GONE = [
         r"NCCL error.*(?:remote process exited or there was a network error|Connection closed by remote peer)",
         r"NCCL error.*Last error:.*(?:Connection reset by peer|Connection refused|Broken pipe)",
         r"NCCL communicator was aborted",
-        r"\AWait timeout\Z",  # the store in a file, which says nothing else
     )
 ]
 
@@ -60,7 +59,8 @@ def peer_loss(error: BaseException) -> PeerLoss | None:
     for pattern, unit_s in _GAVE_UP:
         if found := pattern.search(text):
             return PeerLoss(waited_s=int(found[1]) * unit_s)
-    return PeerLoss() if any(pattern.search(text) for pattern in _GONE) else None
+    is_gone = is_file_timeout(error) or any(pattern.search(text) for pattern in _GONE)
+    return PeerLoss() if is_gone else None
 
 
 def is_file_timeout(error: RuntimeError) -> bool:

@@ -59,7 +59,8 @@ class Store:
 
     def _open(self, place: Place, at: MeetingPoint) -> dist.Store:
         if at.memory is not None:
-            store = dist.FileStore(f"/proc/self/fd/{at.memory}")
+            # FileStore opens the path again at every use and at its end: it gets a descriptor that is never closed.
+            store = dist.FileStore(f"/proc/self/fd/{os.dup(at.memory)}")
             store.set_timeout(self.timeout)
             return store
         if place.is_main:

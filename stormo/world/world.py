@@ -35,6 +35,7 @@ _FETCH_TIMEOUT = timedelta(hours=24)  # a download may be slow; a dead fetcher e
 
 
 _MANY_WORKERS = 128  # from here on a vote in one sum, whose messages go round a ring of all workers, takes too long
+_RELEASE_S = 0.05
 Levels = tuple[
     dist.ProcessGroup, dist.ProcessGroup
 ]  # of this worker: its neighbours, and those of its number elsewhere
@@ -353,6 +354,9 @@ class World:
             board.close()
         if self._has_group and dist.is_initialized():
             dist.destroy_process_group()
+            # Gloo's threads need the GIL to release their last tensors and abort if the interpreter ends before.
+            # torch has no call that waits for them.
+            time.sleep(_RELEASE_S)
 
 
 def _keep_groups() -> None:

@@ -113,6 +113,7 @@ def test_ranks_with_torchs_variables_alone_join(more: dict[str, str], numbers: t
         ({**BARE, "LOCAL_RANK": "1"}, "RANK=1 and LOCAL_RANK=1 are set without LOCAL_WORLD_SIZE"),
         ({**BARE, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "every host holds equally many ranks"),
         ({**BARE, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}, "every host holds equally many ranks"),
+        ({**BARE, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "0"}, "every host holds equally many ranks"),
         ({**BARE, "RANK": "4"}, "0 <= rank < 4 must hold"),
         ({"PALS_RANKID": "1", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "2"}, "set WORLD_SIZE for all ranks"),
         ({"PALS_RANKID": "1", "PALS_LOCAL_RANKID": "1", "PMI_SIZE": "2"}, "set LOCAL_WORLD_SIZE for all ranks"),

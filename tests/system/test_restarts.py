@@ -15,7 +15,6 @@ from tests.system.runs import ENDS_WITHIN_S, HERE, PYTHON, RUN_NAME, STORMO, Dig
 Hosts = tuple[Host, Host]
 BATCH = ("--global-batch-size", "64", "--base-lr", "0.02", "--warmup-from", "0.5")  # what two workers have by default
 HELD = str(HERE / "held_task.py")
-FINDS_TASK = {"PYTHONPATH": str(Path.cwd())}
 
 
 @pytest.fixture
@@ -49,7 +48,7 @@ def test_a_worker_that_was_killed_is_started_again_and_the_training_ends_with_th
     hosts: Hosts, train: Train, hold: Path, local_digests: Callable[[int], Digests]
 ) -> None:
     host = hosts[0]
-    job = host.start(STORMO, "train", *held(train, hold, "--num-gpus", "2", "--max-restarts", "1"), **FINDS_TASK)
+    job = host.start(STORMO, "train", *held(train, hold, "--num-gpus", "2", "--max-restarts", "1"))
     wait_until(has_saved(train, 2), ENDS_WITHIN_S, lambda: job.err)
     assert [listener for listener in host.listeners() if not listener.is_loopback] == []
     os.kill(process_of_rank(host, 1), signal.SIGKILL)
@@ -67,10 +66,7 @@ def test_a_worker_that_was_killed_on_one_of_two_nodes_is_started_again_on_both(
     hosts: Hosts, train: Train, hold: Path, local_digests: Callable[[int], Digests]
 ) -> None:
     node = ("--num-nodes", "2", "--num-gpus", "1", "--master-addr", "10.99.0.1", "--max-restarts", "1", "--node-id")
-    jobs = [
-        host.start(STORMO, "train", *held(train, hold, *node, str(node_id)), **FINDS_TASK)
-        for node_id, host in enumerate(hosts)
-    ]
+    jobs = [host.start(STORMO, "train", *held(train, hold, *node, str(node_id))) for node_id, host in enumerate(hosts)]
     wait_until(has_saved(train, 2), ENDS_WITHIN_S, lambda: jobs[0].err)
     os.kill(process_of_rank(hosts[1], 1), signal.SIGKILL)
     hold.unlink()
@@ -85,7 +81,7 @@ def test_torchrun_starts_a_killed_worker_again_and_the_training_ends_with_the_sa
     hosts: Hosts, train: Train, hold: Path, local_digests: Callable[[int], Digests]
 ) -> None:
     torchrun = (PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1")
-    job = hosts[0].start(*torchrun, "-m", "stormo", "train", *held(train, hold), **FINDS_TASK)
+    job = hosts[0].start(*torchrun, "-m", "stormo", "train", *held(train, hold))
     wait_until(has_saved(train, 2), ENDS_WITHIN_S, lambda: job.err)
     os.kill(process_of_rank(hosts[0], 1), signal.SIGKILL)
     hold.unlink()
@@ -107,7 +103,7 @@ def test_nodes_come_and_go_under_torchrun_and_no_second_run_begins(
         return [PYTHON, "-m", "torch.distributed.run", *nodes, "-m", "stormo", "train", *words]
 
     # Without it, torch tells a node that comes nothing of those that stay, and all wait for one another.
-    fresh = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **FINDS_TASK}
+    fresh = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     stays = hosts[0].start(*torchrun(f"{quick},is_host=true"), **fresh)  # its name leads to loopback on itself
     stays.wait_for("1 = 1 node × 1 CPU process")
     leaves = hosts[1].start(*torchrun(quick), **fresh)
