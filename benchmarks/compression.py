@@ -24,7 +24,7 @@ from benchmarks.turns import Times, Turn, ratios
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from stormo.world.world import World
+    from stormo.distributed.world import World
 
 METHODS = ("none", "bf16", "fp16", "powersgd")
 SCRIPTS = {"script": "none", "script_bf16": "bf16"}
@@ -33,7 +33,7 @@ SIDES = (*METHODS, *SCRIPTS, "torch_powersgd")
 
 def side(world: World, method: str, options: argparse.Namespace) -> Turn:
     """Steps of stormo by one method, or of a plain loop."""
-    from stormo.config import Batch, Optimizer, Speed, TrainConfig, Workers
+    from stormo.config.schema import Batch, Optimizer, Speed, TrainConfig, Workers
 
     if method in SCRIPTS:
         return _script(world, options, SCRIPTS[method])
@@ -52,7 +52,7 @@ def side(world: World, method: str, options: argparse.Namespace) -> Turn:
 
 def _script(world: World, options: argparse.Namespace, compress: str) -> Turn:
     from benchmarks.slow_task import Wide
-    from stormo.strategies.exchange import GradientExchange
+    from stormo.parallel.exchange import GradientExchange
 
     model = Wide(options.width).model()
     exchange = GradientExchange(model, world, compress=compress)

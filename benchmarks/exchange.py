@@ -23,7 +23,7 @@ from benchmarks.turns import Times, Turn, ratios, take_turns, times_of_workers, 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from stormo.world.world import World
+    from stormo.distributed.world import World
 
 SIDES = ("stormo", "ddp")
 
@@ -39,7 +39,7 @@ def network(num_layers: int, width: int) -> nn.Module:
 
 def stormo_side(world: World, model: nn.Module, batch: Tensor) -> Turn:
     """Steps of the model itself, with stormo's exchange."""
-    from stormo.strategies.exchange import GradientExchange
+    from stormo.parallel.exchange import GradientExchange
 
     exchange = GradientExchange(model, world)
 
@@ -53,7 +53,7 @@ def stormo_side(world: World, model: nn.Module, batch: Tensor) -> Turn:
 
 def ddp_side(world: World, model: nn.Module, batch: Tensor) -> Turn:
     """Steps of the same model inside DDP."""
-    from stormo.strategies.replicate import replica
+    from stormo.parallel.replicate import replica
 
     wrapped = replica(model, gradient_as_bucket_view=True)
     return _steps(model, wrapped, batch, lambda loss: loss.backward())

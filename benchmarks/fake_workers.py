@@ -16,23 +16,23 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from stormo.config.layout import resolve_layout
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.spread_tasks import Words
-from stormo import options
+from stormo.config import options
+from stormo.config.plan import resolve
 from stormo.data.loaders import Batch
 from stormo.data.order import Pass
+from stormo.distributed.world import World
 from stormo.launch import Place
-from stormo.layout import resolve_layout
-from stormo.plan import resolve
-from stormo.strategies import composed, hybrid, replicate
-from stormo.strategies.strategy import Strategy
-from stormo.strategies.table import strategy_class
+from stormo.parallel import composed, hybrid, replicate
+from stormo.parallel.strategy import Strategy
+from stormo.parallel.table import strategy_class
 from stormo.tasks.gpt_sizes import Size
 from stormo.tasks.task import Task
-from stormo.world.world import World
 
 PER_NODE = 8
 _PASS = 4  # samples of a worker in a pass: what activations they need is no concern here

@@ -20,7 +20,7 @@ from benchmarks.command import result_line
 from benchmarks.turns import Times, Turn, ratios, take_turns
 
 if TYPE_CHECKING:
-    from stormo.world.world import World
+    from stormo.distributed.world import World
 
 AIM = 1.02
 SIDES = ("single", "fsdp")
@@ -33,7 +33,7 @@ def side(world: World, strategy: str, options: argparse.Namespace) -> Turn:
     from benchmarks.spread_tasks import Words
     from benchmarks.spread_worker import batches, build
     from stormo.tasks.gpt_sizes import SIZES
-    from stormo.worker import set_arithmetic
+    from stormo.training.worker import set_arithmetic
 
     is_gpu = world.device.type == "cuda"
     flags: dict[str, Any] = {"strategy": strategy, "optimizer": "adamw", "clip_norm": 1.0, "graph": False}
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--compile", action="store_true", help="both with torch.compile")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options = parser.parse_args(arguments)
-    from stormo.hardware import visible_gpus
+    from stormo.system.hardware import visible_gpus
 
     gpus = visible_gpus()
     if options.device == "cuda" and not gpus:

@@ -14,15 +14,15 @@ import sys
 import time
 
 import torch
+from stormo.config.layout import resolve_layout
 
-from stormo.hardware import visible_gpus
+from stormo.config.plan import resolve
+from stormo.distributed.world import World
 from stormo.launch import alone
-from stormo.layout import resolve_layout
-from stormo.plan import resolve
-from stormo.strategies.table import STRATEGIES
-from stormo.train import read_settings
-from stormo.worker import make_loader, set_arithmetic
-from stormo.world.world import World
+from stormo.parallel.table import STRATEGIES
+from stormo.system.hardware import visible_gpus
+from stormo.training.settings import read_settings
+from stormo.training.worker import make_loader, set_arithmetic
 
 BATCH_SIZES = (32, 128, 256, 512)
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.command import result_line, run_to_end, train_command
-from stormo.hardware import peak_tflops, visible_gpus
+from stormo.system.hardware import peak_tflops, visible_gpus
 from stormo.tasks.language_model import LanguageModel, LanguageModelOptions
 
 _WARM_STEPS = 10

@@ -66,7 +66,7 @@ def train_one_step(options: argparse.Namespace) -> int:
     from benchmarks.spread_tasks import Words
     from benchmarks.spread_worker import batches, build, world_alone
     from stormo.tasks.gpt_sizes import SIZES
-    from stormo.worker import set_arithmetic
+    from stormo.training.worker import set_arithmetic
 
     is_gpu = options.device == "cuda"
     world = world_alone(torch.device("cuda", 0) if is_gpu else torch.device("cpu"))
@@ -137,7 +137,7 @@ def _memory(options: argparse.Namespace) -> tuple[float, float]:
     """Bytes of the device and of the host that may be taken."""
     import psutil
 
-    from stormo.hardware import visible_gpus
+    from stormo.system.hardware import visible_gpus
 
     host = _HOST_SHARE * psutil.virtual_memory().available
     if options.device == "cpu":
@@ -168,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--try-preset", help=argparse.SUPPRESS)
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    from stormo.hardware import visible_gpus
+    from stormo.system.hardware import visible_gpus
 
     if options.device == "cuda" and not visible_gpus():
         parser.error("no GPU is visible, and it is its memory that is looked into; --device cpu tries the command")

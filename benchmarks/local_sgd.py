@@ -20,14 +20,14 @@ from benchmarks.slow_link import add_options, run, step_lines, steps_of
 from benchmarks.turns import Times, Turn, ratios
 
 if TYPE_CHECKING:
-    from stormo.world.world import World
+    from stormo.distributed.world import World
 
 SIDES = ("ddp", "local")
 
 
 def side(world: World, strategy: str, options: argparse.Namespace) -> Turn:
     """Steps under a strategy."""
-    from stormo.config import Batch, Optimizer, Speed, TrainConfig, Workers
+    from stormo.config.schema import Batch, Optimizer, Speed, TrainConfig, Workers
 
     config = TrainConfig(
         workers=Workers(num_gpus=world.size, strategy=strategy, device="cpu"),  # type: ignore[arg-type]

@@ -24,8 +24,8 @@ from benchmarks.command import largest, numbers, result_line, spaced
 from benchmarks.rank_pool import RankPool
 
 if TYPE_CHECKING:
+    from stormo.distributed.world import World
     from stormo.tasks.gpt_sizes import Size
-    from stormo.world.world import World
 
 LIMIT = 0.05
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")  # by what is cut: nothing, state, gradients too, weights too

@@ -78,12 +78,12 @@ class Cell:
 
 def predict(flags: Sequence[str]) -> tuple[int, bool]:
     """What the forecast says of the way as set, in this process, and whether a pass would be captured."""
-    from stormo import train
-    from stormo.hardware import visible_gpus
     from stormo.predict.study import Study
     from stormo.predict.ways import every_way
+    from stormo.system.hardware import visible_gpus
+    from stormo.training.settings import read_settings
 
-    config, task_class = train.read_settings(list(flags))
+    config, task_class = read_settings(list(flags))
     gpus = visible_gpus()[:1]
     study = Study(task_class(config.task_options), config, gpus)
     (way,) = [way for way in every_way(config, gpus, study.facts) if way.is_as_set]
@@ -153,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="cells whose flags hold these words, such as '350m 16'")
     parser.add_argument("--data-folder", help="with the files of Fashion-MNIST; default: found or fetched")
     options = parser.parse_args(arguments)
-    from stormo.hardware import visible_gpus
+    from stormo.system.hardware import visible_gpus
 
     if not visible_gpus():
         parser.error("no GPU is visible, and it is its memory that is forecast")

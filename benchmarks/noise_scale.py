@@ -26,9 +26,9 @@ from benchmarks.command import result_line
 from benchmarks.turns import Times, ratios, take_turns, times_of_workers, work
 
 if TYPE_CHECKING:
-    from stormo.strategies.strategy import Strategy
+    from stormo.distributed.world import World
+    from stormo.parallel.strategy import Strategy
     from stormo.tasks.task import Task
-    from stormo.world.world import World
 
 # The step of the run that a side believes to be in: all up to 128 are measured, then one in eight.
 SIDES = {"--no-noise-scale": 0, "not measured": 129, "measured": 0}
@@ -69,13 +69,13 @@ def make_side(
 ) -> tuple[Strategy, Callable[[int], None]]:
     """A strategy and turns of so many steps of it, always over the same batch."""
     import torch
+    from stormo.config.layout import resolve_layout
 
-    from stormo import options as settings
+    from stormo.config import options as settings
+    from stormo.config.plan import resolve
     from stormo.data.loaders import ResidentLoader, Share
-    from stormo.hardware import visible_gpus
-    from stormo.layout import resolve_layout
-    from stormo.plan import resolve
-    from stormo.strategies.table import strategy_class
+    from stormo.parallel.table import strategy_class
+    from stormo.system.hardware import visible_gpus
 
     size = options.batch_size * options.accumulate * world.size
     task = make_task(options, size)
@@ -121,8 +121,8 @@ def on_gpu(options: argparse.Namespace) -> Times:
     """Measure in this process, on the first GPU."""
     import torch
 
+    from stormo.distributed.world import World
     from stormo.launch import alone
-    from stormo.world.world import World
 
     return measure(World(alone(), torch.device("cuda", 0)), options)
 

@@ -29,7 +29,7 @@ from benchmarks.command import result_line, small_task
 from benchmarks.turns import NUM_WORKERS, Times, ratios, take_turns, times_of_workers
 
 if TYPE_CHECKING:
-    from stormo.loop import Outcome, Training
+    from stormo.training.loop import Outcome, Training
 
 PROMISED = 0.98
 SIDES = ("stormo", "hand-written", "hand-written, stormo's DDP options")
@@ -38,8 +38,8 @@ _LEARNING_RATE, _MOMENTUM = 0.01, 0.9
 
 def stormo_side(run: Training) -> Callable[[int], None]:
     """Turns of stormo's loop; a turn begins an epoch and is ended by the stop flag, as a signal would end it."""
-    from stormo.loop import train
-    from stormo.world.signals import StopFlag
+    from stormo.distributed.signals import StopFlag
+    from stormo.training.loop import train
 
     progress = run.state.progress
 
@@ -67,7 +67,7 @@ def hand_written_side(run: Training, *, is_tuned: bool) -> Callable[[int], None]
     import torch.nn.functional as F
     from torch.nn.parallel import DistributedDataParallel
 
-    from stormo.strategies.replicate import replica
+    from stormo.parallel.replicate import replica
 
     task, rank = run.state.strategy.task, run.world.rank
     global_batch_size = run.plan.global_batch_size
@@ -102,12 +102,13 @@ def measure(run: Training, num_pairs: int, num_steps: int) -> Times:
 
 def work(folder: Path, flags: Sequence[str], num_pairs: int, num_steps: int) -> int:
     """Be one of the two workers: put a real one together, and measure where it would train."""
-    from stormo import worker
+    from stormo.config.layout import resolve_layout
+
+    from stormo.distributed.store import Store
     from stormo.launch import local, open_lifeline
-    from stormo.layout import resolve_layout
-    from stormo.loop import Outcome
-    from stormo.train import read_settings
-    from stormo.world.store import Store
+    from stormo.training import worker
+    from stormo.training.loop import Outcome
+    from stormo.training.settings import read_settings
 
     def measure_instead(run: Training) -> Outcome:
         times = measure(run, num_pairs, num_steps)

@@ -24,7 +24,7 @@ from benchmarks.command import result_line
 from benchmarks.turns import Times, Turn, ratios, take_turns, times_of_workers, work
 
 if TYPE_CHECKING:
-    from stormo.world.world import World
+    from stormo.distributed.world import World
 
 _SHARE_HELD_UP = 0.25
 
@@ -58,14 +58,15 @@ FIGURES = {"one_server": (1, 0), "two_servers": (2, 0), "stale_now_and_then": (4
 
 def side(world: World, one: Side, options: argparse.Namespace, stack: contextlib.ExitStack) -> Turn:
     """Steps as the loop takes them; what runs beside them runs until the stack is left."""
+    from stormo.config.layout import resolve_layout
+    from stormo.config.schema import Batch, Optimizer, Speed, TrainConfig, Workers
+
     from benchmarks.slow_task import Wide
     from benchmarks.spread_worker import batches
-    from stormo.config import Batch, Optimizer, Speed, TrainConfig, Workers
-    from stormo.layout import resolve_layout
-    from stormo.plan import resolve
-    from stormo.strategies.table import strategy_class
-    from stormo.worker import make_loader
-    from stormo.world.world import Vote
+    from stormo.config.plan import resolve
+    from stormo.distributed.world import Vote
+    from stormo.parallel.table import strategy_class
+    from stormo.training.worker import make_loader
 
     staleness = options.staleness if one.is_stale else 0
     config = TrainConfig(

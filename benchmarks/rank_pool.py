@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 MAX_THREADS = 120  # of a rank: torch keeps some for every group that it has made, and thousands slow it down
-_PRELOAD = ["torch", "torch._dynamo", "stormo.strategies.table", "benchmarks.spread_worker"]
+_PRELOAD = ["torch", "torch._dynamo", "stormo.parallel.table", "benchmarks.spread_worker"]
 _GRACE_S = 3.0  # for the others to say what they have seen, once a rank has failed
 _FAREWELL_S = 5.0  # for a rank to end by itself
 
@@ -136,9 +136,9 @@ def _serve(connection: Connection) -> None:
 def _join(rank: int, size: int, port: int, timeout_s: float) -> Any:
     import torch
 
+    from stormo.distributed.store import Store
+    from stormo.distributed.world import World
     from stormo.launch import Place
-    from stormo.world.store import Store
-    from stormo.world.world import World
 
     place = Place(
         launcher="local" if size > 1 else "alone",

@@ -25,7 +25,7 @@ from benchmarks.rank_pool import RankPool
 if TYPE_CHECKING:
     from benchmarks.spread_worker import Built
     from stormo.checkpoint import Snapshot
-    from stormo.world.world import World
+    from stormo.distributed.world import World
 
 # Workers and settings; 3 workers do not divide the 32 rows of the layers, nor 4 the 12 rows of the positions evenly.
 MESHES: Mapping[str, tuple[int, Mapping[str, Any]]] = {
@@ -67,8 +67,8 @@ def _save(world: World, built: Built, step: int, folder: str) -> str:
     import torch
 
     from stormo.checkpoint import Saver, Saving
-    from stormo.progress import Progress
-    from stormo.state import RunState
+    from stormo.training.progress import Progress
+    from stormo.training.state import RunState
 
     loss_sum = torch.zeros((), dtype=torch.float64)
     state = RunState(progress=Progress(step=step), strategy=built.strategy, loss_sum=loss_sum)
@@ -95,8 +95,8 @@ def take_and_save(world: World, name: str, optimizer: str, sources: Sequence[str
     import torch
 
     from benchmarks.spread_worker import train
-    from stormo.progress import Progress
-    from stormo.state import RunState
+    from stormo.training.progress import Progress
+    from stormo.training.state import RunState
 
     built = _build(world, name, optimizer)
     left = []

@@ -13,23 +13,25 @@ from typing import TYPE_CHECKING
 from benchmarks.turns import Times, Turn, take_turns, times_of_workers, work
 
 if TYPE_CHECKING:
-    from stormo.config import TrainConfig
+    from stormo.config.schema import TrainConfig
+
     from stormo.data.loaders import Batch, Loader
-    from stormo.progress import Progress
-    from stormo.world.world import World
+    from stormo.distributed.world import World
+    from stormo.training.progress import Progress
 
 _INSIDE = "STORMO_SLOW_LINK"
 
 
 def steps_of(world: World, config: TrainConfig, width: int) -> Turn:
     """Steps by these settings, as the loop takes them."""
+    from stormo.config.layout import resolve_layout
+
     from benchmarks.slow_task import Wide
-    from stormo.layout import resolve_layout
-    from stormo.plan import resolve
-    from stormo.progress import Progress
-    from stormo.strategies.table import strategy_class
-    from stormo.worker import make_loader
-    from stormo.world.world import Vote
+    from stormo.config.plan import resolve
+    from stormo.distributed.world import Vote
+    from stormo.parallel.table import strategy_class
+    from stormo.training.progress import Progress
+    from stormo.training.worker import make_loader
 
     task = Wide(width)
     plan = resolve(config, resolve_layout(config, ()), task.facts())

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from stormo.config import option
-from stormo.plan import Facts
+from stormo.config.plan import Facts
 from stormo.tasks.fashion_mnist import FashionMnist, FashionMnistOptions
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
+from stormo.config.plan import Facts
 from stormo.data.order import derive_seed
 from stormo.data.tensors import TensorData
-from stormo.plan import Facts
 from stormo.tasks.fashion_mnist import FashionMnist, FashionMnistOptions
 from stormo.tasks.gpt_sizes import Size
 from stormo.tasks.language_model import VOCABULARY, LanguageModel, LanguageModelOptions

@@ -8,20 +8,20 @@ from typing import Any
 
 import numpy
 import torch
+from stormo.config.layout import resolve_layout
+from stormo.config.schema import TrainConfig
 
-from stormo import options
-from stormo.config import TrainConfig
+from stormo.config import options
+from stormo.config.plan import Plan, resolve
 from stormo.data.loaders import Batch, Loader, ResidentLoader, Share
 from stormo.data.order import derive_seed, seed_generators
 from stormo.data.tensors import TensorData
-from stormo.hardware import visible_gpus
+from stormo.distributed.world import World
 from stormo.launch import alone
-from stormo.layout import resolve_layout
-from stormo.plan import Plan, resolve
-from stormo.strategies.strategy import Strategy
-from stormo.strategies.table import strategy_class
+from stormo.parallel.strategy import Strategy
+from stormo.parallel.table import strategy_class
+from stormo.system.hardware import visible_gpus
 from stormo.tasks.task import Task
-from stormo.world.world import World
 
 Flags = Mapping[str, Any]  # settings by field name
 _TYPES = {"fp64": torch.float64}

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     import numpy
 
     from benchmarks.spread_worker import Box
-    from stormo.strategies.strategy import Strategy
-    from stormo.world.world import World
+    from stormo.distributed.world import World
+    from stormo.parallel.strategy import Strategy
 
     Arrays = Mapping[str, numpy.ndarray[Any, Any]]
 
@@ -72,7 +72,7 @@ def _parts_alone(strategy: Strategy) -> None:
 
 def _clip_alone(strategy: Strategy) -> None:
     """Clip by the norm of what this rank holds."""
-    from stormo.strategies.noise_scale import total_norm
+    from stormo.parallel.noise_scale import total_norm
 
     strategy._gradient_norm = lambda: total_norm(strategy._gradients())  # type: ignore[method-assign]
 

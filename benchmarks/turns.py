@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from benchmarks.command import one_thread
 
 if TYPE_CHECKING:
-    from stormo.world.world import World
+    from stormo.distributed.world import World
 
 NUM_WORKERS = 2
 _NUM_WARM_UP_PAIRS = 2
@@ -60,9 +60,9 @@ def work(folder: Path, measure: Callable[[World], Times]) -> int:
     """Be one of the workers that `times_of_workers` has started."""
     import torch
 
+    from stormo.distributed.store import Store
+    from stormo.distributed.world import World
     from stormo.launch import local, open_lifeline
-    from stormo.world.store import Store
-    from stormo.world.world import World
 
     place = local.place(os.environ)
     lifeline = open_lifeline(place)

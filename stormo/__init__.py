@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from stormo.version import __version__
+
 TYPE_CHECKING = False  # as in typing, which `python -m stormo` must not import from the current folder
 if TYPE_CHECKING:
     from typing import Any
@@ -10,7 +12,6 @@ if TYPE_CHECKING:
     from stormo.tasks.task import Task
 
 __all__ = ["Task", "World", "__version__"]
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from stormo import __version__
-from stormo.early_signals import hold_warning, leave_when_interrupted, leave_when_told
 from stormo.errors import EXIT_INTERRUPTED, StormoError, full_disk, unknown_name
-from stormo.files import printable
+from stormo.system.early_signals import hold_warning, leave_when_interrupted, leave_when_told
+from stormo.system.files import printable
 from stormo.telemetry.text import discard, open_closed_streams
+from stormo.version import __version__
 
 _USAGE = """\
 usage: stormo VERB ...
@@ -80,7 +80,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _train(arguments: list[str]) -> int:
-    from stormo.launch.detect import detect
+    from stormo.launch.environments.detect import detect
 
     hold_warning()  # before what takes long to import
     leave_when_interrupted()
@@ -88,14 +88,14 @@ def _train(arguments: list[str]) -> int:
         place = detect(os.environ)
         if place is None or place.world_size == 1:  # of several workers one must not leave alone
             leave_when_told()
-    from stormo import train
+    from stormo.commands import train
 
     return train.main(arguments)
 
 
 def _new(arguments: list[str]) -> int:
-    from stormo import new
-    from stormo.options import Parser
+    from stormo.commands import new
+    from stormo.config.options import Parser
 
     parser = Parser(
         prog="stormo new", description="Write a task that trains as it is, to start from.", allow_abbrev=False
@@ -108,27 +108,27 @@ def _new(arguments: list[str]) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    from stormo import run
+    from stormo.commands import run
 
     return run.main(arguments)
 
 
 def _runs(arguments: list[str]) -> int:
-    from stormo import runs
+    from stormo.commands import runs
 
     folder, as_json, _ = _listing("runs", "List the runs of a folder, newest first.", arguments, wants_name=False)
     return runs.main(folder, json=as_json)
 
 
 def _show(arguments: list[str]) -> int:
-    from stormo import show
+    from stormo.commands import show
 
     folder, as_json, name = _listing("show", "Show one run.", arguments, wants_name=True)
     return show.main(folder, name, json=as_json)
 
 
 def _listing(verb: str, description: str, arguments: list[str], *, wants_name: bool) -> tuple[Path, bool, str]:
-    from stormo.options import Parser
+    from stormo.config.options import Parser
 
     parser = Parser(prog=f"stormo {verb}", description=description, allow_abbrev=False)
     if wants_name:
@@ -140,7 +140,7 @@ def _listing(verb: str, description: str, arguments: list[str], *, wants_name: b
 
 
 def _monitor(arguments: list[str]) -> int:
-    from stormo.monitor import command
+    from stormo.commands.monitor import command
 
     return command.main(arguments)
 
@@ -158,7 +158,7 @@ def _watch(arguments: list[str]) -> int:
 
 
 def _export(arguments: list[str]) -> int:
-    from stormo import export
+    from stormo.commands import export
 
     return export.main(arguments)
 
@@ -170,7 +170,7 @@ def _predict(arguments: list[str]) -> int:
 
 
 def _scale(arguments: list[str]) -> int:
-    from stormo.scale import command
+    from stormo.study import command
 
     return command.main(arguments)
 

@@ -18,11 +18,11 @@ from pathlib import Path
 
 BESIDE = (
     ("tests/system",),
-    ("tests/strategies",),
+    ("tests/parallel",),
     ("tests/launch", "tests/checkpoint", "tests/data"),  # the first hardly does anything but wait
     (
-        *("tests/benchmarks", "tests/docs", "tests/layers", "tests/pipeline"),
-        *("tests/test_run.py", "tests/test_train.py"),
+        *("tests/benchmarks", "tests/docs", "tests/layers"),
+        *("tests/commands/test_run.py", "tests/commands/test_train.py"),
     ),
 )
 MOST_AGAIN = 8  # more failures than these are no matter of load

@@ -94,7 +94,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """GPU tests are skipped by name where there is no GPU."""
-    from stormo.hardware import visible_gpus
+    from stormo.system.hardware import visible_gpus
 
     if not visible_gpus():
         skip = pytest.mark.skip(reason="needs a CUDA device and none is visible")

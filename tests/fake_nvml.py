@@ -31,7 +31,7 @@ class Card:
 
 
 class FakeNvml:
-    """What `stormo.nvml` uses of pynvml."""
+    """What `stormo.energy.nvml` uses of pynvml."""
 
     NVMLError = NVMLError
 

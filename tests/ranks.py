@@ -46,9 +46,9 @@ def _serve(connection: Connection) -> None:
 def _join_and_call(rank: int, size: int, port: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     import torch
 
+    from stormo.distributed.store import Store
+    from stormo.distributed.world import World
     from stormo.launch import Place
-    from stormo.world.store import Store
-    from stormo.world.world import World
 
     place = Place(
         launcher="local" if size > 1 else "alone",

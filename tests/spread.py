@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from stormo.data import TensorData
+from stormo.distributed.world import World
 from stormo.tasks.gpt import Gpt
 from stormo.tasks.gpt_sizes import Size
 from stormo.tasks.language_model import LanguageModel
 from stormo.tasks.task import Task
 from stormo.tasks.wide_resnet import Block
-from stormo.world.world import World
 from tests.tiny_run import Parts, build, steps
 from tests.tiny_task import Tiny, TinyOptions
 

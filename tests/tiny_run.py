@@ -9,21 +9,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from stormo.config.layout import resolve_layout
+from stormo.config.schema import TrainConfig
 
-from stormo import checkpoint, options
-from stormo.config import TrainConfig
+from stormo import checkpoint
+from stormo.config import options
+from stormo.config.plan import Plan, resolve
 from stormo.data.loaders import Batch, Loader, ResidentLoader, Share, StreamedLoader
 from stormo.data.order import derive_seed
 from stormo.data.tensors import TensorData
-from stormo.hardware import visible_gpus
-from stormo.layout import resolve_layout
-from stormo.plan import Plan, resolve
-from stormo.progress import Progress
-from stormo.state import RunState
-from stormo.strategies.strategy import Strategy
-from stormo.strategies.table import strategy_class
+from stormo.distributed.world import World
+from stormo.parallel.strategy import Strategy
+from stormo.parallel.table import strategy_class
+from stormo.system.hardware import visible_gpus
 from stormo.tasks.task import Task
-from stormo.world.world import World
+from stormo.training.progress import Progress
+from stormo.training.state import RunState
 from tests.tiny_task import Tiny, TinyOptions
 
 

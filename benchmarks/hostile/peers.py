@@ -269,7 +269,7 @@ def _everywhere(job: Job, stranger: Stranger) -> dict[str, Callable[[], Any]]:
     """What can be tried at every port of any job."""
     ports = job.ports()
     pickled = strangers.planted(str(job.marker))
-    keys = dict.fromkeys(("stormo/world/x", "stormo/words/node/2/0", "init/", "torch.rendezvous.x"), pickled)
+    keys = dict.fromkeys(("stormo/distributed/x", "stormo/words/node/2/0", "init/", "torch.rendezvous.x"), pickled)
     return {
         "garbage at every port": lambda: stranger.does(strangers.say_everywhere, ports, os.urandom(4096)),
         "pickles at every port": lambda: stranger.does(strangers.say_everywhere, ports, pickled * 10),

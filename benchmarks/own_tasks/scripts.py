@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from benchmarks.own_tasks.outcome import Outcome
 from benchmarks.rank_pool import RankPool
+from stormo.distributed.world import World as Workers
 from stormo.errors import SettingError
 from stormo.launch.lifeline import NoLifeline
 from stormo.script.world import World
-from stormo.world.world import World as Workers
 
 SIZES = (1, 2, 3)
 TOLERANCE = 1e-10

@@ -10,9 +10,9 @@ import torch
 
 from stormo.checkpoint.layout import CorruptCheckpointError
 from stormo.checkpoint.reading import with_offer
+from stormo.distributed.store import PeerFailedError
+from stormo.distributed.world import World
 from stormo.errors import EXIT_FAILURE, SettingError, StormoError
-from stormo.world.store import PeerFailedError
-from stormo.world.world import World
 
 
 def raise_together(world: World, failure: Exception | None) -> None:

@@ -17,8 +17,8 @@ from stormo.checkpoint.agreement import read_together
 from stormo.checkpoint.layout import LOCAL
 from stormo.checkpoint.reader import Reader, Wanted
 from stormo.checkpoint.shard import Box, whole_box
-from stormo.strategies.strategy import Strategy
-from stormo.world.world import World
+from stormo.distributed.world import World
+from stormo.parallel.strategy import Strategy
 
 KEPT_BACK = "kept_back"  # the key among the plain values
 

@@ -22,9 +22,9 @@ from stormo.checkpoint.layout import LOCAL
 from stormo.checkpoint.parts import boxes_of, take_parts
 from stormo.checkpoint.reader import Reader, Wanted
 from stormo.checkpoint.shard import Box, whole_box
-from stormo.strategies.bundles import means
-from stormo.strategies.strategy import Strategy
-from stormo.world.world import World
+from stormo.distributed.world import World
+from stormo.parallel.bundles import means
+from stormo.parallel.strategy import Strategy
 
 _OUTER = "outer/"
 

@@ -40,7 +40,7 @@ from stormo.checkpoint.reader import Reader
 from stormo.checkpoint.shard import Shard, note_name
 from stormo.checkpoint.tensors import DTYPES, weights_digest
 from stormo.checkpoint.writing import state_bytes
-from stormo.files import BadFileError, printable, read_object
+from stormo.system.files import BadFileError, printable, read_object
 
 # The digest of whole values takes one process that reads all weights back; above this it is made of the boxes' own.
 LARGEST_READ_BACK_BYTES = 1024**3

@@ -21,7 +21,7 @@ from stormo.checkpoint.merging import Publisher
 from stormo.checkpoint.publishing import Saving
 from stormo.checkpoint.shard import Shard, ShardSave
 from stormo.checkpoint.writing import NewFolder, WholeSave, make_new_folder
-from stormo.world.world import World
+from stormo.distributed.world import World
 
 _SEEN_WITHIN_S = 5.0  # a new folder may take a moment to be seen on other nodes
 _GRACE_S = 5.0  # for a save that is nearly done when the run fails

@@ -14,16 +14,9 @@ from torch import Tensor
 
 from stormo.checkpoint.files import sync_folder, write_error, write_file
 from stormo.checkpoint.index import Entry, Index, Shape, StoredBox, boxes_digest, parse_part, part_json
-from stormo.checkpoint.layout import (
-    MAX_INDEX_BYTES,
-    SECTIONS,
-    FileEntry,
-    part_name,
-    require_readable,
-    shard_name,
-)
+from stormo.checkpoint.layout import MAX_INDEX_BYTES, SECTIONS, FileEntry, part_name, require_readable, shard_name
 from stormo.checkpoint.tensors import DTYPE_NAMES, Encoded
-from stormo.files import read_bytes
+from stormo.system.files import read_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

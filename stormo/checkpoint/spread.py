@@ -12,10 +12,10 @@ from stormo.checkpoint.agreement import raise_together, read_together, require_s
 from stormo.checkpoint.layout import RANKS
 from stormo.checkpoint.parts import MisfitError, stepped_names, take_parts
 from stormo.checkpoint.reader import Reader, Wanted
-from stormo.world.world import World
+from stormo.distributed.world import World
 
 if TYPE_CHECKING:
-    from stormo.strategies.strategy import Strategy
+    from stormo.parallel.strategy import Strategy
 
 
 # Keys among the plain values: every worker's part of the loss, and which rank has stored a buffer that all have alike.

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from stormo.cache import data_cache
 from stormo.data.fetch import Fetch, Sources
 from stormo.data.idx import IdxFile, Release, UnusableError, corrupt_error, find_flaws, load_file, locate
 from stormo.errors import EXIT_USAGE, SettingError, StormoError, unknown_name
+from stormo.system.cache import data_cache
 
 if TYPE_CHECKING:
     import torch

@@ -6,18 +6,18 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
-from stormo import __version__
-from stormo.cache import data_cache
-from stormo.config import Run, Workers
+from stormo.config.options import Parser, options_of
+from stormo.config.schema import Run, Workers
 from stormo.doctor.apart import examine
 from stormo.doctor.checks import CHECKS, Check
 from stormo.doctor.finding import Finding, as_json, exit_code, show
 from stormo.doctor.machine import Machine
 from stormo.errors import SettingError, unknown_name
-from stormo.launch.detect import LAUNCHERS
+from stormo.launch.environments.detect import LAUNCHERS
 from stormo.launch.place import host_name
-from stormo.options import Parser, options_of
+from stormo.system.cache import data_cache
 from stormo.telemetry.text import write_text
+from stormo.version import __version__
 
 _JOB_FLAGS = tuple(option.flag for option in options_of("workers", Workers))
 

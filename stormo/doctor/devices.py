@@ -8,8 +8,8 @@ from typing import Any
 from stormo.doctor.finding import Finding
 from stormo.doctor.gpu import ask, examine
 from stormo.doctor.machine import Machine
+from stormo.energy.nvml import Nvml, NvmlUnavailableError, open_nvml
 from stormo.errors import counted
-from stormo.nvml import Nvml, NvmlUnavailableError, open_nvml
 from stormo.telemetry.text import format_bytes
 
 _NO_PERMISSION = 4  # NVML_ERROR_NO_PERMISSION

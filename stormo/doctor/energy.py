@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from stormo.doctor.finding import Finding
 from stormo.doctor.machine import Machine
 from stormo.energy.nvidia import open_nvidia
+from stormo.energy.nvml import open_nvml
 from stormo.energy.probe import Missing, Probe
 from stormo.energy.rapl import open_rapl
 from stormo.errors import counted
-from stormo.nvml import open_nvml
 
 _WORDS = {"gpu": "GPUs", "cpu": "processors", "dram": "memory of the processors"}
 _FOR_GOOD = "for good, with a rule of udev or systemd-tmpfiles that does the same at every boot"

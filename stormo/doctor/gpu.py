@@ -1,6 +1,6 @@
 """One GPU: what of it would slow a training or make its results wrong.
 
-NVML is asked directly for what `stormo.nvml` has no use for; a device that does not tell something is not judged on it.
+NVML is asked directly for what `energy.nvml` has no use for; a device that does not tell something is not judged on it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from stormo.doctor.finding import Finding
+from stormo.energy.nvml import Device
 from stormo.errors import counted
-from stormo.nvml import Device
 from stormo.telemetry.text import format_bytes
 
 _UNCORRECTED, _CORRECTED = 1, 0  # NVML_MEMORY_ERROR_TYPE_*

@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from stormo import __version__
-from stormo.config import OF_ONE_CALL, NodeRange, Run, TrainConfig, Workers
+from stormo.config.layout import Layout, at_least, resolve_layout
+from stormo.config.options import Parser, make_config, options_of
+from stormo.config.schema import OF_ONE_CALL, NodeRange, Run, TrainConfig, Workers
 from stormo.doctor.apart import examine
 from stormo.doctor.finding import Finding, as_json, exit_code, show
 from stormo.doctor.naming import Names
@@ -19,15 +20,14 @@ from stormo.doctor.phases import StoppedError, Watch, end_process
 from stormo.doctor.preflight import Preflight
 from stormo.doctor.trouble import Limits, TroubleError
 from stormo.errors import EXIT_FAILURE, SettingError, StormoError, counted
-from stormo.hardware import Gpu, visible_gpus
-from stormo.hosts import hosts_of, start_on_hosts
 from stormo.launch import Lifeline, Patience, Place, alone, open_lifeline, run_node
+from stormo.launch.hosts import hosts_of, start_on_hosts
+from stormo.launch.nodes import find_place, launched_by, node_of
 from stormo.launch.place import host_name
-from stormo.layout import Layout, at_least, resolve_layout
-from stormo.nodes import find_place, launched_by, node_of
-from stormo.options import Parser, make_config, options_of
-from stormo.process import own_command
+from stormo.system.hardware import Gpu, visible_gpus
+from stormo.system.process import own_command
 from stormo.telemetry.text import write_text
+from stormo.version import __version__
 
 _CODE_FILE = "STORMO_DOCTOR_CODE"  # into which the first worker of a node writes the exit code for its agent
 _FLAGS = ("num_gpus", "num_nodes", "node_id", "master_addr", "master_port", "device", "backend", *OF_ONE_CALL)
@@ -145,8 +145,8 @@ def _work(asked: Asked, layout: Layout, place: Place) -> int:
     code_file = os.environ.pop(_CODE_FILE, None)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's sockets warn of every name they cannot look up
     try:
+        from stormo.distributed.store import Store, board_of
         from stormo.doctor.reach import require_meeting_point
-        from stormo.world.store import Store, board_of
 
         require_meeting_point(place)
         if lifeline is None:
@@ -157,7 +157,7 @@ def _work(asked: Asked, layout: Layout, place: Place) -> int:
     except Exception as error:
         if lifeline is None or not lifeline.shows_failures:
             raise
-        from stormo.world.store import is_secondary
+        from stormo.distributed.store import is_secondary
 
         lifeline.report_failure(error, secondary=is_secondary(error))
         return error.exit_code if isinstance(error, StormoError) else EXIT_FAILURE
@@ -171,8 +171,8 @@ def _work(asked: Asked, layout: Layout, place: Place) -> int:
 
 def _examine(asked: Asked, layout: Layout, place: Place, store: Any, lifeline: Lifeline) -> int:
     """Go through all phases; print what was found, on the main worker, and return the exit code on all."""
-    from stormo.world.devices import device_of, share_cores
-    from stormo.world.world import World
+    from stormo.distributed.devices import device_of, share_cores
+    from stormo.distributed.world import World
 
     def give_up(trouble: TroubleError) -> None:
         _print(asked, layout, flight.names, trouble.findings)

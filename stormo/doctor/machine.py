@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stormo.hardware import Gpu, num_cores, visible_gpus
+from stormo.system.hardware import Gpu, num_cores, visible_gpus
 
 _NVIDIA, _AMD = "0x10de", "0x1002"
 _DISPLAY = "0x03"  # the PCI class of everything that draws, computing cards with it

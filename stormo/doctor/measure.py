@@ -17,10 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stormo import __version__
 from stormo.doctor.folders import existing, obstacle
 from stormo.doctor.measured import Device
-from stormo.hardware import num_cores
+from stormo.system.hardware import num_cores
+from stormo.version import __version__
 
 if TYPE_CHECKING:
     import torch

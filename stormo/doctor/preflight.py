@@ -30,8 +30,8 @@ from stormo.launch import Place
 if TYPE_CHECKING:
     import torch
 
-    from stormo.world.store import Store
-    from stormo.world.world import World
+    from stormo.distributed.store import Store
+    from stormo.distributed.world import World
 
 
 _ATTEMPTS = 3  # at what looks slow, before anybody is blamed

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stormo.config import TrainConfig
+from stormo.config.layout import Layout
+from stormo.config.schema import TrainConfig
 from stormo.doctor.finding import Finding
 from stormo.doctor.measured import Measured
 from stormo.doctor.naming import sentence
@@ -15,15 +16,14 @@ from stormo.doctor.preflight import Preflight
 from stormo.doctor.trouble import Limits
 from stormo.errors import counted
 from stormo.launch import Lifeline, Place
-from stormo.layout import Layout
 from stormo.telemetry.record import Notice
 from stormo.telemetry.text import format_bytes
 
 if TYPE_CHECKING:
     import torch
 
-    from stormo.world.store import Store
-    from stormo.world.world import World
+    from stormo.distributed.store import Store
+    from stormo.distributed.world import World
 
 
 def join_after_preflight(
@@ -36,7 +36,7 @@ def join_after_preflight(
     lifeline: Lifeline,
 ) -> tuple[World, list[Notice]]:
     """Join the workers when their nodes reach one another, and measure them; what to tell, or the culprit raised."""
-    from stormo.world.store import PeerFailedError
+    from stormo.distributed.store import PeerFailedError
 
     flight = Preflight(
         place,

@@ -8,7 +8,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from stormo.files import open_to_append, whole_lines_bytes, write_all
+from stormo.system.files import open_to_append, whole_lines_bytes, write_all
 
 
 class LineFile:

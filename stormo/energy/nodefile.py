@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
 
-from stormo.files import BadFileError, Fields, parse_json
-from stormo.files import read_lines as lines_in
+from stormo.system.files import BadFileError, Fields, parse_json
+from stormo.system.files import read_lines as lines_in
 
 PHASES = ("starting", "training", "validation", "checkpoint", "idle")
 _SAMPLE = b'{"kind": "sample"'  # as the keeper writes it: most of a file, and without energy

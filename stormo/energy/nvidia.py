@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from stormo.energy.nvml import Device, Nvml, NvmlUnavailableError, open_nvml
 from stormo.energy.probe import Missing, Source
-from stormo.nvml import Device, Nvml, NvmlUnavailableError, open_nvml
 
 _REFRESH_S = 0.1  # NVML renews counter and power about ten times a second
 _COUNTER_RESOLUTION_J = 0.001

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from stormo.config import Energy
+from stormo.config.schema import Energy
 from stormo.energy.ledger import JOULES_PER_KWH, Bill, cost
 
 _OFF = "measuring was turned off (--no-energy)"

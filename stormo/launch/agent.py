@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
-from stormo.early_signals import stopping_text
 from stormo.errors import EXIT_FAILURE, EXIT_INTERRUPTED
 from stormo.launch import local
 from stormo.launch.control import Ended, Hello
@@ -30,6 +29,7 @@ from stormo.launch.place import host_name
 from stormo.launch.screen import Screen
 from stormo.launch.verdict import Sign, Weight
 from stormo.launch.worker import Stream, Worker
+from stormo.system.early_signals import stopping_text
 
 _SIGNALS = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _LAST_WORDS_S = 1.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from stormo.errors import SettingError, counted
+from stormo.launch.environments.slurm import is_step, num_groups, step_tasks
 from stormo.launch.place import Place
-from stormo.launch.slurm import is_step, num_groups, step_tasks
 
 _BATCH_STEP = str(0xFFFF_FFFB)
 

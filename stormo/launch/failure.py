@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from stormo import files
 from stormo.errors import EXIT_DIVERGED, EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USAGE, StormoError
 from stormo.launch.peer_loss import PeerLoss, peer_loss
+from stormo.system import files
 
 MAX_DETAILS_CHARACTERS = 24_000
 _MAX_SENTENCE_CHARACTERS = 4_000

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stormo.errors import SettingError, counted
+from stormo.launch.environments.slurm import expand_hosts, num_groups
 from stormo.launch.place import host_name
-from stormo.launch.slurm import expand_hosts, num_groups
 
 _HOST = re.compile(r"(?P<name>[^\s:=,]+)(?::(?P<slots>\d+))?")
 _ADDRESS = re.compile(

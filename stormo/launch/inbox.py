@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
-from stormo.early_signals import hear_warning
+from stormo.system.early_signals import hear_warning
 
 
 class SignalInbox:

@@ -22,13 +22,13 @@ from stormo.errors import EXIT_FAILURE, StormoError
 from stormo.launch.address import listen
 from stormo.launch.client import Client
 from stormo.launch.control import Control, Ended, Event, Go, Gone, Hello, RankEnded, RefusedError, Reported, Timing
+from stormo.launch.environments.torchrun import note_failure
 from stormo.launch.failure import Failure, of_exception
 from stormo.launch.meeting_point import BACKLOG, MeetingPoint, address_of_rank_0, opened_by_rank_0, told_by_rank_0
 from stormo.launch.place import Place
 from stormo.launch.relay import write_all
 from stormo.launch.secret import job_secret
 from stormo.launch.server import Server
-from stormo.launch.torchrun import note_failure
 from stormo.launch.verdict import Ending, Settling, Sign, Weight, cause, decide_at
 
 _STDERR = 2

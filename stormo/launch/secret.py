@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from stormo.errors import SettingError
-from stormo.files import BadFileError, open_to_read, temporary_name
+from stormo.system.files import BadFileError, open_to_read, temporary_name
 
 VARIABLE = "STORMO_SECRET"
 _NUM_BYTES = 32

@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stormo.config.plan import num_ghosts
 from stormo.errors import SettingError
 from stormo.layers.ghost_norm import Norm, ghost_norm, pass_samples
 from stormo.layers.norm_act import NormAct, add_residual, plain_norm_act
 from stormo.layers.sync_batch_norm import LocalNorm, SynchronisedNorm, check_forward, variant
-from stormo.plan import num_ghosts
 
 _Module = TypeVar("_Module", bound=nn.Module)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stormo.plan import num_ghosts
+from stormo.config.plan import num_ghosts
 
 # (x, running mean, running variance, weight, bias) -> y, with the statistics of x, which it leaves in the running ones.
 Norm = Callable[[Tensor, Any, Any, Any, Any], Tensor]

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from stormo import config
+from stormo.config import schema
 from stormo.errors import SettingError
 from stormo.optim.table import lighten, spare_compiler
 
@@ -101,7 +101,7 @@ def _scheduled(what: str) -> SettingError:
     )
 
 
-def notice(optimizer: Optimizer, frozen: list[str], settings: config.TrainConfig, learning_rate: float) -> str:
+def notice(optimizer: Optimizer, frozen: list[str], settings: schema.TrainConfig, learning_rate: float) -> str:
     """What the user should know of a task's own optimizer: its rates, and what it does not train.
 
     Args:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from stormo.config import TrainConfig
-from stormo.plan import Plan
+from stormo.config.plan import Plan
+from stormo.config.schema import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from stormo import config
+from stormo.config import schema
 from stormo.errors import SettingError
 from stormo.optim.lamb import LAMB
 from stormo.optim.lars import LARC, LARS
@@ -110,18 +110,18 @@ def start_momentum(optimizer: Optimizer, *, may_skip: bool = False) -> None:
             optimizer.state[parameter]["momentum_buffer"] = start
 
 
-def _sgd(groups: list[dict[str, Any]], settings: config.Optimizer, fused: bool) -> Optimizer:
+def _sgd(groups: list[dict[str, Any]], settings: schema.Optimizer, fused: bool) -> Optimizer:
     kind: type[torch.optim.SGD] = _light(torch.optim.SGD)
     return kind(groups, lr=settings.base_lr, momentum=settings.momentum, nesterov=settings.nesterov, fused=fused)
 
 
-def _adamw(groups: list[dict[str, Any]], settings: config.Optimizer, fused: bool) -> Optimizer:
+def _adamw(groups: list[dict[str, Any]], settings: schema.Optimizer, fused: bool) -> Optimizer:
     kind: type[torch.optim.AdamW] = _light(torch.optim.AdamW)
     return kind(groups, lr=settings.base_lr, **_betas_and_eps(settings), fused=fused)
 
 
 def _lars(
-    kind: type[LARS], groups: list[dict[str, Any]], settings: config.Optimizer, fused: bool
+    kind: type[LARS], groups: list[dict[str, Any]], settings: schema.Optimizer, fused: bool
 ) -> LayerwiseOptimizer:
     trust = settings.of_its_own()["trust_coefficient"]
     return kind(
@@ -133,20 +133,20 @@ def _lars(
     )
 
 
-def _lamb(groups: list[dict[str, Any]], settings: config.Optimizer, fused: bool) -> LayerwiseOptimizer:
+def _lamb(groups: list[dict[str, Any]], settings: schema.Optimizer, fused: bool) -> LayerwiseOptimizer:
     return LAMB(groups, lr=settings.base_lr, **_betas_and_eps(settings))
 
 
-def _novograd(groups: list[dict[str, Any]], settings: config.Optimizer, fused: bool) -> LayerwiseOptimizer:
+def _novograd(groups: list[dict[str, Any]], settings: schema.Optimizer, fused: bool) -> LayerwiseOptimizer:
     return NovoGrad(groups, lr=settings.base_lr, **_betas_and_eps(settings), grad_averaging=settings.grad_averaging)
 
 
-def _betas_and_eps(settings: config.Optimizer) -> dict[str, Any]:
+def _betas_and_eps(settings: schema.Optimizer) -> dict[str, Any]:
     own = settings.of_its_own()
     return {"betas": (settings.momentum, own["beta2"]), "eps": own["eps"]}
 
 
-OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], config.Optimizer, bool], Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], schema.Optimizer, bool], Optimizer]] = {
     "sgd": _sgd,
     "adamw": _adamw,
     "lars": functools.partial(_lars, LARS),
@@ -157,7 +157,7 @@ OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]], config.Optimizer, bool], O
 LAYERWISE = frozenset({"lars", "larc", "lamb", "novograd"})  # rows whose groups know `adapt`
 
 
-def make_optimizer(model: nn.Module, settings: config.Optimizer) -> Optimizer:
+def make_optimizer(model: nn.Module, settings: schema.Optimizer) -> Optimizer:
     """The optimizer the settings name, over all trained parameters of a model already on its device."""
     if "torch._dynamo" not in sys.modules:
         spare_compiler()

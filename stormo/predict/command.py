@@ -9,19 +9,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from stormo import train
-from stormo.config import TrainConfig, option
+from stormo.config.options import take_flags
+from stormo.config.schema import TrainConfig, option
 from stormo.errors import SettingError, unknown_name
-from stormo.hardware import KNOWN_GPUS, Gpu, visible_gpus
-from stormo.options import take_flags
 from stormo.predict.advice import Advice, Outcome, Question, advise
 from stormo.predict.forecast import gpus_needed
 from stormo.predict.lines import as_json, report, title_of
 from stormo.predict.retold import command_line, remarks
 from stormo.predict.terms import GIB, Forecast
 from stormo.predict.ways import Way, every_way
+from stormo.system.hardware import KNOWN_GPUS, Gpu, visible_gpus
 from stormo.tasks.check import check_made, check_task
 from stormo.telemetry.text import write_text
+from stormo.training.settings import read_settings
 
 if TYPE_CHECKING:
     from stormo.predict.study import Study
@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
     )
     asked = Predict(**own)
     with contextlib.redirect_stdout(sys.stderr):  # whatever a task prints is no part of the report
-        config, task_class = train.read_settings(rest)
+        config, task_class = read_settings(rest)
         check_task(task_class)
     gpus, has_nvlink, source = _gpus(asked, config)
     from stormo.predict.study import Study

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from stormo.hardware import GPU_SHARE
 from stormo.predict.curve import Curve, Load, Rows
 from stormo.predict.terms import GIB, MIB, Forecast, Model, Parameter, Spread
+from stormo.system.hardware import GPU_SHARE
 
 _BUCKET_BYTES = 25 * MIB
 _WORKSPACE_BYTES = 64 * MIB

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stormo.errors import counted
-from stormo.hardware import GPU_SHARE
 from stormo.predict.advice import Advice
 from stormo.predict.terms import GIB, RULES, Forecast, Model
 from stormo.predict.ways import Way
+from stormo.system.hardware import GPU_SHARE
 
 _WIDTH = 110
 _COLUMNS = ("weights", "gradients", "state", "activations", "other")

@@ -12,26 +12,26 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from stormo import config
+from stormo.config import schema
 from stormo.errors import SettingError
 from stormo.optim.own import own_optimizer
 from stormo.optim.table import make_optimizer
-from stormo.pipeline.orders import stages_of
-from stormo.pipeline.pieces import find_pieces
-from stormo.pipeline.split import into_stages
+from stormo.parallel.blocks import blocks_of
+from stormo.parallel.pipeline.orders import stages_of
+from stormo.parallel.pipeline.pieces import find_pieces
+from stormo.parallel.pipeline.split import into_stages
+from stormo.parallel.shard import _has_statistics
+from stormo.parallel.tensor import KINDS
+from stormo.parallel.tensor_plan import COLUMN, ROW, derive_plan, matched
 from stormo.predict.blank import Blank
 from stormo.predict.terms import Model, Parameter
 from stormo.predict.watching import OTHER, Watch, storage_of
-from stormo.strategies.blocks import blocks_of
-from stormo.strategies.shard import _has_statistics
-from stormo.strategies.tensor import KINDS
-from stormo.strategies.tensor_plan import COLUMN, ROW, derive_plan, matched
 from stormo.tasks.task import Task
 
 _SIDES = (7, 11, 13, 17, 19, 23, 29, 31)  # of small parameters, each another: what is as long is known by its length
 
 
-def count_model(task: Task, blank: Blank, settings: config.TrainConfig) -> Model:
+def count_model(task: Task, blank: Blank, settings: schema.TrainConfig) -> Model:
     """Parameters, buffers and the state of the optimizer, which takes two steps for it.
 
     Args:

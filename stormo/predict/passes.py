@@ -17,16 +17,16 @@ from torch.autograd.graph import _engine_run_backward
 from stormo.data.batches import repeat_rows, tensors_in
 from stormo.errors import StormoError
 from stormo.layers.ghost_batch_norm import convert_ghost_batch_norm
+from stormo.parallel.blocks import blocks_of
+from stormo.parallel.halves import HALVES
+from stormo.parallel.recompute import Recomputed, recompute
+from stormo.parallel.sample import sample_batch
 from stormo.predict.blank import Blank
 from stormo.predict.curve import Curve, Rows
 from stormo.predict.gpu_kernels import AsOnGpu, fuse
 from stormo.predict.model import keep_one_part
 from stormo.predict.rounds import keep_one_round
 from stormo.predict.watching import OTHER, Watch
-from stormo.strategies.blocks import blocks_of
-from stormo.strategies.halves import HALVES
-from stormo.strategies.recompute import Recomputed, recompute
-from stormo.strategies.sample import sample_batch
 from stormo.tasks.fashion_mnist import FashionMnist
 from stormo.tasks.returned import read_loss
 from stormo.tasks.task import Task

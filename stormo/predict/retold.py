@@ -6,13 +6,13 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 
-from stormo.config import TrainConfig
-from stormo.hardware import Gpu
-from stormo.layout import resolve_layout
-from stormo.options import without_flags
-from stormo.plan import Facts, resolve
-from stormo.plan.batch import per_worker
+from stormo.config.layout import resolve_layout
+from stormo.config.options import without_flags
+from stormo.config.plan import Facts, resolve
+from stormo.config.plan.batch import per_worker
+from stormo.config.schema import TrainConfig
 from stormo.predict.ways import OF_COPIES, OF_ONE, Way
+from stormo.system.hardware import Gpu
 
 # Flags that an advice replaces, each with so many values.
 _OF_WAY = {"--strategy": 1, "--mesh": 1, "--zero": 1, "--checkpoint-activations": 0, "--offload": 0}

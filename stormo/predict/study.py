@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from stormo.config import TrainConfig
+from stormo.config.layout import Layout, resolve_layout
+from stormo.config.plan import Facts, Plan
+from stormo.config.plan.choices import choose_precision
+from stormo.config.plan.sharding import STAGES_PER_WORKER
+from stormo.config.schema import TrainConfig
 from stormo.data.fashion_mnist import DataNotFoundError
 from stormo.errors import SettingError, StormoError
-from stormo.hardware import Gpu
-from stormo.layout import Layout, resolve_layout
-from stormo.plan import Facts, Plan
-from stormo.plan.choices import choose_precision
-from stormo.plan.sharding import STAGES_PER_WORKER
+from stormo.parallel.halves import HALVES
 from stormo.predict.blank import Blank
 from stormo.predict.curve import Curve, Rows
 from stormo.predict.forecast import forecast
@@ -21,7 +21,7 @@ from stormo.predict.passes import NotKnownError, Passes, few_samples, without_fe
 from stormo.predict.rounds import cut_by_hybrid
 from stormo.predict.terms import Forecast, Model, Spread
 from stormo.predict.ways import Way
-from stormo.strategies.halves import HALVES
+from stormo.system.hardware import Gpu
 from stormo.tasks.task import Task
 
 _FUSED_FROM = (8, 0)  # compute capability of stormo's fused layers

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from stormo.config import TrainConfig
+from stormo.config.layout import resolve_layout
+from stormo.config.plan import Facts, Plan, resolve
+from stormo.config.schema import TrainConfig
 from stormo.errors import SettingError
-from stormo.hardware import Gpu
-from stormo.layout import resolve_layout
-from stormo.plan import Facts, Plan, resolve
+from stormo.system.hardware import Gpu
 
 # All but dp, which cannot be checked without GPUs.
 KNOWN = (

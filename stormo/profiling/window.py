@@ -19,14 +19,14 @@ from typing import Any, Protocol
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from stormo.config.plan.profile import ProfileSpec
 from stormo.data.loaders import Batch
-from stormo.files import create
-from stormo.plan.profile import ProfileSpec
+from stormo.distributed.world import World
 from stormo.profiling.overview import lines, overview
 from stormo.profiling.ranges import range_of, record_ranges
 from stormo.profiling.summary import STEP, summarise
+from stormo.system.files import create
 from stormo.telemetry.files import write_json
-from stormo.world.world import World
 
 _TRACE = "rank-{}.pt.trace.json.gz"  # the ending is what TensorBoard's plugin looks for
 _NO_KERNELS = (

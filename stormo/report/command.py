@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from stormo.config.options import Parser
 from stormo.errors import SettingError, counted
-from stormo.options import Parser
 from stormo.report.document import make_document, make_panels
 from stormo.report.exports import check_matplotlib, write_csv, write_png
 from stormo.report.history import Reader

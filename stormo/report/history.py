@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from stormo.energy.nodefile import parse_line
 from stormo.errors import StormoError, counted
-from stormo.files import BadFileError
 from stormo.report.clock import Clock, make_clock
 from stormo.report.lines import JsonLines
-from stormo.runs import flat_config, overview
+from stormo.system.files import BadFileError
 from stormo.telemetry.events import current_events, parse_event
 from stormo.telemetry.folder import RunFolder, goes_on, read_environment, read_summary
+from stormo.telemetry.overview import flat_config, overview
 
 if TYPE_CHECKING:
     from stormo.energy.ledger import Bill

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stormo.files import MAX_RECORDS_BYTES, BadFileError, lines_of, open_to_read
+from stormo.system.files import MAX_RECORDS_BYTES, BadFileError, lines_of, open_to_read
 
 _HEAD_BYTES = 256  # by which a file that was written anew is told: its first line holds the time
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stormo.errors import counted
-from stormo.pipeline.bubble import Span
+from stormo.parallel.pipeline.bubble import Span
 from stormo.report.history import History
 from stormo.report.panel import Bar, Lanes, Panel, Table
 

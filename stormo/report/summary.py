@@ -7,8 +7,8 @@ from typing import Any
 
 from stormo.errors import counted
 from stormo.report.history import History
-from stormo.runs import MISSING
 from stormo.telemetry.events import speed_of
+from stormo.telemetry.overview import MISSING
 from stormo.telemetry.text import format_duration, format_figure, format_rate, unit_rate
 
 ENDS = {

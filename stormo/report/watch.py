@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from stormo.config.options import Parser
 from stormo.errors import SettingError
-from stormo.options import Parser
 from stormo.report.document import make_document
 from stormo.report.history import Reader
 from stormo.report.page import check_plotly, make_page

@@ -19,11 +19,11 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
+from stormo.distributed.store import PeerFailedError
+from stormo.distributed.world import World
 from stormo.errors import SettingError, StormoError
 from stormo.launch.peer_loss import PeerLoss, peer_loss
 from stormo.launch.waiting import waiting_text
-from stormo.world.store import PeerFailedError
-from stormo.world.world import World
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _STANDARD_LIBRARY = str(Path(contextlib.__file__).parent)

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
 
+from stormo.data.sample_check import require_same_samples
 from stormo.errors import SettingError, counted
 from stormo.script.indexed import IndexedLoader, taken_settings
 from stormo.script.loop import Loop
 from stormo.script.orders import PlainOrder, SamplerOrder
-from stormo.script.samples import require_same_samples
 from stormo.script.streams import ShardedLoader, StreamLoader
 
 Loaded = IndexedLoader | StreamLoader | ShardedLoader

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from stormo.distributed.world import World
 from stormo.errors import SettingError
-from stormo.world.world import World
 
 if TYPE_CHECKING:
     from stormo.script.stepping import Group

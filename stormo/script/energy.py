@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from stormo.distributed.world import World
 from stormo.energy import Meter, own_meter
 from stormo.energy.attempts import owners
+from stormo.energy.keeper import Keeper
 from stormo.energy.summary import amount_text, rounded
 from stormo.energy.window import Window
-from stormo.keeper import Keeper
-from stormo.measuring import gpus_by_node, shared_clock
 from stormo.script.starts import Starts, no_starts
-from stormo.world.world import World
+from stormo.training.measuring import gpus_by_node, shared_clock
 
 _LAST_WORDS_S = 5.0  # the other nodes end when the main worker does, or are not waited for
 

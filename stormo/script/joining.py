@@ -17,17 +17,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from stormo import config
+from stormo.config import schema
+from stormo.config.layout import Launched, Layout, resolve_layout
+from stormo.distributed.devices import device_of, share_cores
+from stormo.distributed.store import Store, board_of, is_secondary
+from stormo.distributed.world import World
 from stormo.errors import EXIT_FAILURE, SettingError, StormoError
-from stormo.hardware import visible_gpus
 from stormo.launch import Lifeline, Place, alone, open_lifeline
 from stormo.launch.allocation import gpus_on_node
-from stormo.launch.detect import detect
-from stormo.layout import Launched, Layout, resolve_layout
-from stormo.nodes import BACKEND, DEVICE, TIMEOUT
-from stormo.world.devices import device_of, share_cores
-from stormo.world.store import Store, board_of, is_secondary
-from stormo.world.world import World
+from stormo.launch.environments.detect import detect
+from stormo.launch.nodes import BACKEND, DEVICE, TIMEOUT
+from stormo.system.hardware import visible_gpus
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
@@ -73,8 +73,8 @@ def _layout(place: Place, device: str | None, backend: str | None, timeout_s: fl
         num_nodes=place.num_nodes,
         gpus_on_node=gpus_on_node(os.environ) if place.launcher == "slurm" else None,
     )
-    workers = config.Workers(**choices)
-    return resolve_layout(config.TrainConfig(workers=workers), visible_gpus(), launched)
+    workers = schema.Workers(**choices)
+    return resolve_layout(schema.TrainConfig(workers=workers), visible_gpus(), launched)
 
 
 def _one_of(name: str, given: str | None, flag: str | None) -> str:
@@ -86,7 +86,7 @@ def _one_of(name: str, given: str | None, flag: str | None) -> str:
 
 
 def _limit_s(timeout_s: float | None) -> float:
-    return timeout_s if timeout_s is not None else float(os.environ.get(TIMEOUT, config.Workers.timeout))
+    return timeout_s if timeout_s is not None else float(os.environ.get(TIMEOUT, schema.Workers.timeout))
 
 
 def _same_on_all(layout: Layout) -> dict[str, Any]:

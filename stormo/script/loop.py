@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from stormo.distributed.world import World
 from stormo.layers.sync_batch_norm import set_absent
 from stormo.script.agreement import Agreement, call_site
 from stormo.script.copies import Copies
-from stormo.world.world import World
 
 if TYPE_CHECKING:
     from stormo.script.giving import Giver

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stormo.errors import SettingError, counted
+from stormo.parallel.halves import HALVES
 from stormo.script.agreement import Agreement, call_site
-from stormo.strategies.halves import HALVES
 
 if TYPE_CHECKING:
     from stormo.script.stepping import Group

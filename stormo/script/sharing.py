@@ -7,7 +7,7 @@ import hashlib
 import torch
 from torch import nn
 
-from stormo.world.world import World as Workers
+from stormo.distributed.world import World as Workers
 
 
 @torch.no_grad()

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from stormo.energy import read_bill
+from stormo.energy.keeper import NoKeeper
 from stormo.energy.summary import SMALLEST_SHOWN_SHARE, amount_text
 from stormo.errors import counted
-from stormo.keeper import NoKeeper
-from stormo.measuring import AnyKeeper
+from stormo.training.measuring import AnyKeeper
 
 
 class Starts:

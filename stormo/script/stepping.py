@@ -21,10 +21,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from stormo.errors import SettingError
 from stormo.optim.own import is_scheduled
+from stormo.parallel.buckets import is_summed
+from stormo.parallel.exchange import GradientExchange
 from stormo.script.loop import Loop
 from stormo.script.refusals import check_metric
-from stormo.strategies.buckets import is_summed
-from stormo.strategies.exchange import GradientExchange
 
 _MOST_FRAMES = 12  # between a step and the loss scaler that calls for it: torch's wrappers and ours
 

@@ -9,9 +9,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from stormo.parallel.buckets import is_summed
 from stormo.script.agreement import call_site
 from stormo.script.loop import Loop
-from stormo.strategies.buckets import is_summed
 
 
 def watch(loop: Loop) -> None:

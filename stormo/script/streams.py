@@ -15,11 +15,11 @@ from torch.utils.data import DataLoader
 from stormo.data.batches import batch_length, cut, move, samples_first
 from stormo.data.generators import generators_kept, host_states, seed_host, set_host_states
 from stormo.data.order import derive_seed, part
+from stormo.data.sample_check import require_same_start
 from stormo.errors import SettingError, counted
 from stormo.script.agreement import call_site
 from stormo.script.giving import Giver
 from stormo.script.loop import Given, Loop
-from stormo.script.samples import require_same_start
 
 _END = object()
 

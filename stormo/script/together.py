@@ -11,6 +11,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from stormo.data.staging.locks import Hold
+from stormo.data.staging.nodes import local_folder, stage_on_nodes
+from stormo.distributed.world import World as Workers
 from stormo.errors import SettingError
 from stormo.script import joining
 from stormo.script.agreement import call_site
@@ -19,9 +22,6 @@ from stormo.script.loop import Loop
 from stormo.script.plain import pack, unpack
 from stormo.script.reductions import described, divided, reduced, weighed
 from stormo.script.sharing import share_bytes
-from stormo.staging.locks import Hold
-from stormo.staging.nodes import local_folder, stage_on_nodes
-from stormo.world.world import World as Workers
 
 _A = TypeVar("_A")
 

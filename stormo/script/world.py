@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeVar, overload
 from torch import Tensor, nn
 
 from stormo.data.order import derive_seed, seed_generators
+from stormo.distributed.world import World as Workers
 from stormo.errors import SettingError
 from stormo.launch import Lifeline
 from stormo.script import joining, saving
@@ -35,7 +36,6 @@ from stormo.script.stopping import Stopping, exit_code_of
 from stormo.script.strays import watch
 from stormo.script.together import Together
 from stormo.script.wrapping import take_in
-from stormo.world.world import World as Workers
 
 Compress = Literal["none", "bf16", "fp16"]
 

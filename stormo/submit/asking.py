@@ -7,19 +7,20 @@ from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from stormo import options, train
-from stormo.config import SECTIONS, NodeRange, TrainConfig, least_nodes
+from stormo.config import options
+from stormo.config.layout import Launched, resolve_layout
+from stormo.config.plan import check_settings, resolve
+from stormo.config.plan.checks import check_run_name
+from stormo.config.schema import SECTIONS, NodeRange, TrainConfig, least_nodes
 from stormo.errors import SettingError
-from stormo.hardware import Gpu
-from stormo.layout import Launched, resolve_layout
-from stormo.plan import check_settings, resolve
-from stormo.plan.checks import check_run_name
 from stormo.submit.script import Job, Run
 from stormo.submit.settings import SECTION, Slurm, joined, make_slurm
 from stormo.submit.sweep import Point, read_grid, read_seeds
+from stormo.system.hardware import Gpu
 from stormo.tasks.check import check_made, check_task
 from stormo.tasks.task import Task
 from stormo.telemetry.finding import default_run_name, require_new_run
+from stormo.training.settings import read_settings
 
 _USAGE = """\
 stormo submit [TASK] [options of the job] [any option of stormo train]
@@ -48,14 +49,14 @@ def read_job(arguments: Sequence[str]) -> Job:
     """The job that is asked for."""
     words_of_all = joined(arguments)
     flags, words = options.take_flags("stormo submit", _USAGE, _DESCRIPTION, words_of_all, (SECTION, Slurm))
-    config, task_class = train.read_settings(words)
+    config, task_class = read_settings(words)
     source = config.command.config
     document = options.read_toml(Path(source)) if source is not None else {}
     slurm = make_slurm(flags, document, source or "")
     _refuse(config)
     check_task(task_class)
     points = _points(slurm, options.train_options(task_class.Options))
-    configs = [train.read_settings([*words, *options.as_flags(point)])[0] for point in points]
+    configs = [read_settings([*words, *options.as_flags(point)])[0] for point in points]
     for each in configs or [config]:
         _check(each, task_class)
     name = _name(config, is_sweep=bool(points))

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from stormo.config import option
+from stormo.config.options import Option, options_of, settings_from_toml
+from stormo.config.schema import option
 from stormo.errors import SettingError
-from stormo.options import Option, options_of, settings_from_toml
 
 SECTION = "slurm"
 _TIMES = (r"(?P<m>\d+)", r"(?P<m>\d+):(?P<s>\d+)", r"(?P<h>\d+):(?P<m>\d+):(?P<s>\d+)")

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from stormo.errors import SettingError, unknown_name
-from stormo.files import MAX_JSON_BYTES, BadFileError, fits, open_to_append, read_bytes, read_object, write_all
 from stormo.submit.script import ATTEMPTS
+from stormo.system.files import MAX_JSON_BYTES, BadFileError, fits, open_to_append, read_bytes, read_object, write_all
 from stormo.telemetry.files import write_json
 
 RECORD = "slurm.json"

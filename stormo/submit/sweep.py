@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from stormo.config.options import Option
 from stormo.errors import SettingError, counted, unknown_name
-from stormo.options import Option
 
 MOST_RUNS = 1000  # an array of Slurm's default size
 # One job script has one allocation, and one run folder after the other.

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stormo import options
+from stormo.config import options
 from stormo.errors import SettingError
 from stormo.tasks.task import Task
 

@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from stormo.config import option
+from stormo.config.plan import Facts
+from stormo.config.schema import option
 from stormo.errors import SettingError
-from stormo.plan import Facts
 from stormo.tasks.task import Task
 
 if TYPE_CHECKING:

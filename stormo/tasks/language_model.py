@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from stormo.config import option
+from stormo.config.plan import Facts
+from stormo.config.schema import option
 from stormo.errors import SettingError, counted, unknown_name
-from stormo.plan import Facts
 from stormo.tasks.gpt_sizes import SIZES
 from stormo.tasks.python_source import Corpus, read_corpus
 from stormo.tasks.task import Task

@@ -1,7 +1,7 @@
 """What `Task.metrics` returns: sums over samples, means over other items with their counts, and objects that keep a
 state of their own, such as torchmetrics'.
 
-Sums are added by `stormo.metrics`. An object's state is gathered here: torchmetrics' own exchange takes states of any
+Sums are added by `training.metrics`. An object's state is gathered here: torchmetrics' own exchange takes states of any
 length, but fails where a worker has had no batch at all, and counts workers that share their samples several times.
 """
 
@@ -20,9 +20,9 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.tasks.returned import read_count
-from stormo.world.world import World
 
 COUNT_OF = "count of "  # before the name of a mean over other items: the name of the number of these
 _METHODS = ("update", "compute", "reset", "to")

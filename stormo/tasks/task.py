@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import Dataset
 
-    from stormo.plan import Facts
+    from stormo.config.plan import Facts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +65,8 @@ class Task:
 
     def facts(self) -> Facts:
         """Sizes that the plan needs; override it where they are known without loading the data."""
+        from stormo.config.plan import Facts
         from stormo.data.reading import is_stream, known_length
-        from stormo.plan import Facts
 
         train, validation = self.datasets()
         return Facts(

@@ -11,14 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TextIO
 
 from stormo.telemetry.live import can_redraw
-from stormo.telemetry.record import (
-    DivergenceNoticed,
-    EpochDone,
-    Notice,
-    Record,
-    RunStarted,
-    Sink,
-)
+from stormo.telemetry.record import DivergenceNoticed, EpochDone, Notice, Record, RunStarted, Sink
 from stormo.telemetry.terminal import TerminalConsole
 from stormo.telemetry.text import metric_order, write_text
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import stormo
-from stormo.masking import MASK, is_secret_name
+from stormo.system.masking import MASK, is_secret_name
 
 _GIT_TIMEOUT_S = 5.0
 _RECORDED_VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")

@@ -15,7 +15,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from stormo.files import (
+from stormo.system.files import (
     MAX_LINE_BYTES,
     BadFileError,
     Fields,

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from stormo.files import create, temporary_name, write_all
+from stormo.system.files import create, temporary_name, write_all
 
 
 def to_json(value: Any) -> Any:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from stormo.errors import SettingError, suggestion, unknown_name
-from stormo.files import BadFileError, private_folder, read_lines, read_object
+from stormo.system.files import BadFileError, private_folder, read_lines, read_object
 from stormo.telemetry.events import parse_event
 from stormo.telemetry.files import write_json
 from stormo.telemetry.folder import RunFolder

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-from stormo.files import Fields, open_to_read, read_object
+from stormo.system.files import Fields, open_to_read, read_object
 
 _CHECKPOINT_NAME = re.compile(r"step-(\d{1,20})", flags=re.ASCII)
 _SILENT_AFTER_S = 300.0  # validation and saving write no events; longer silence means a dead run

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from stormo import __version__
 from stormo.errors import MissingPackageError, SettingError
 from stormo.telemetry.capped_server import CappedServer
 from stormo.telemetry.prometheus_metrics import GPU_KEYS, METRICS, NODE_KEYS
@@ -26,6 +25,7 @@ from stormo.telemetry.record import (
     RunStarted,
     StepDone,
 )
+from stormo.version import __version__
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family

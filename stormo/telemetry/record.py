@@ -87,7 +87,7 @@ class EpochDone:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeSampled:
-    """The state of the main worker's node: the keys are those of `stormo.vitals`."""
+    """The state of the main worker's node: the keys are those of `stormo.energy.vitals`."""
 
     sample: Mapping[str, Any]
 

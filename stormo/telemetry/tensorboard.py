@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from io import FileIO
 from pathlib import Path
 
-from stormo.files import make_folder, open_to_append
+from stormo.system.files import make_folder, open_to_append
 from stormo.telemetry.files import naming
 from stormo.telemetry.record import DivergenceNoticed, EpochDone, Record, RunEnded, RunStarted, StepDone
 

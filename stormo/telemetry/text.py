@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
-from stormo.files import printable
+from stormo.system.files import printable
 
 _PLAIN_SIGNS = str.maketrans(
     {"×": "x", "–": "-", "—": "-", "·": "-", "…": "...", "→": "->", "≥": ">=", "≤": "<="}

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from benchmarks import fsdp_overhead
-from stormo.hardware import visible_gpus
+from stormo.system.hardware import visible_gpus
 
 
 @pytest.mark.skipif(bool(visible_gpus()), reason="a GPU is visible")

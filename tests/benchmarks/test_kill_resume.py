@@ -47,7 +47,7 @@ def test_other_world_sizes_need_weights_within_rounding() -> None:
 
 
 def test_one_kill_and_another_number_of_workers_change_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    # tests/test_train.py kills a run that goes on with as many.
+    # tests/commands/test_train.py kills a run that goes on with as many.
     assert kill_resume.main(["--kills", "1", "--seed", "3", "--world-sizes", "2,1"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     figures = dict(word.split("=") for word in last.removeprefix("RESULT ").split())

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import language_model
 from benchmarks.command import train_command
-from stormo.hardware import visible_gpus
+from stormo.system.hardware import visible_gpus
 from tests import programs
 
 

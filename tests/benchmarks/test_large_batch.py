@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stormo.config.layout import resolve_layout
 
 from benchmarks import large_batch
 from benchmarks.large_batch import (
@@ -23,10 +24,9 @@ from benchmarks.large_batch import (
     tabulate,
     wanted,
 )
-from stormo.hardware import visible_gpus
-from stormo.layout import resolve_layout
-from stormo.plan import resolve
-from stormo.train import read_settings
+from stormo.config.plan import resolve
+from stormo.system.hardware import visible_gpus
+from stormo.training.settings import read_settings
 
 
 def _cell(recipe: str, batch: int, accuracy: float, seed: int = 0, stopped_by: str = "epochs") -> Cell:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks import local_sgd
 from benchmarks.turns import Times, take_turns
-from stormo.world.world import World
+from stormo.distributed.world import World
 
 OPTIONS = argparse.Namespace(average_every=2, width=8, batch_size=4, rate_mbit=100, steps=4)
 

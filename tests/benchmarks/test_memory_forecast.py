@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 
 from benchmarks.memory_forecast import CELLS, Cell, compare, measure, predict, summarise
-from stormo import train
-from stormo.hardware import KNOWN_GPUS
+from stormo.system.hardware import KNOWN_GPUS
+from stormo.training.settings import read_settings
 
 
 def test_every_cell_is_a_training_that_stormo_knows() -> None:
     for flags in CELLS:
-        train.read_settings(list(flags))
+        read_settings(list(flags))
 
 
 def test_a_cell_is_forecast_as_set_and_measured_by_the_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stormo.hardware.visible_gpus", lambda: [KNOWN_GPUS["h200"].described()])
+    monkeypatch.setattr("stormo.system.hardware.visible_gpus", lambda: [KNOWN_GPUS["h200"].described()])
     started: list[list[str]] = []
 
     def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import rank_pool
 from benchmarks.rank_pool import RankFailedError, RankPool
-from stormo.world.world import World
+from stormo.distributed.world import World
 from tests import programs
 
 

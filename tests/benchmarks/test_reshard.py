@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import reshard
 from stormo.checkpoint import Snapshot
-from stormo.strategies.composed import Composed
+from stormo.parallel.composed import Composed
 
 Ranks = Callable[..., list[Any]]
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from stormo.config.mesh import Mesh
 from torch import Tensor, nn
 
-from stormo.mesh import Mesh
+from stormo.distributed.world import World
 from stormo.optim.novograd import NovoGrad
-from stormo.strategies.parts import Part, chunk
-from stormo.world.world import World
+from stormo.parallel.parts import Part, chunk
 
 MESHES: dict[str, Mesh] = {
     "one": Mesh(),

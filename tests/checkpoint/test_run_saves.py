@@ -13,17 +13,17 @@ import pytest
 import torch
 
 from stormo.checkpoint import files, find, newest_good, read_state, verify
+from stormo.distributed.world import World
 from stormo.errors import StormoError
-from stormo.journal import Journal
-from stormo.loop import Training, train
-from stormo.metrics import Validation
 from stormo.telemetry.events import read_events
 from stormo.telemetry.folder import RunFolder, read_summary
 from stormo.telemetry.record import Notice
-from stormo.world.world import World
-from tests.test_divergence import _lost, _rolled_back, put_together
+from stormo.training.journal import Journal
+from stormo.training.loop import Training, train
+from stormo.training.metrics import Validation
 from tests.tiny_run import Parts, assert_same_bits
 from tests.tiny_task import Tiny
+from tests.training.test_divergence import _lost, _rolled_back, put_together
 
 Ranks = Callable[..., list[Any]]
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from stormo.checkpoint import Saver, Saving, Shard, Snapshot, files, find, load, saver, verify, whole_box
+from stormo.distributed.world import World
 from stormo.errors import StormoError
-from stormo.world.world import World
 from tests.checkpoint.fake_spread import FakeSpread, require_whole
 from tests.checkpoint.test_shards import listed, run_state
 

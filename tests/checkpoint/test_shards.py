@@ -35,11 +35,11 @@ from stormo.checkpoint import (
 )
 from stormo.checkpoint.index import StoredBox
 from stormo.checkpoint.layout import BOXES, VALUES
+from stormo.distributed.world import World
 from stormo.errors import SettingError, StormoError
-from stormo.progress import Progress
-from stormo.state import RunState
-from stormo.strategies.parts import Part
-from stormo.world.world import World
+from stormo.parallel.parts import Part
+from stormo.training.progress import Progress
+from stormo.training.state import RunState
 from tests.checkpoint.fake_spread import MESHES, FakeSpread, Model, require_whole, whole_values
 
 Ranks = Callable[..., list[Any]]

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from stormo.checkpoint import load, verify
-from stormo.world.world import World
+from stormo.distributed.world import World
 from tests.tiny_run import Parts, arrays, build
 
 Ranks = Callable[..., list[Any]]

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from stormo.data.generators import generators_kept, host_states, same_states, seed_host
 from stormo.data.streaming import Seeded
+from stormo.distributed.world import World as Workers
 from stormo.launch import alone
-from stormo.world.world import World as Workers
 from tests.script.loops import world_of
 
 KEYS = [(index, 1000 + 7 * index) for index in range(12)]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stormo.data.order import Pass, derive_seed, epoch_draws, epoch_order, part, passes
-from stormo.world.world import World
+from stormo.distributed.world import World
 
 
 def seed_elsewhere(_: World) -> int:

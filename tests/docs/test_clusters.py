@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from stormo import new
+from stormo.commands import new
 from stormo.submit.settings import slurm_options
-from stormo.train import read_settings
+from stormo.training.settings import read_settings
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs" / "clusters").glob("*.md"))
@@ -36,7 +36,7 @@ RUN_BY = {
     "stormo submit my_task.py --device cpu --num-gpus 1 --run-name rates": ("tests/system/test_submit.py", '"--sweep"'),
     "stormo status": ("tests/system/test_submit.py", '"status"'),
     "stormo cancel": ("tests/system/test_submit.py", '"cancel"'),
-    "stormo train --num-gpus 2 --task.width 1": ("tests/staging/test_training.py", '"--stage"'),
+    "stormo train --num-gpus 2 --task.width 1": ("tests/data/staging/test_training.py", '"--stage"'),
 }
 MARK = "not run here"
 NO_TRAINING = ("pip install", "less ")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from stormo.commands.monitor.command import _parser
+from stormo.commands.monitor.table import COLUMNS, CsvFile
 from stormo.errors import SettingError
-from stormo.monitor.command import _parser
-from stormo.monitor.table import COLUMNS, CsvFile
 from stormo.telemetry.prometheus_metrics import METRICS
 
 DOCS = Path(__file__).parents[2] / "docs"

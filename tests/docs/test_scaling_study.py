@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from stormo.scale import main
-from stormo.scale.settings import read_arguments, read_study
+from stormo.study import main
+from stormo.study.settings import read_arguments, read_study
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "scaling-study.md").read_text(encoding="utf-8")
@@ -23,7 +23,7 @@ def test_the_table_from_elsewhere_gives_what_is_shown(
     shown = PAGE.split(f"$ stormo scale {command}\n```\n\n```\n")[1].split("\n```")[0]
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("stormo.scale.results.draw", lambda path, answers: None)
+    monkeypatch.setattr("stormo.study.results.draw", lambda path, answers: None)
     assert main(shlex.split(command)) == 0
     assert capsys.readouterr().out.strip("\n") == shown
 

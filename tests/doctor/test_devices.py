@@ -14,7 +14,7 @@ import pytest
 from stormo.doctor import devices, energy, gpu
 from stormo.doctor.finding import Finding
 from stormo.doctor.machine import Machine
-from stormo.hardware import Gpu
+from stormo.system.hardware import Gpu
 from tests.fake_nvml import Card, FakeNvml, NVMLError
 
 HEALTHY: dict[str, Any] = {

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from stormo.energy import Meter, ReplayProbe, Source
-from stormo.keeper import Keeper, NoKeeper
+from stormo.energy.keeper import Keeper, NoKeeper
 
 WRAPS_AT_J = 1200.0  # goes round every few seconds at the powers below
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stormo.config import Energy
+from stormo.config.schema import Energy
+
 from stormo.energy import read_bill
 from stormo.energy.summary import energy_sentence, energy_summary, joules_text
 from tests.energy.job import Job

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from stormo.errors import SettingError
-from stormo.launch import slurm
 from stormo.launch.allocation import check_alone, gpus_on_node, hints
-from stormo.launch.detect import detect
+from stormo.launch.environments import slurm
+from stormo.launch.environments.detect import detect
 from tests.launch.slurm_environments import COMMANDS, tasks_of
 
 NOTHING_SET: dict[str, int | None] = {"num_gpus": None, "num_nodes": None}

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from stormo.errors import SettingError
-from stormo.launch.detect import LAUNCHERS, check_flags, detect
+from stormo.launch.environments.detect import LAUNCHERS, check_flags, detect
 from stormo.launch.local import Node, environment
 from stormo.launch.place import LAUNCHERS as PLACES
 from stormo.launch.place import Place, alone, host_name
@@ -256,7 +256,7 @@ def test_the_workers_of_an_agent_see_the_agents_own_flags() -> None:
 def test_the_real_torchrun_is_recognised(tmp_path: Path) -> None:
     script = tmp_path / "who.py"
     script.write_text(
-        "import os\nfrom stormo.launch.detect import detect\n"
+        "import os\nfrom stormo.launch.environments.detect import detect\n"
         # One write, as lines of two workers would run into each other otherwise.
         "os.write(1, (' '.join(map(str, detect(os.environ).__getstate__())) + '\\n').encode())\n"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stormo.errors import SettingError
-from stormo.launch import mpi
+from stormo.launch.environments import mpi
 from stormo.launch.place import DEFAULT_MASTER_PORT
 
 

@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from stormo.config.schema import Effective
 
-from stormo import hosts
 from stormo.cli import main
-from stormo.config import Effective
-from stormo.options import flat_settings, to_toml
-from stormo.train import read_settings
+from stormo.config.options import flat_settings, to_toml
+from stormo.launch import hosts
+from stormo.training.settings import read_settings
 
 RUN = [sys.executable, "-P", "-m", "stormo"]
 

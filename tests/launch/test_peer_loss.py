@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from stormo.distributed.store import PeerFailedError
+from stormo.distributed.world import World
 from stormo.errors import StormoError
 from stormo.launch.peer_loss import PeerLoss, peer_loss
-from stormo.world.store import PeerFailedError
-from stormo.world.world import World
 from tests.programs import fork, free_port
 
 Ranks = Callable[..., list[Any]]

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from stormo import options
 from stormo.cli import main
+from stormo.config import options
 from stormo.errors import SettingError
-from stormo.launch import torchrun
 from stormo.launch.control import JoinError
+from stormo.launch.environments import torchrun
+from stormo.launch.nodes import check_restarts
 from stormo.launch.place import Place
 from stormo.launch.restarts import run_with_restarts
-from stormo.nodes import check_restarts
 from stormo.telemetry.finding import note_launch
 
 TASK = str(Path(__file__).parents[1] / "tiny_task.py")

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stormo.errors import SettingError
-from stormo.launch import slurm
-from stormo.launch.slurm import expand_hosts, expand_tasks
+from stormo.launch.environments import slurm
+from stormo.launch.environments.slurm import expand_hosts, expand_tasks
 
 STEP = {
     "SLURM_JOB_ID": "4711",

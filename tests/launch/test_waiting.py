@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from stormo.distributed.store import PeerFailedError
 from stormo.launch.failure import Failure, of_exception
 from stormo.launch.peer_loss import PeerLoss
 from stormo.launch.waiting import Absent, named_after_wait, waiting_text
-from stormo.world.store import PeerFailedError
 
 LIMIT = "--timeout or World(timeout_s=...)"
 HINT = f"set a larger {LIMIT} if a step, a save or what comes before the first may take that long"

@@ -17,7 +17,7 @@ from typing import Any
 from stormo.errors import SettingError
 from stormo.launch import Lifeline, Place, open_lifeline
 from stormo.launch.control import Timing
-from stormo.launch.detect import detect
+from stormo.launch.environments.detect import detect
 from stormo.launch.peer_loss import PeerLoss
 from stormo.launch.ranks import RanksLifeline
 

@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 import torch
+from stormo.config.layout import resolve_layout
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
-from stormo import options
+from stormo.config import options
+from stormo.config.plan import Facts, Plan, num_ghosts, resolve, with_passes
+from stormo.distributed.world import World as Workers
 from stormo.errors import SettingError
 from stormo.launch import alone
 from stormo.layers.ghost_batch_norm import GhostBatchNorm, GhostNorm, GhostNormAct, convert_ghost_batch_norm
 from stormo.layers.norm_act import NormAct
 from stormo.layers.sync_batch_norm import SyncBatchNorm, convert_sync_batch_norm, local_statistics, set_absent
-from stormo.layout import resolve_layout
-from stormo.plan import Facts, Plan, num_ghosts, resolve, with_passes
-from stormo.world.world import World as Workers
 from tests.script.loops import Weights, data, make, world_of
 from tests.tiny_run import build, steps
 

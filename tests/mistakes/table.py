@@ -192,7 +192,7 @@ IN_THE_CLASS = [
         name="fewer samples than workers, told by `facts()`",
         change=(
             _CLASS,
-            "from stormo.plan import Facts\n\n"
+            "from stormo.config.plan import Facts\n\n"
             + _CLASS
             + "    def facts(self):\n        return Facts(num_train=2, num_validation=64)\n\n",
         ),

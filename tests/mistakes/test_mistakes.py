@@ -79,8 +79,8 @@ def test_what_is_known_before_workers_needs_none(monkeypatch: pytest.MonkeyPatch
     def never(*_: object, **__: object) -> int:
         raise AssertionError("workers were started")
 
-    monkeypatch.setattr("stormo.train.run_node", never)
-    monkeypatch.setattr("stormo.train._work", never)
+    monkeypatch.setattr("stormo.commands.train.run_node", never)
+    monkeypatch.setattr("stormo.commands.train._work", never)
     for mistake in MISTAKES:
         if mistake.before_workers:
             _write(mistake, tmp_path)

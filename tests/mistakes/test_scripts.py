@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import stormo
+from stormo.distributed.world import World as Workers
 from stormo.errors import SettingError
 from stormo.script import world as script_world
-from stormo.world.world import World as Workers
 from tests.mistakes.mistake import Mistake
 from tests.mistakes.scripts import GOOD_SCRIPT, SCRIPT_KINDS
 from tests.script.loops import world_of

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stormo import config
+from stormo.config import schema
 from stormo.errors import SettingError
 from stormo.optim import LARS
 from stormo.optim.local import check_elementwise, localise
@@ -141,7 +141,7 @@ class Doubtful(torch.optim.SGD):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_those_of_the_table_may_step_parts(name: str) -> None:
-    optimizer = make_optimizer(nn.Linear(2, 2), config.Optimizer(optimizer=name))
+    optimizer = make_optimizer(nn.Linear(2, 2), schema.Optimizer(optimizer=name))
     check_elementwise(optimizer)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)  # wraps `step`
     check_elementwise(optimizer)

@@ -5,14 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stormo.optim.noise import (
-    ScaleRows,
-    add_noise,
-    add_noise_to_boxes,
-    annealed_sigma,
-    factor_sigma,
-    sample_factors,
-)
+from stormo.optim.noise import ScaleRows, add_noise, add_noise_to_boxes, annealed_sigma, factor_sigma, sample_factors
 
 
 @pytest.mark.parametrize(("num_samples", "small", "sigma"), [(4096, 512, 7**0.5), (512, 512, 0.0), (100, 512, 0.0)])

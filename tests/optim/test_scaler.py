@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from stormo.distributed.world import World
 from stormo.optim import LARS
 from stormo.optim.scaler import AgreedGradScaler
-from stormo.world.world import World
 
 KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "fused": lambda parameters: torch.optim.SGD(parameters, lr=1.0, fused=True),  # looks for infinities by itself

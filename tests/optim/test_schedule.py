@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from stormo.config.schema import Optimizer
 
-from stormo.config import Optimizer
+from stormo.config.options import options_of
 from stormo.optim.schedule import DECAYS, Schedule
-from stormo.options import options_of
 
 
 def _schedule(**changes: Any) -> Schedule:

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from stormo import config
-from stormo.config import OPTIMIZER_DEFAULTS
+from stormo.config import schema
+from stormo.config.options import options_of
+from stormo.config.schema import OPTIMIZER_DEFAULTS
 from stormo.errors import SettingError
 from stormo.optim import LAMB, LARC, LARS, NovoGrad
 from stormo.optim.table import LAYERWISE, OPTIMIZERS, make_optimizer, parameter_groups, start_momentum
-from stormo.options import options_of
 
 
 def _model() -> nn.Module:
@@ -22,7 +22,7 @@ def _model() -> nn.Module:
     return nn.Sequential(nn.Conv1d(2, 3, 3), nn.BatchNorm1d(3), nn.Flatten(), nn.Linear(6, 2))
 
 
-def _step(model: nn.Module, settings: config.Optimizer, lr: float) -> None:
+def _step(model: nn.Module, settings: schema.Optimizer, lr: float) -> None:
     optimizer = make_optimizer(model, settings)
     optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = lr
     model(torch.ones(4, 2, 4) * torch.arange(1.0, 5.0).view(4, 1, 1)).square().sum().backward()
@@ -47,13 +47,13 @@ def test_every_trained_parameter_is_in_one_group_and_frozen_ones_in_none() -> No
 
 
 def test_every_optimizer_that_can_be_set_has_its_row() -> None:
-    (declared,) = (option for option in options_of("optimizer", config.Optimizer) if option.name == "optimizer")
+    (declared,) = (option for option in options_of("optimizer", schema.Optimizer) if option.name == "optimizer")
     assert set(declared.choices) == set(OPTIMIZERS) == set(OPTIMIZER_DEFAULTS)
 
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZER_DEFAULTS))
 def test_the_help_says_every_default_of_an_optimizer(name: str) -> None:
-    declared = {option.name: option.help for option in options_of("optimizer", config.Optimizer)}
+    declared = {option.name: option.help for option in options_of("optimizer", schema.Optimizer)}
     for setting, default in OPTIMIZER_DEFAULTS[name].items():
         assert name in declared[setting]
         if default is not False:
@@ -72,7 +72,7 @@ def test_the_help_says_every_default_of_an_optimizer(name: str) -> None:
 def test_a_layerwise_optimizer_takes_its_settings_or_the_defaults_of_its_paper(
     name: Any, kind: type[Any], expected: dict[str, Any]
 ) -> None:
-    settings = config.Optimizer(optimizer=name, base_lr=0.3, momentum=0.8, nesterov=True, weight_decay=0.1)
+    settings = schema.Optimizer(optimizer=name, base_lr=0.3, momentum=0.8, nesterov=True, weight_decay=0.1)
     optimizer = make_optimizer(_model(), settings)
     assert type(optimizer) is kind
     for group, adapt in zip(optimizer.param_groups, (True, False), strict=True):
@@ -81,12 +81,12 @@ def test_a_layerwise_optimizer_takes_its_settings_or_the_defaults_of_its_paper(
 
 
 def test_settings_of_one_optimizer_reach_it() -> None:
-    settings = config.Optimizer(optimizer="novograd", beta2=0.5, eps=0.25, grad_averaging=True)
+    settings = schema.Optimizer(optimizer="novograd", beta2=0.5, eps=0.25, grad_averaging=True)
     group = make_optimizer(_model(), settings).param_groups[0]
     assert (group["betas"], group["eps"], group["grad_averaging"]) == ((0.9, 0.5), 0.25, True)
-    group = make_optimizer(_model(), config.Optimizer(optimizer="larc", trust_coefficient=0.5)).param_groups[0]
+    group = make_optimizer(_model(), schema.Optimizer(optimizer="larc", trust_coefficient=0.5)).param_groups[0]
     assert group["trust_coefficient"] == 0.5
-    group = make_optimizer(_model(), config.Optimizer(optimizer="adamw", beta2=0.5, eps=0.25)).param_groups[0]
+    group = make_optimizer(_model(), schema.Optimizer(optimizer="adamw", beta2=0.5, eps=0.25)).param_groups[0]
     assert (group["betas"], group["eps"]) == ((0.9, 0.5), 0.25)
 
 
@@ -108,7 +108,7 @@ def test_norms_of_any_shape_are_told_by_their_layer() -> None:
 def test_an_optimizer_takes_its_settings_and_one_kernel_for_all(
     name: Any, kind: type[Any], expected: dict[str, Any]
 ) -> None:
-    optimizer = make_optimizer(_model(), config.Optimizer(optimizer=name, base_lr=0.3, momentum=0.8, nesterov=True))
+    optimizer = make_optimizer(_model(), schema.Optimizer(optimizer=name, base_lr=0.3, momentum=0.8, nesterov=True))
     assert isinstance(optimizer, kind)
     for group in optimizer.param_groups:
         assert group["fused"] is True
@@ -121,12 +121,12 @@ def test_parameters_that_no_fused_kernel_takes_fall_to_the_plain_one() -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))
 
-    assert make_optimizer(Complex(), config.Optimizer()).param_groups[0]["fused"] is False
+    assert make_optimizer(Complex(), schema.Optimizer()).param_groups[0]["fused"] is False
 
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - LAYERWISE))
 def test_a_fused_step_is_the_step_of_the_reference_implementation(name: Any) -> None:
-    settings = config.Optimizer(optimizer=name, weight_decay=0.1, momentum=0.9)
+    settings = schema.Optimizer(optimizer=name, weight_decay=0.1, momentum=0.9)
     fused, plain = _model().double(), _model().double()
     torch.set_default_dtype(torch.float64)
     try:
@@ -146,7 +146,7 @@ def test_a_fused_step_is_the_step_of_the_reference_implementation(name: Any) -> 
 def test_the_decay_moves_weights_alone() -> None:
     model = _model()
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    optimizer = make_optimizer(model, config.Optimizer(weight_decay=0.5, base_lr=0.1, momentum=0.0))
+    optimizer = make_optimizer(model, schema.Optimizer(weight_decay=0.5, base_lr=0.1, momentum=0.0))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stormo.distributed.world import World
 from stormo.optim.local import localise
 from stormo.optim.whole import WholeSquares
-from stormo.world.world import World
 from tests.optim.layers import KINDS
 
 NUM_STEPS = 10

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from stormo.cli import main
-from stormo.hardware import KNOWN_GPUS
-from stormo.options import without_flags
+from stormo.config.options import without_flags
+from stormo.system.hardware import KNOWN_GPUS
 
 TASK = '''
 import torch

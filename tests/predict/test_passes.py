@@ -11,12 +11,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from stormo.data.batches import repeat_rows, tensors_in
 from stormo.layers.norm_act import NormAct
+from stormo.parallel.blocks import blocks_of
+from stormo.parallel.recompute import recompute
 from stormo.predict.blank import Blank
 from stormo.predict.curve import Load
 from stormo.predict.passes import NotKnownError, Passes, few_samples, without_fetching
 from stormo.predict.watching import Watch
-from stormo.strategies.blocks import blocks_of
-from stormo.strategies.recompute import recompute
 from stormo.tasks.gpt_sizes import Size
 from stormo.tasks.language_model import LanguageModel, LanguageModelOptions
 from stormo.tasks.task import NoOptions, Task

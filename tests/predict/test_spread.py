@@ -12,10 +12,10 @@ import torch
 from benchmarks import held_bytes
 from benchmarks.fake_workers import stepped
 from benchmarks.spread_tasks import Words
-from stormo import options
+from stormo.config import options
 from stormo.data.loaders import Batch
 from stormo.data.order import Pass
-from stormo.hardware import KNOWN_GPUS
+from stormo.distributed.world import World
 from stormo.predict.blank import Blank
 from stormo.predict.forecast import forecast
 from stormo.predict.model import count_model, cut_by_tensor
@@ -24,8 +24,8 @@ from stormo.predict.rounds import cut_by_hybrid
 from stormo.predict.study import Study
 from stormo.predict.terms import GIB, Spread
 from stormo.predict.ways import every_way
+from stormo.system.hardware import KNOWN_GPUS
 from stormo.tasks.gpt_sizes import Size
-from stormo.world.world import World
 from tests.tiny_run import build
 from tests.tiny_task import Tiny, TinyOptions
 

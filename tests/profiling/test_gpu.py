@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from stormo.config.plan.profile import ProfileSpec
 from stormo.data.loaders import Batch
 from stormo.data.order import Pass
+from stormo.distributed.world import World
 from stormo.launch import alone
-from stormo.plan.profile import ProfileSpec
+from stormo.parallel.exposed import ExposedWait
 from stormo.profiling.ranges import range_of
 from stormo.profiling.window import ProfileWindow
-from stormo.strategies.exposed import ExposedWait
-from stormo.world.world import World
 
 pytestmark = pytest.mark.gpu
 CYCLES, FASTEST_HZ = 1_000_000_000, 4e9  # no GPU runs faster, and no busy host is stopped for so long

@@ -15,18 +15,18 @@ import pytest
 import torch
 from torch.profiler import profile
 
+from stormo.config.plan.profile import ProfileSpec, parse_profile
+from stormo.distributed.world import World
 from stormo.energy import read_bill
 from stormo.launch import alone
-from stormo.loop import train
-from stormo.plan.profile import ProfileSpec, parse_profile
 from stormo.profiling import ranges
 from stormo.profiling.ranges import range_of
 from stormo.profiling.window import ProfileWindow
 from stormo.telemetry.record import Notice
-from stormo.world.world import World
-from tests.test_keeper import Desk
-from tests.test_loop import Run, prepare
+from stormo.training.loop import train
+from tests.energy.test_keeper import Desk
 from tests.tiny_run import Parts, assert_same_bits, build, whole_state
+from tests.training.test_loop import Run, prepare
 
 Ranks = Callable[..., list[Any]]
 
@@ -137,7 +137,7 @@ def test_what_the_profiler_takes_for_itself_is_no_training(
             real(profiler)
 
         monkeypatch.setattr(profile, name, slow)
-    monkeypatch.setattr("stormo.stopwatch.time.perf_counter", desk.clock)
+    monkeypatch.setattr("stormo.training.stopwatch.time.perf_counter", desk.clock)
 
     def take_time(run: Run, step: int) -> None:  # six steps, and four rounds of validation
         desk.after(1.0, 300.0)

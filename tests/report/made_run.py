@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stormo.pipeline.bubble import Costs, idle_share, simulate
-from stormo.pipeline.orders import orders
+from stormo.parallel.pipeline.bubble import Costs, idle_share, simulate
+from stormo.parallel.pipeline.orders import orders
 
 BEGIN_UNIX_S = 1_790_000_000.0
 STEPS_PER_EPOCH = 20

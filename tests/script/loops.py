@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from stormo.distributed.world import World as Workers
 from stormo.launch.lifeline import NoLifeline
 from stormo.script.world import World
-from stormo.world.world import World as Workers
 
 Weights = dict[str, Tensor]
 Ranks = Callable[..., list[Any]]

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from stormo.distributed.world import World as Workers
 from stormo.errors import SettingError
 from stormo.script import joining
-from stormo.world.world import World as Workers
 from tests import programs
 from tests.script.loops import Ranks, Weights, data, make, plain_loop, world_loop, world_of
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from stormo.distributed.world import World as Workers
 from stormo.energy import read_bill
+from stormo.energy.keeper import NoKeeper
 from stormo.errors import SettingError
-from stormo.keeper import NoKeeper
 from stormo.launch.lifeline import NoLifeline
 from stormo.script.energy import add_up
 from stormo.script.starts import Starts
-from stormo.world.world import World as Workers
 from tests import programs
 from tests.script.loops import Ranks, world_of
 

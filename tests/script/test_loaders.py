@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler, default_collate
 
+from stormo.data.sample_check import require_same_samples, require_same_start
+from stormo.distributed.world import World as Workers
 from stormo.errors import SettingError
 from stormo.launch import alone
-from stormo.script.samples import require_same_samples, require_same_start
 from stormo.script.world import World
-from stormo.world.world import World as Workers
 from tests.script.loops import Ranks, Weights, data, make, plain_loop, weights, world_of
 
 

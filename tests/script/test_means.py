@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from stormo.distributed.world import World as Workers
 from stormo.errors import SettingError
 from stormo.launch import alone
 from stormo.script.means import differ, look
-from stormo.world.world import World as Workers
 from tests.script.loops import Ranks, Weights, data, make, weights, world_of
 
 N = 6  # samples; the network has as many outputs, so that no dimension tells by its size alone that it is the batch

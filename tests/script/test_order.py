@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
+from stormo.distributed.world import World as Workers
 from stormo.errors import SettingError, StormoError
 from stormo.launch import alone
 from stormo.script.world import World
-from stormo.world.world import World as Workers
 from tests.script.loops import Ranks, Weights, data, make, plain_loop, weights, world_loop, world_of
 
 

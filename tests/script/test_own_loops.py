@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from stormo.world.world import World as Workers
+from stormo.distributed.world import World as Workers
 from tests.script.loops import Ranks, Weights, data, make, weights, world_of
 
 

@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from stormo.distributed.store import PeerFailedError
+from stormo.distributed.world import World as Workers
 from stormo.errors import SettingError
 from stormo.launch import alone
+from stormo.parallel.exchange import GradientExchange
 from stormo.script.world import World
-from stormo.strategies.exchange import GradientExchange
-from stormo.world.store import PeerFailedError
-from stormo.world.world import World as Workers
 from tests.ranks import RankFailedError
 from tests.script.loops import Ranks, Weights, data, make, weights, world_of
 

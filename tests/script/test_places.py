@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset, WeightedRandomSampler
 
+from stormo.distributed.world import World as Workers
 from stormo.errors import SettingError
 from stormo.launch import alone
 from stormo.script.world import World
-from stormo.world.world import World as Workers
 from tests.script.loops import Ranks, world_of
 
 NUM_SAMPLES = 50

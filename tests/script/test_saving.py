@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, IterableDataset
 
+from stormo.distributed.store import PeerFailedError
+from stormo.distributed.world import World as Workers
 from stormo.errors import SettingError, StormoError
 from stormo.launch import alone
 from stormo.script.world import World
-from stormo.world.store import PeerFailedError
-from stormo.world.world import World as Workers
 from tests.script.loops import Ranks, Weights, data, make, weights, world_of
 
 NUM_EPOCHS = 3

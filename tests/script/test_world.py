@@ -18,10 +18,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
 
 from benchmarks.command import relative_difference
+from stormo.distributed.store import PeerFailedError
+from stormo.distributed.world import World as Workers
 from stormo.errors import SettingError
 from stormo.launch import alone
-from stormo.world.store import PeerFailedError
-from stormo.world.world import World as Workers
 from tests.script.loops import Net, Ranks, Weights, data, make, plain_loop, weights, world_loop, world_of
 
 SIZES = (1, 2, 3)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from stormo import options
 from stormo.cli import main
+from stormo.config import options
 from stormo.submit import client, follow
 from stormo.submit.settings import Slurm, seconds_of, slurm_options
 

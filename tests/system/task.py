@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stormo.config import option
-from stormo.plan import Facts
+from stormo.config.plan import Facts
 from stormo.tasks.task import Task
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import pytest
 from torch import nn
 
-from stormo import options
+from stormo.config import options
 from stormo.errors import SettingError
 from stormo.tasks.check import check_made, check_options, check_task, looks_like_task, note_method
 from stormo.tasks.find import TASKS, find_task

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stormo import options
+from stormo.config import options
 from stormo.errors import SettingError
 from stormo.tasks.language_model import LanguageModel, LanguageModelOptions
 from stormo.tasks.python_source import read_corpus
 from stormo.telemetry.events import read_events
-from stormo.train import read_settings
+from stormo.training.settings import read_settings
 from tests import programs
-from tests.test_train import summary, wait_until
+from tests.commands.test_train import summary, wait_until
 
 
 def _task(**options: Any) -> LanguageModel:

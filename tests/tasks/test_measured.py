@@ -15,12 +15,12 @@ from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection, SumMet
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 from stormo.data.tensors import TensorData
+from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.launch import alone
-from stormo.metrics import Validation
 from stormo.tasks.measured import held_metrics, is_metric
 from stormo.tasks.task import Task
-from stormo.world.world import World
+from stormo.training.metrics import Validation
 
 Ranks = Callable[..., list[Any]]
 

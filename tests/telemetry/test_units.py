@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stormo import show
+from stormo.commands import show
 from stormo.telemetry.console import epoch_line
 from stormo.telemetry.events import EventFile, speed_of
 from stormo.telemetry.folder import RunFolder

@@ -1,0 +1,326 @@
+"""Who takes part in a run: devices, workers, backend and strategy, from the settings and what this node shows.
+
+Pure functions; every check of them is here, so that it fails before any process starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stormo.config.mesh import CUTS, PRESETS, ZERO_STAGES, Mesh, mesh_of, parse_mesh, preset_mesh
+from stormo.config.schema import TrainConfig
+from stormo.errors import SettingError, counted
+from stormo.system.hardware import Gpu
+
+_PORTS = (1024, 49151)
+_MAX_TIMEOUT_S = 2_592_000.0
+_MOST_STALE = 1000
+DEFAULT_PORT = 29500
+# Strategies that one worker cannot have.
+OF_SEVERAL = frozenset(("server", "pipeline", "naive", "tensor", "hybrid", "hsdp"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launched:
+    """The shape of a world that another program (torchrun, srun, mpirun) has already started."""
+
+    launcher: str
+    world_size: int
+    local_size: int
+    num_nodes: int
+    gpus_on_node: int | None = None  # of all workers of this node together, where the launcher counts them
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Who takes part: known before any process starts and before the task is loaded."""
+
+    device_type: str  # "cpu" or "cuda"
+    gpu: Gpu | None
+    backend: str
+    strategy: str
+    num_nodes: int
+    workers_per_node: int
+    devices_per_worker: int
+    world_size: int
+    mesh: Mesh
+    zero: int  # what the axis shard cuts: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too
+    explanation: tuple[tuple[str, str], ...]
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether no worker need hold the whole model with all that belongs to it."""
+        return self.strategy not in ("single", "dp", "ddp", "local", "server")
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The axes along which workers take different samples."""
+        return ("tensor",) if self.strategy == "hybrid" else ("replicate", "shard")
+
+    @property
+    def data_size(self) -> int:
+        """Parts into which the workers cut a batch."""
+        return self.mesh.tensor if self.strategy == "hybrid" else self.mesh.data_size
+
+    @property
+    def sharer(self) -> str:
+        """Who takes one part of a batch, in a word."""
+        return "worker" if self.data_size == self.world_size else "group"
+
+
+def resolve_layout(config: TrainConfig, gpus: Sequence[Gpu], launched: Launched | None = None) -> Layout:
+    """Devices, workers, backend and strategy, from the settings and what this node shows."""
+    workers = config.workers
+    _check_workers(config)
+    device_type, device_reason = _device(config, gpus)
+    strategy_is_dp = workers.strategy == "dp"
+    if launched:
+        per_node, num_nodes, world_size = launched.local_size, launched.num_nodes, launched.world_size
+        origin = f"started by {launched.launcher}"
+        if device_type == "cuda" and per_node < len(gpus):
+            origin += f", which leaves GPUs idle: {per_node} of {len(gpus)} that it shows are used on this node"
+    else:
+        per_node = workers.num_gpus or (len(gpus) if device_type == "cuda" else 1)
+        num_nodes = workers.num_nodes
+        world_size = per_node * num_nodes
+        origin = "as set" if workers.num_gpus else "all that are visible" if device_type == "cuda" else "the default"
+    if device_type == "cuda":
+        _check_gpus(config, per_node, len(gpus), launched)
+    devices_per_worker = 1
+    if strategy_is_dp:
+        _check_data_parallel(config, device_type, num_nodes, launched)
+        devices_per_worker, per_node, world_size = per_node, 1, 1
+    backend, backend_reason = _backend(config, device_type, world_size)
+    strategy, mesh, zero, strategy_reason = _strategy(config, world_size, per_node, devices_per_worker, origin)
+    unit = "GPU" if device_type == "cuda" else "CPU process"
+    count = per_node * devices_per_worker
+    total = f"{world_size} = {counted(num_nodes, 'node')} × {counted(count, unit)}"
+    if strategy_is_dp:
+        total = f"1 process that drives {counted(count, 'GPU')}"
+    elif world_size != per_node * num_nodes:
+        total = f"{world_size} on {counted(num_nodes, 'node')}, {per_node} of them on this one"
+    return Layout(
+        device_type=device_type,
+        gpu=gpus[0] if device_type == "cuda" else None,
+        backend=backend,
+        strategy=strategy,
+        num_nodes=num_nodes,
+        workers_per_node=per_node,
+        devices_per_worker=devices_per_worker,
+        world_size=world_size,
+        mesh=mesh,
+        zero=zero,
+        explanation=(
+            ("workers", f"{total} ({origin}; {device_reason}); {backend_reason}"),
+            ("strategy", f"{strategy}: {strategy_reason}"),
+        ),
+    )
+
+
+def _check_workers(config: TrainConfig) -> None:
+    workers = config.workers
+    at_least("--num-gpus", workers.num_gpus, 1)
+    at_least("--num-nodes", workers.num_nodes, 1)
+    at_least("--max-restarts", workers.max_restarts, 0)
+    if not 0 <= workers.node_id < workers.num_nodes:
+        raise SettingError(
+            f"--node-id {workers.node_id} was set with --num-nodes {workers.num_nodes}",
+            f"the nodes are counted from 0 to {workers.num_nodes - 1}",
+            f"set --node-id to a number from 0 to {workers.num_nodes - 1}"
+            if workers.num_nodes > 1
+            else f"set --num-nodes {workers.node_id + 1} or more, or leave --node-id out",
+        )
+    port = workers.master_port
+    if port is not None and not _PORTS[0] <= port <= _PORTS[1]:
+        raise SettingError(
+            f"--master-port {port} was set", f"it lies outside {_PORTS[0]} to {_PORTS[1]}", "set a port in that range"
+        )
+    if workers.timeout <= 0:
+        raise SettingError(f"--timeout {workers.timeout:g} was set", "it must be above 0 seconds", "set --timeout 600")
+    if workers.timeout > _MAX_TIMEOUT_S:
+        raise SettingError(
+            f"--timeout {workers.timeout:g} was set",
+            f"it is more than {_MAX_TIMEOUT_S:g} seconds, a month",
+            "set --timeout 600, or whatever one worker may keep the others waiting",
+        )
+
+
+def at_least(flag: str, value: float | None, least: float) -> None:
+    """Refuse a setting below its least value."""
+    if value is not None and value < least:
+        raise SettingError(
+            f"{flag} {value:g} was set", f"it must be at least {least:g}", f"set {flag} {least:g} or more"
+        )
+
+
+def _device(config: TrainConfig, gpus: Sequence[Gpu]) -> tuple[str, str]:
+    asked = config.workers.device
+    if asked == "cuda" and not gpus:
+        raise SettingError(
+            "--device cuda was set", "no GPU is visible to this process", "set --device cpu, or check nvidia-smi"
+        )
+    if asked == "cpu":
+        return "cpu", "--device cpu"
+    if gpus:
+        names = sorted({gpu.name for gpu in gpus})
+        return "cuda", f"{len(gpus)} × {names[0]} visible" if len(names) == 1 else f"{len(gpus)} GPUs visible"
+    return "cpu", "no GPU is visible"
+
+
+def _check_gpus(config: TrainConfig, per_node: int, num_visible: int, launched: Launched | None) -> None:
+    if launched is not None and launched.gpus_on_node is not None:
+        num_visible = max(num_visible, launched.gpus_on_node)  # srun --gpus-per-task and --gpu-bind show each its own
+    bound_one_each = launched is not None and launched.gpus_on_node is None and num_visible == 1
+    shared_on_purpose = config.workers.backend == "gloo"  # NCCL refuses two ranks on a GPU, Gloo takes them
+    if per_node > num_visible and not bound_one_each and not shared_on_purpose:
+        raise SettingError(
+            f"{counted(per_node, 'worker')} {'was' if per_node == 1 else 'were'} asked for on this node",
+            f"it shows {num_visible} GPU{'s' * (num_visible != 1)} and each worker needs its own",
+            _fewer_workers(num_visible, launched) + ", or --device cpu, or --backend gloo to let workers share a GPU",
+        )
+
+
+def _fewer_workers(num_gpus: int, launched: Launched | None) -> str:
+    if launched is not None and launched.launcher == "slurm":
+        return f"start srun with --ntasks-per-node {num_gpus}, or ask for more --gpus-per-node"
+    return f"set --num-gpus {num_gpus}"
+
+
+def _check_data_parallel(config: TrainConfig, device_type: str, num_nodes: int, launched: Launched | None) -> None:
+    if config.speed.sync_batch_norm:
+        raise SettingError(
+            "--strategy dp was set with --sync-batch-norm",
+            "DataParallel's threads cannot exchange statistics",
+            "set --strategy ddp",
+        )
+    if device_type == "cpu":
+        raise SettingError(
+            "--strategy dp was set", "DataParallel splits a batch over GPUs and none is used", "set --strategy ddp"
+        )
+    if num_nodes > 1 or (launched is not None and launched.world_size > 1):
+        raise SettingError(
+            "--strategy dp was set for several processes",
+            "DataParallel is one process that drives the GPUs of one node",
+            "set --strategy ddp, or start one process",
+        )
+
+
+def _backend(config: TrainConfig, device_type: str, world_size: int) -> tuple[str, str]:
+    asked = config.workers.backend
+    if asked == "nccl" and device_type == "cpu":
+        raise SettingError(
+            "--backend nccl was set", "NCCL moves GPU memory and the workers run on CPUs", "set --backend gloo"
+        )
+    backend = asked if asked != "auto" else "nccl" if device_type == "cuda" else "gloo"
+    if world_size == 1:
+        return backend, "no communication needed"
+    return backend, f"{backend} {'as set' if asked != 'auto' else 'for GPUs' if backend == 'nccl' else 'for CPUs'}"
+
+
+def _strategy(
+    config: TrainConfig, world_size: int, per_node: int, devices_per_worker: int, origin: str
+) -> tuple[str, Mesh, int, str]:
+    """The strategy, its mesh, what the axis shard cuts, and why."""
+    workers = config.workers
+    if workers.mesh is not None:
+        return _by_mesh(config, workers.mesh, world_size, origin)
+    if workers.zero is not None:
+        raise SettingError(
+            f"--zero {workers.zero} was set without --mesh",
+            "it says what the axis shard of a mesh cuts",
+            "set --strategy zero1, zero2 or fsdp, or --mesh shard=…",
+        )
+    if workers.strategy in PRESETS:
+        if world_size == 1 and workers.strategy in OF_SEVERAL - {"hsdp"}:  # which wants several nodes besides
+            raise SettingError(
+                f"--strategy {workers.strategy} was set",
+                f"there is one worker ({origin}) and it spreads a model over several",
+                "set --num-gpus 2 or more, or --strategy single",
+            )
+        mesh, reason = preset_mesh(workers.strategy, world_size, per_node)
+        return workers.strategy, mesh, ZERO_STAGES.get(workers.strategy, 0), f"{reason}: {_lengths(mesh)}"
+    if workers.strategy == "server":
+        if world_size == 1 and _may_become_one(config) and not workers.staleness:
+            at_least("--servers", workers.servers, 1)
+            return "single", Mesh(), 0, "one worker for now, which keeps and steps by itself what servers would"
+        return "server", Mesh(replicate=world_size), 0, _server_reason(config, world_size, origin)
+    strategy, reason = _plain(config, world_size, devices_per_worker)
+    return strategy, Mesh(replicate=world_size), 0, reason
+
+
+def _lengths(mesh: Mesh) -> str:
+    return str(mesh).replace(",", " × ")
+
+
+def _by_mesh(config: TrainConfig, text: str, world_size: int, origin: str) -> tuple[str, Mesh, int, str]:
+    workers = config.workers
+    if workers.strategy != "auto":
+        raise SettingError(
+            f"--strategy {workers.strategy} was set with --mesh {text}",
+            "the axes of the mesh are the strategy",
+            "leave one of them out; --zero 1, 2 or 3 says what the axis shard cuts",
+        )
+    axes = parse_mesh(text)
+    mesh = mesh_of(axes, text, world_size, origin)
+    if workers.zero is not None and (workers.zero not in (1, 2, 3) or "shard" not in axes):
+        why, instead = "it is 1, 2 or 3", "set --zero 1, 2 or 3 and an axis shard"
+        if workers.zero in (1, 2, 3):
+            why, instead = "the mesh has no axis shard, of which it says what that cuts", "leave --zero out"
+        raise SettingError(f"--zero {workers.zero} was set with --mesh {text}", why, instead)
+    if set(axes) == {"replicate"}:
+        return "single" if world_size == 1 else "ddp", mesh, 0, f"copies of the model: {_lengths(mesh)}"
+    zero = (workers.zero or 3) if "shard" in axes else 0
+    reason = f"{_lengths(mesh)}, as set"
+    return "mesh", mesh, zero, reason + (f"; shard cuts {CUTS[zero]}" if zero else "")
+
+
+def _may_become_one(config: TrainConfig) -> bool:
+    """Whether it is a run of several workers that has one now: it goes on."""
+    return config.resumed is not None
+
+
+def _server_reason(config: TrainConfig, world_size: int, origin: str) -> str:
+    servers, staleness = config.workers.servers, config.workers.staleness
+    at_least("--servers", servers, 1)
+    at_least("--staleness", staleness, 0)
+    if staleness > _MOST_STALE:
+        raise SettingError(
+            f"--staleness {staleness} was set",
+            "a stop signal, or a lost loss, would be heard as many steps late",
+            f"set --staleness {_MOST_STALE} or fewer",
+        )
+    if world_size == 1:
+        why = f"there is one worker ({origin}) and it would send its gradients to itself"
+        if _may_become_one(config):
+            why = f"there is one worker ({origin}), whose gradients cannot be as old as --staleness {staleness} allows"
+        raise SettingError("--strategy server was set", why, "set --num-gpus 2 or more, or --strategy single")
+    if servers > world_size:
+        raise SettingError(
+            f"--servers {servers} was set",
+            f"servers are workers too and there are {world_size} ({origin})",
+            f"set --servers {world_size} or fewer, or start more workers",
+        )
+    which = "one of them, which steps" if servers == 1 else f"{servers} of them, which step a part of the weights each"
+    pace = f"at most {counted(staleness, 'step')} ahead of the slowest" if staleness else "synchronous"
+    return f"{world_size} workers send their gradients to {which}; {pace}"
+
+
+def _plain(config: TrainConfig, world_size: int, devices_per_worker: int) -> tuple[str, str]:
+    asked = config.workers.strategy
+    if asked == "single" and world_size > 1:
+        raise SettingError(
+            f"--strategy single was set with {world_size} workers",
+            "single trains on one device",
+            "set --strategy ddp, or --num-gpus 1 --num-nodes 1",
+        )
+    if asked == "dp":
+        gpus = counted(devices_per_worker, "GPU")
+        return "dp", f"DataParallel, threads of one process over {gpus}, as set; ddp is faster"
+    if asked == "ddp":
+        return "ddp", "as set" if world_size > 1 else "as set; with one worker there is nothing to average"
+    if asked == "local":
+        return "local", "every worker steps by itself, with the gradient of its own samples"
+    if world_size == 1:
+        return "single", "one worker, nothing to average"
+    return "ddp", f"the model is copied to {world_size} workers, their gradients are averaged during backward"

@@ -1,0 +1,183 @@
+"""Copies files in pieces, by several threads.
+
+Large files are cut, so that one file is copied by all threads too. A file has its own name only when it is whole.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from stormo.data.staging.tree import File, Tree, unreadable
+from stormo.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE, SettingError, StormoError
+
+PIECE_BYTES = 64 << 20
+_BLOCK_BYTES = 8 << 20
+_NUM_THREADS = 8  # a parallel file system answers several readers faster than one, whatever the number of cores
+_Job = TypeVar("_Job")
+Check = Callable[[], None]  # raises where there is nothing more to be done
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copied:
+    """A file of a copy, as it lies there."""
+
+    name: str
+    num_bytes: int
+    mtime_ns: int  # of the copy, as its file system keeps it
+
+
+class StoppedError(StormoError):
+    """The user, or a scheduler, ended the job while data was copied."""
+
+    def __init__(self, signal_number: int) -> None:
+        name = signal.Signals(signal_number).name
+        super().__init__(f"stopped by {name} while the data was copied; nothing was trained.")
+        self.signal_number = signal_number
+        self.exit_code = EXIT_INTERRUPTED if signal_number == signal.SIGINT else EXIT_RESUMABLE
+
+
+def copy_files(tree: Tree, files: Iterable[File], target: Path, partial: Path, check: Check) -> dict[str, Copied]:
+    """Copy files of a data set to where its root is `target`, over what is there; what is not whole lies in `partial`.
+
+    `check` is called all the time, and ends it by raising.
+    """
+    under_way = [_File(tree, file, target, partial / str(number)) for number, file in enumerate(files)]
+
+    def copy(job: tuple[_File, int], check: Check) -> None:
+        file, piece = job
+        file.copy(piece, check)
+
+    _in_parallel(copy, ((file, piece) for file in under_way for piece in range(file.num_pieces)), check)
+    return {file.copied.name: file.copied for file in under_way}
+
+
+class _File:
+    """One file while it is copied."""
+
+    def __init__(self, tree: Tree, file: File, target: Path, partial: Path) -> None:
+        self._tree, self._file = tree, file
+        self._source, self._path = tree.root / file.name, target / file.name
+        self._partial = partial
+        self.num_pieces = max(1, -(-file.num_bytes // PIECE_BYTES))
+        self._num_left = self.num_pieces
+        self._lock = threading.Lock()
+        self.copied: Copied
+
+    def copy(self, number: int, check: Check) -> None:
+        """Copy one piece and, with the last one, give the file its name; `check` may end it in between."""
+        offset = number * PIECE_BYTES
+        num_bytes = min(PIECE_BYTES, self._file.num_bytes - offset)
+        out = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self._send(out, offset, num_bytes, check)
+        finally:
+            os.close(out)
+        with self._lock:
+            self._num_left -= 1
+            is_last = self._num_left == 0
+        if is_last:
+            self._finish()
+
+    def _send(self, out: int, offset: int, num_bytes: int, check: Check) -> None:
+        done, view = 0, memoryview(bytearray(min(_BLOCK_BYTES, max(num_bytes, 1))))
+        try:
+            source = os.open(self._source, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise unreadable(self._tree.root, self._source, error) from None
+        try:
+            while done < num_bytes:
+                check()  # a slow file system takes long for a whole piece
+                try:
+                    read = os.preadv(source, [view[: num_bytes - done]], offset + done)
+                except OSError as error:
+                    raise unreadable(self._tree.root, self._source, error) from None
+                if read == 0:
+                    raise self._changed()
+                _write(out, view[:read], offset + done)
+                done += read
+        finally:
+            os.close(source)
+
+    def _finish(self) -> None:
+        status = self._source.stat()
+        if (status.st_size, status.st_mtime_ns) != (self._file.num_bytes, self._file.mtime_ns):
+            raise self._changed()
+        os.utime(self._partial, ns=(status.st_mtime_ns, status.st_mtime_ns))
+        self._partial.replace(self._path)
+        self.copied = Copied(
+            name=self._file.name,
+            num_bytes=self._file.num_bytes,
+            mtime_ns=self._path.stat().st_mtime_ns,
+        )
+
+    def _changed(self) -> SettingError:
+        return SettingError(
+            f"{self._tree.root} is to be copied to this node",
+            f"{self._source} was changed while it was copied",
+            "let nothing write there while a job starts",
+        )
+
+
+def is_whole(target: Path, files: Iterable[Copied], check: Check) -> bool:
+    """Whether the files of a copy are as they were, by size and time."""
+    for file in files:
+        check()
+        try:
+            status = (target / file.name).lstat()
+        except OSError:
+            return False
+        if (status.st_size, status.st_mtime_ns) != (file.num_bytes, file.mtime_ns):
+            return False
+    return True
+
+
+def _write(out: int, block: memoryview[Any], offset: int) -> None:
+    while block:
+        written = os.pwrite(out, block, offset)
+        block, offset = block[written:], offset + written
+
+
+def _in_parallel(work: Callable[[_Job, Check], None], jobs: Iterator[_Job], check: Check) -> None:
+    """Do every job on some thread; the first error ends all, and is raised when no thread is left."""
+    turn, failed = threading.Lock(), threading.Event()
+
+    def check_all() -> None:
+        check()
+        if failed.is_set():
+            raise _OtherFailedError
+
+    def pull() -> None:
+        while not failed.is_set():
+            with turn:
+                job = next(jobs, None)
+            if job is None:
+                return
+            try:
+                check_all()
+                work(job, check_all)
+            except _OtherFailedError:
+                return
+            except BaseException:
+                failed.set()
+                raise
+
+    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="stormo-staging") as threads:
+        try:
+            started = [threads.submit(pull) for _ in range(_NUM_THREADS)]
+            wait(started)
+        except BaseException:  # Ctrl-C, which comes to this thread alone
+            failed.set()
+            raise
+    for thread in started:
+        thread.result()
+
+
+class _OtherFailedError(Exception):
+    """Another thread has failed, which ends this one."""

@@ -1,0 +1,448 @@
+"""Who am I, whom do I talk to, on which device: the process group and the collectives of a run.
+
+With one worker every collective returns at once and no process group exists.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stormo.config.mesh import Mesh
+from stormo.distributed.board import Board
+from stormo.distributed.grid import DATA, Grid
+from stormo.distributed.store import PeerFailedError, Store, within
+from stormo.errors import SettingError, StormoError
+from stormo.launch.address import interface_towards
+from stormo.launch.place import Place
+
+_Result = TypeVar("_Result")
+_BUNDLE_BYTES = 2**25  # of small tensors that travel as one message
+_FETCH_TIMEOUT = timedelta(hours=24)  # a download may be slow; a dead fetcher ends the job by other means
+
+
+_MANY_WORKERS = 128  # from here on a vote in one sum, whose messages go round a ring of all workers, takes too long
+_RELEASE_S = 0.05
+Levels = tuple[
+    dist.ProcessGroup, dist.ProcessGroup
+]  # of this worker: its neighbours, and those of its number elsewhere
+
+
+def level_width(num_workers: int) -> int:
+    """How many neighbours sum first: the divisor of the workers nearest to their square root, from below."""
+    return next(width for width in range(math.isqrt(num_workers), 0, -1) if num_workers % width == 0)
+
+
+class World:
+    """The workers of a run, seen from one of them."""
+
+    def __init__(
+        self,
+        place: Place,
+        device: torch.device,
+        *,
+        store: Store | None = None,
+        backend: str = "gloo",
+        timeout_s: float = 600.0,
+        mesh: Mesh | None = None,
+        data_axes: Sequence[str] = DATA,
+        needs_group: bool = False,
+    ) -> None:
+        self.place = place
+        self.rank = place.rank
+        self.size = place.world_size
+        self.device = device
+        self.is_main = place.rank == 0
+        self._num_fetches = 0
+        self._boards: list[Board] = []
+        self._levels: Levels | None = None
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        self._store = store.shared("world") if store else None
+        self._words = store.words("words") if store else None
+        self._has_group = self.size > 1 or needs_group  # torch's sharding asks for one even of a single worker
+        self.timeout = timedelta(seconds=timeout_s)  # of a worker that waits for the others
+        if self._has_group:
+            self._join(backend, self.timeout)
+        self.arrange(Mesh(replicate=self.size) if mesh is None else mesh, data_axes)
+
+    def arrange(self, mesh: Mesh, data_axes: Sequence[str] = DATA) -> None:
+        """Take a place in a mesh, along some of whose axes workers take different samples. All workers call it."""
+        self.mesh = mesh
+        self._data_axes = tuple(data_axes)
+        self.grid = Grid(mesh, self.rank, self.device, self.timeout)
+        self.data = self.grid.line(*self._data_axes)
+
+    def _join(self, backend: str, timeout: timedelta) -> None:
+        # Tensors on the CPU always travel by Gloo, so that counters and votes never wait for a GPU.
+        backends = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
+        # Gloo would listen where this host's name leads, which on many systems is a loopback address, or nowhere.
+        interface = "lo" if self.place.all_on_this_host else interface_towards(self.place.master_addr, self.place.peer)
+        if interface is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if self.place.all_on_this_host:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        with within(timeout):
+            dist.init_process_group(
+                backends,
+                store=self._store if self.size > 1 else dist.HashStore(),
+                rank=self.rank,
+                world_size=self.size,
+                timeout=timeout,
+                device_id=self.device if backend == "nccl" else None,
+            )
+        os.register_at_fork(after_in_child=_keep_groups)
+
+    @property
+    def samplers(self) -> tuple[int, ...]:
+        """One worker for each part of a batch."""
+        return self.grid.ranks(self._data_axes, self.mesh.coordinates(0))
+
+    @property
+    def draws(self) -> int:
+        """The number of this worker's stream of random numbers: those that compute the same share one."""
+        return self.rank if "tensor" in self._data_axes else self.rank // self.mesh.tensor
+
+    @contextmanager
+    def once_per_node(self) -> Iterator[bool]:
+        """Yield True in one process of each node; the others get False when it has finished, or its error."""
+        self._num_fetches += 1
+        if self._words is None or self.place.local_size == 1:
+            yield True
+            return
+        key = f"fetch/{self._num_fetches}/{self.place.node_id}"
+        if self.place.local_rank == 0:
+            try:
+                yield True
+            except BaseException as error:
+                self._words.say(key, f"{type(error).__name__}: {error}")
+                raise
+            self._words.say(key, "")
+            return
+        failure = self._words.wait(key, _FETCH_TIMEOUT)
+        if failure:
+            raise PeerFailedError(f"rank {self.rank - self.place.local_rank} failed while this one waited: {failure}")
+        yield False
+
+    def on_each_node(self, work: Callable[[], Any]) -> Any:
+        """What one process of each node came to, JSON-able, on all processes of that node once every node is done."""
+        with self.once_per_node() as is_mine:
+            result = work() if is_mine else None
+        if self._words is None:
+            return result
+        # Through the store, which waits longer than a collective for a node that is slower than the others.
+        key = f"node/{self._num_fetches}"
+        if is_mine:
+            self._words.say(f"{key}/{self.place.node_id}", result)
+            if self._words.count(f"{key}/done") == self.place.num_nodes:
+                self._words.say(f"{key}/all", "")
+        self._words.wait(f"{key}/all", _FETCH_TIMEOUT)
+        return self._words.wait(f"{key}/{self.place.node_id}", _FETCH_TIMEOUT)
+
+    def on_main(self, work: Callable[[], _Result]) -> _Result | None:
+        """Call on the main worker, for which the others wait as long as it takes; what fails there is raised by all."""
+        if self.size == 1:
+            return work()
+        self._num_fetches += 1
+        key = f"main/{self._num_fetches}"
+        assert self._words is not None
+        if self.is_main:
+            try:
+                result = work()
+            except BaseException as error:
+                if isinstance(error, StormoError):
+                    self._words.say(key, [str(error), error.exit_code])
+                else:
+                    self._words.say(key, [f"{type(error).__name__}: {error}", None])
+                raise
+            self._words.say(key, None)
+            return result
+        # Through the store, which waits longer than a collective.
+        failure = self._words.wait(key, _FETCH_TIMEOUT)
+        if failure is not None:
+            text, exit_code = failure
+            if exit_code is None:
+                raise PeerFailedError(f"rank 0 failed while this one waited: {text}")
+            error_there = StormoError(text)
+            error_there.exit_code = exit_code
+            raise error_there
+        return None
+
+    def from_main(self, work: Callable[[], Any]) -> Any:
+        """What the main worker came to, JSON-able, on all workers, who wait for it as long as it takes."""
+        return self.share_json(self.on_main(work))
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum in place over all workers."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def max(self, tensor: Tensor) -> Tensor:
+        """Largest value in place over all workers."""
+        if self.size > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """The main worker's values, in place."""
+        if self.size > 1:
+            dist.broadcast(tensor, src=0)
+        return tensor
+
+    def barrier(self) -> None:
+        """Wait for all workers."""
+        if self.size > 1:
+            dist.all_reduce(torch.zeros(1))
+
+    def share_json(self, value: Any) -> Any:
+        """The main worker's JSON-able value, on all workers."""
+        if self.size == 1:
+            return value
+        payload = bytearray(json.dumps(value).encode()) if self.is_main else bytearray()
+        content = torch.frombuffer(payload, dtype=torch.uint8) if payload else None
+        return json.loads(bytes(self.share_vector(content, torch.uint8).numpy()))
+
+    def share_vector(self, vector: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """The main worker's vector of this type, on the CPU of all workers, which need not know its length."""
+        if self.size == 1:
+            assert vector is not None
+            return vector
+        length = self.broadcast(torch.tensor([0 if vector is None else len(vector)]))
+        received = torch.empty(int(length), dtype=dtype) if vector is None else vector
+        return self.broadcast(received) if len(received) else received
+
+    def share_tensors(self, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+        """The main worker's named tensors, on the CPU of all workers."""
+        if self.size == 1:
+            assert tensors is not None
+            return dict(tensors)
+        described = self.share_json(
+            [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in (tensors or {}).items()]
+        )
+        shared: dict[str, Tensor] = {}
+        bundle, room_bytes = list[Tensor](), _BUNDLE_BYTES
+        for name, dtype, shape in described:
+            if tensors is not None and self.is_main:
+                tensor = tensors[name].detach().cpu().contiguous()
+            else:
+                tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+            shared[name] = tensor
+            bundle.append(tensor)
+            room_bytes -= tensor.nbytes
+            if room_bytes <= 0:
+                self._broadcast_together(bundle)
+                bundle, room_bytes = [], _BUNDLE_BYTES
+        self._broadcast_together(bundle)
+        return shared
+
+    def _broadcast_together(self, tensors: Sequence[Tensor]) -> None:
+        """Broadcast tensors of the CPU in place, as one message."""
+        raw = [tensor.view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
+        if len(raw) == 1:
+            self.broadcast(raw[0])
+        elif raw:
+            message = self.broadcast(torch.cat(raw))
+            for place, piece in zip(raw, message.split([len(each) for each in raw]), strict=True):
+                place.copy_(piece)
+
+    def gather_bytes(self, payload: bytes) -> list[bytes] | None:
+        """Every worker's bytes, in the order of ranks, on the main worker; None on the others."""
+        if self.size == 1:
+            return [payload]
+        lengths = torch.zeros(self.size, dtype=torch.int64)
+        lengths[self.rank] = len(payload)
+        self.sum(lengths)
+        if not self.is_main:
+            if payload:
+                dist.send(torch.frombuffer(bytearray(payload), dtype=torch.uint8), dst=0)
+            return None
+        # One after the other, as long as each is: a collective would pad all of them to the longest.
+        return [payload, *(self._received(rank, int(lengths[rank])) for rank in range(1, self.size))]
+
+    def _received(self, rank: int, length: int) -> bytes:
+        content = torch.empty(length, dtype=torch.uint8)
+        if length:
+            dist.recv(content, src=rank)
+        return bytes(content.numpy())
+
+    def hand_out(self, payload_of: Callable[[int], bytes] | None) -> bytes:
+        """What the main worker makes for this one; it holds one worker's bytes at a time. All workers call it."""
+        if not self.is_main:
+            length = torch.zeros(1, dtype=torch.int64)
+            dist.recv(length, src=0)
+            return self._received(0, int(length))
+        assert payload_of is not None
+        for rank in range(1, self.size):
+            payload = payload_of(rank)
+            dist.send(torch.tensor([len(payload)]), dst=rank)
+            if payload:
+                dist.send(torch.frombuffer(bytearray(payload), dtype=torch.uint8), dst=rank)
+        return payload_of(0)
+
+    def require_same(self, values: Mapping[str, Any]) -> None:
+        """Raise the same sentence on every worker where one of them has another value than the main one."""
+        gathered = self.gather_json(dict(values))
+        differs: list[str] | None = None
+        for rank, theirs in enumerate(gathered or []):
+            for name, value in values.items():
+                if theirs[name] != value and differs is None:
+                    differs = [f"the {name} is {value} on rank 0", f"it is {theirs[name]} on rank {rank}"]
+        differs = self.share_json(differs)
+        if differs is not None:
+            what, why = differs
+            raise SettingError(what, why, "set it, or give every node the same devices and settings")
+
+    def gather_json(self, value: Any) -> list[Any] | None:
+        """Every worker's JSON-able value, in the order of ranks, on the main worker; None on the others."""
+        gathered = self.gather_bytes(json.dumps(value).encode())
+        return None if gathered is None else [json.loads(payload) for payload in gathered]
+
+    def leave_word(self, name: str, value: Any) -> None:
+        """Tell something JSON-able to who may ask for it, without waiting; if the main worker is gone, to nobody."""
+        if self._words is not None:
+            with contextlib.suppress(dist.DistError):
+                self._words.say(f"left/{name}", value)
+
+    def words(self, names: Sequence[str], timeout_s: float) -> list[Any]:
+        """What others have told under these names, None for those who do not within so many seconds in all."""
+        deadline, found = time.monotonic() + timeout_s, list[Any]()
+        for name in names:
+            try:
+                assert self._words is not None, "only several workers have something to tell"
+                left = timedelta(seconds=max(0.01, deadline - time.monotonic()))
+                found.append(self._words.wait(f"left/{name}", left))
+            except dist.DistError:
+                found.append(None)
+        return found
+
+    def levels(self, least_workers: int = _MANY_WORKERS) -> Levels | None:
+        """Two sums of a few workers each that make the sum of all; None where one sum does. All workers call it."""
+        width = level_width(self.size)
+        if self.size < least_workers or width < 2:
+            return None
+        if self._levels is None:
+            rows = [list(range(first, first + width)) for first in range(0, self.size, width)]
+            mine = [
+                dist.new_subgroups_by_enumeration(groups, timeout=self.timeout, backend="gloo")[0]
+                for groups in (rows, [list(column) for column in zip(*rows, strict=True)])
+            ]
+            self._levels = mine[0], mine[1]
+        return self._levels
+
+    def board(self) -> Board:
+        """A new place for a few numbers from all to all. All workers call it."""
+        self._boards.append(Board(self))
+        return self._boards[-1]
+
+    def close(self) -> None:
+        """Leave the process group."""
+        for board in self._boards:
+            board.close()
+        if self._has_group and dist.is_initialized():
+            dist.destroy_process_group()
+            # Gloo's threads need the GIL to release their last tensors and abort if the interpreter ends before.
+            # torch has no call that waits for them.
+            time.sleep(_RELEASE_S)
+
+
+def _keep_groups() -> None:
+    """A forked process has the groups without their threads, for which taking them down at its end would wait."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+class Vote:
+    """A number and a sum on which all workers agree without waiting: cast at the start of a step, read at its end.
+
+    The exchange runs in the background while the step computes, and every worker reads the same outcome at the
+    same step. With a lag it is that of so many casts before, none in the first ones: so far may a worker be ahead.
+    With two levels, which takes a lag, the second sum begins at the end of the step and runs during the next one.
+    """
+
+    _LARGEST = 64  # no signal has a larger number
+
+    def __init__(self, world: World, lag: int = 0, levels: Levels | None = None) -> None:
+        assert lag or levels is None
+        self._world = world
+        self._lag = lag
+        self._levels = levels
+        self._is_halfway = False  # whether the newest cast is summed over neighbours alone
+        # One exchange for both: the sum in place 0, and a mark in the place of each number that was proposed.
+        self._ballots = [torch.zeros(1 + self._LARGEST, dtype=torch.float64) for _ in range(lag + 1)]
+        self._num_cast = 0
+        self._under_way: deque[tuple[Tensor, dist.Work | None]] = deque()
+        self._none = torch.zeros(1 + self._LARGEST, dtype=torch.float64).numpy()
+        self._marks = self._none  # a ballot's memory, of which a single number is read faster
+
+    def cast(self, number: int, share: float = 0.0) -> None:
+        """Propose a number, of which the largest wins, and give a share of the sum."""
+        self._pass_on()
+        ballot = self._ballots[self._num_cast % len(self._ballots)]
+        self._num_cast += 1
+        marks = ballot.numpy()
+        marks.fill(0.0)
+        marks[0] = share
+        if number:
+            marks[number] = 1.0
+        group = None if self._levels is None else self._levels[0]
+        work = dist.all_reduce(ballot, async_op=True, group=group) if self._world.size > 1 else None
+        self._under_way.append((ballot, work))
+        self._is_halfway = self._levels is not None
+
+    def _pass_on(self) -> None:
+        """Begin the second sum of the newest cast, whose first one has had a step's time."""
+        if self._is_halfway and self._levels is not None:
+            self._is_halfway = False
+            ballot, work = self._under_way.pop()
+            assert work is not None
+            work.wait()
+            self._under_way.append((ballot, dist.all_reduce(ballot, async_op=True, group=self._levels[1])))
+
+    def outcome(self) -> int:
+        """The number that was agreed on in the last cast, or as many before it as the lag; 0 where there is none."""
+        self._finish()
+        return self._proposed()
+
+    def total(self) -> float:
+        """The sum of all shares of the same cast."""
+        self._finish()
+        return float(self._marks[0])
+
+    def drain(self) -> int:
+        """The outcome of all that was cast and not read: a lag begins anew. All workers call it after the same cast."""
+        found = 0
+        self._pass_on()
+        while self._under_way:
+            self._receive()
+            found = max(found, self._proposed())
+        self._marks = self._none
+        return found
+
+    def _proposed(self) -> int:
+        proposed = self._marks[1:].nonzero()[0]
+        return int(proposed[-1]) + 1 if len(proposed) else 0
+
+    def _finish(self) -> None:
+        self._pass_on()
+        if len(self._under_way) > self._lag:
+            self._receive()
+
+    def _receive(self) -> None:
+        ballot, work = self._under_way.popleft()
+        if work is not None:
+            work.wait()
+        self._marks = ballot.numpy()

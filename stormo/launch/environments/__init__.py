@@ -1,0 +1,1 @@
+"""One file for each launcher: what its variables say about this rank."""

@@ -1,0 +1,135 @@
+"""Which launcher started this process, if any, and whether the flags the user typed agree with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from stormo.errors import SettingError, counted
+from stormo.launch import local
+from stormo.launch.environments import env, mpi, slurm, torchrun
+from stormo.launch.place import Place
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launcher:
+    """One launcher: how to recognise it, how to read it, and the words its users know."""
+
+    detect: Callable[[Mapping[str, str]], bool]
+    place: Callable[[Mapping[str, str]], Place]
+    command: str
+    worker: str  # what it calls a process that it starts
+    set_local_size: str  # the option for the number of processes on a node
+    set_num_nodes: str
+    names_master: bool  # whether it says itself where rank 0 is
+
+
+# The order matters: an inner launcher leaves the variables of the outer one in place. stormo's own workers and
+# torchrun's may live inside an srun step; mpirun inside an allocation starts its daemons through srun.
+LAUNCHERS: Mapping[str, Launcher] = {
+    "local": Launcher(
+        detect=local.detect,
+        place=local.place,
+        command="stormo",
+        worker="worker",
+        set_local_size="--num-gpus {}",
+        set_num_nodes="--num-nodes {}",
+        names_master=True,
+    ),
+    "torchrun": Launcher(
+        detect=torchrun.detect,
+        place=torchrun.place,
+        command="torchrun",
+        worker="worker",
+        set_local_size="--nproc-per-node {}",
+        set_num_nodes="--nnodes {}",
+        names_master=True,
+    ),
+    "mpi": Launcher(
+        detect=mpi.detect,
+        place=mpi.place,
+        command="mpirun",
+        worker="rank",
+        set_local_size="{} ranks on each node (Open MPI: --map-by ppr:{}:node; MPICH and Intel MPI: -ppn {})",
+        set_num_nodes="a list of {} hosts",
+        names_master=False,
+    ),
+    "slurm": Launcher(
+        detect=slurm.detect,
+        place=slurm.place,
+        command="srun",
+        worker="task",
+        set_local_size="--ntasks-per-node {}",
+        set_num_nodes="--nodes {}",
+        names_master=False,
+    ),
+    "env": Launcher(  # last: the others may set the same variables beside their own
+        detect=env.detect,
+        place=env.place,
+        command="the launcher that set RANK",
+        worker="rank",
+        set_local_size="LOCAL_WORLD_SIZE={}",
+        set_num_nodes="{} hosts",
+        names_master=True,
+    ),
+}
+
+
+def detect(
+    environ: Mapping[str, str], *, master_addr: str | None = None, master_port: int | None = None
+) -> Place | None:
+    """Who this process is, or None where no launcher started it; flags say where rank 0 is if the launcher does not."""
+    for launcher in LAUNCHERS.values():
+        if not launcher.detect(environ):
+            continue
+        if launcher.names_master:
+            return launcher.place(environ)
+        chosen = {"MASTER_ADDR": master_addr, "MASTER_PORT": None if master_port is None else str(master_port)}
+        return launcher.place({**environ, **{name: value for name, value in chosen.items() if value is not None}})
+    return None
+
+
+def check_flags(
+    place: Place,
+    *,
+    num_nodes: int | None,
+    node_id: int | None,
+    num_gpus: int | None,
+    master_addr: str | None,
+    master_port: int | None,
+) -> None:
+    """Refuse a flag, given explicitly, that contradicts what the launcher says; None stands for a flag not given."""
+    if place.launcher not in LAUNCHERS:
+        return
+    launcher = LAUNCHERS[place.launcher]
+    command = launcher.command
+    if num_gpus is not None and num_gpus != place.local_size:
+        raise SettingError(
+            f"--num-gpus {num_gpus} was set",
+            f"{command} started {counted(place.local_size, launcher.worker)} on this node",
+            f"drop --num-gpus or start {command} with {launcher.set_local_size.replace('{}', str(num_gpus))}",
+        )
+    if num_nodes is not None and num_nodes != place.num_nodes:
+        raise SettingError(
+            f"--num-nodes {num_nodes} was set",
+            f"{command} started the job on {counted(place.num_nodes, 'node')}",
+            f"drop --num-nodes or start {command} with {launcher.set_num_nodes.replace('{}', str(num_nodes))}",
+        )
+    if node_id is not None and node_id != place.node_id:
+        raise SettingError(
+            f"--node-id {node_id} was set",
+            f"{command} made host {place.host} node {place.node_id}",
+            f"drop --node-id, since {command} numbers the nodes itself",
+        )
+    if place.launcher == "local":
+        return  # the master flags name the meeting point of the agents there, not that of the ranks
+    for flag, given, actual in (
+        ("--master-addr", master_addr, place.master_addr),
+        ("--master-port", None if master_port is None else str(master_port), str(place.master_port)),
+    ):
+        if given is not None and given != actual:
+            raise SettingError(
+                f"{flag} {given} was set",
+                f"{command} says {actual}",
+                f"drop {flag} or give it to {command} instead",
+            )

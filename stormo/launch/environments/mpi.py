@@ -1,0 +1,134 @@
+"""Ranks started by mpirun or mpiexec: Open MPI, and the Hydra family (MPICH, Intel MPI). No MPI library is needed.
+
+MPI tells a process its rank and its place on the node, never where rank 0 is: on several nodes the user says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from stormo.errors import SettingError, counted
+from stormo.launch.environments.slurm import is_step
+from stormo.launch.place import DEFAULT_MASTER_PORT, Place, derived_port, host_name, read_int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variables:
+    """The names under which one family of MPI says who a process is."""
+
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+
+
+FAMILIES: Mapping[str, Variables] = {
+    "Open MPI": Variables(
+        rank="OMPI_COMM_WORLD_RANK",
+        size="OMPI_COMM_WORLD_SIZE",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    # srun's PMI plugins set PMI_RANK too, and one for Cray PALS_RANKID, but not the local size: that task is Slurm's.
+    "Hydra": Variables(rank="PMI_RANK", size="PMI_SIZE", local_rank="MPI_LOCALRANKID", local_size="MPI_LOCALNRANKS"),
+    # The mpiexec of HPE Cray systems; it says how many ranks there are only where it serves Cray's PMI.
+    "PALS": Variables(
+        rank="PALS_RANKID", size="PMI_SIZE", local_rank="PALS_LOCAL_RANKID", local_size="PALS_LOCAL_SIZE"
+    ),
+}
+_PALS = FAMILIES["PALS"]
+# What PALS may leave out, and where else it may be found; the last is the user's.
+_LEFT_OUT = {"PMI_SIZE": ("WORLD_SIZE",), "PALS_LOCAL_SIZE": ("PMI_LOCAL_SIZE", "LOCAL_WORLD_SIZE")}
+
+# Set alike on every rank of a job and different between jobs; the first one present gives the port.
+_JOB_NAMES = ("PALS_APID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+
+
+def detect(environ: Mapping[str, str]) -> bool:
+    """Whether mpirun started this process as one of several; `mpirun -n 1` is no launch of many."""
+    environ = _completed(environ)
+    family = _family(environ)
+    return family is not None and environ[family.size] != "1"
+
+
+def place(environ: Mapping[str, str]) -> Place:
+    """Who this process is, according to mpirun; MASTER_ADDR and MASTER_PORT are the user's."""
+    environ = _completed(environ)
+    family = _family(environ)
+    assert family is not None, "place() is for environments that detect() accepts"
+    rank, world_size = read_int(environ, family.rank), read_int(environ, family.size)
+    local_rank, local_size = read_int(environ, family.local_rank), read_int(environ, family.local_size)
+    num_nodes, node_id = _node(rank, world_size, local_rank, local_size)
+    if family is _PALS and "PALS_NODEID" in environ:
+        node_id = read_int(environ, "PALS_NODEID")
+    return Place(
+        launcher="mpi",
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_size=local_size,
+        node_id=node_id,
+        num_nodes=num_nodes,
+        master_addr=environ.get("MASTER_ADDR") or _only_host(num_nodes),
+        master_port=read_int(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else _port(environ),
+        host=host_name(),
+    )
+
+
+def _completed(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """The variables of PALS with what it leaves out, where the user says it; any others as they are."""
+    if _PALS.rank not in environ or is_step(environ) or any(name.startswith("OMPI_COMM_WORLD_") for name in environ):
+        return environ
+    more = {}
+    for name, others in _LEFT_OUT.items():
+        more[name] = next((environ[other] for other in (name, *others) if environ.get(other)), "")
+        if not more[name]:
+            raise SettingError(
+                f"mpiexec (PALS) started this process as rank {environ[_PALS.rank]}",
+                f"{name} is not set, which would tell how many ranks there are",
+                f"set {others[-1]} for all ranks, as in mpiexec --env {others[-1]}=8",
+            )
+    return {**environ, **more}
+
+
+def _family(environ: Mapping[str, str]) -> Variables | None:
+    for family in FAMILIES.values():
+        if all(name in environ for name in (family.rank, family.size, family.local_rank, family.local_size)):
+            return family
+    return None
+
+
+def _node(rank: int, world_size: int, local_rank: int, local_size: int) -> tuple[int, int]:
+    """Number of nodes and this node's id, which MPI does not tell: both follow when all nodes hold equally many."""
+    if local_size < 1 or world_size % local_size != 0:
+        raise SettingError(
+            f"mpirun started {counted(world_size, 'rank')} with {local_size} of them on host {host_name()}",
+            f"every node must hold equally many and {world_size} is no multiple of {local_size}",
+            "start the same number on each node (Open MPI: --map-by ppr:N:node; MPICH and Intel MPI: -ppn N)",
+        )
+    num_nodes = world_size // local_size
+    if rank == (rank // local_size) * local_size + local_rank:  # filled node by node
+        return num_nodes, rank // local_size
+    if rank == local_rank * num_nodes + rank % num_nodes:  # dealt out in turn
+        return num_nodes, rank % num_nodes
+    raise SettingError(
+        f"mpirun started rank {rank} of {world_size} as number {local_rank} of {local_size} on host {host_name()}",
+        "that is neither the order node by node nor the order in turn, so the node ids cannot be told",
+        "let mpirun place the ranks node by node (Open MPI: --map-by slot; MPICH and Intel MPI: -ppn N)",
+    )
+
+
+def _only_host(num_nodes: int) -> str:
+    if num_nodes == 1:
+        return "127.0.0.1"
+    raise SettingError(
+        f"mpirun started ranks on {num_nodes} nodes and no --master-addr was set",
+        "MPI does not tell a rank where rank 0 is",
+        "set --master-addr (or MASTER_ADDR for all ranks) to the name of the first host",
+    )
+
+
+def _port(environ: Mapping[str, str]) -> int:
+    name = next((environ[name] for name in _JOB_NAMES if environ.get(name)), None)
+    return DEFAULT_MASTER_PORT if name is None else derived_port(name)

@@ -1,0 +1,121 @@
+"""From the settings of workers to the nodes of a job: which process this is, and the workers that it starts."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from stormo.config.layout import DEFAULT_PORT, Launched, Layout
+from stormo.config.schema import NodeRange, TrainConfig
+from stormo.errors import SettingError, counted
+from stormo.launch import Node, Place
+from stormo.launch.allocation import check_alone, gpus_on_node, hints
+from stormo.launch.environments.detect import LAUNCHERS, check_flags, detect
+from stormo.launch.environments.torchrun import check_restarts as check_restarts_of_torchrun
+from stormo.system.hardware import num_cores
+
+# How `stormo run` hands its own flags to the workers, whose script asks for the world.
+DEVICE, BACKEND, TIMEOUT = "STORMO_DEVICE", "STORMO_BACKEND", "STORMO_TIMEOUT"
+
+_MOST_WORKERS, _MOST_WORKERS_PER_CORE = 256, 16  # more of them are a slip of the hand, and would take the node down
+_FLAGS = ("num_nodes", "node_id", "num_gpus", "master_addr", "master_port")
+
+
+def find_place(config: TrainConfig, *, is_meant_alone: bool = False) -> Place | None:
+    """Who this process is if a launcher started it, which the user's flags must not contradict.
+
+    Args:
+        is_meant_alone: whether one process is what the user wants even in a Slurm job of several tasks.
+    """
+    if isinstance(config.workers.num_nodes, NodeRange):
+        nodes = str(config.workers.num_nodes)
+        raise SettingError(
+            f"--num-nodes {nodes} was set",
+            "stormo starts a fixed number of nodes",
+            f"let torchrun start it where nodes come and go: torchrun --nnodes {nodes} --max-restarts 3 "
+            "--rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-id NAME -m stormo train (or your script)",
+        )
+    flags = {name: getattr(config.workers, name) if name in config.given else None for name in _FLAGS}
+    place = detect(os.environ, master_addr=flags["master_addr"], master_port=flags["master_port"])
+    launcher = config.workers.launcher
+    if place is None:
+        if launcher == "auto" and not is_meant_alone:
+            _say(check_alone(os.environ, num_gpus=flags["num_gpus"], num_nodes=flags["num_nodes"]))
+        return None
+    if launcher != "auto":
+        raise SettingError(
+            f"--launcher {launcher} was set",
+            f"{LAUNCHERS[place.launcher].command} has started this process already",
+            f"drop --launcher, or type the command without {LAUNCHERS[place.launcher].command}",
+        )
+    check_flags(place, **flags)
+    if place.launcher == "slurm" and place.is_main:
+        for hint in hints(os.environ, place, os.getpid()):
+            _say(hint)
+    return place
+
+
+def check_restarts(config: TrainConfig, place: Place | None) -> None:
+    """Refuse restarts that nobody would do, or that would not find the run."""
+    restarts, run = config.workers.max_restarts, config.run
+    if place is not None and place.launcher == "torchrun" and "max_restarts" in config.given:
+        check_restarts_of_torchrun(os.environ, restarts)
+    if restarts < 1 or (place is not None and place.launcher in ("local", "torchrun")):
+        return
+    if place is not None:
+        command = LAUNCHERS[place.launcher].command
+        raise SettingError(
+            f"--max-restarts {restarts} was set",
+            f"{command} started the workers, and it starts none again",
+            "leave it out, and type the same command with --run-name NAME --resume after a failure",
+        )
+    if config.workers.num_nodes > 1 and run.run_name is None:
+        raise SettingError(
+            f"--max-restarts {restarts} was set without --run-name",
+            "every node must find the run to go on with",
+            "set the same --run-name on every node",
+        )
+    if run.resume and (Path(run.resume) / "manifest.json").is_file():
+        raise SettingError(
+            f"--resume {run.resume} was set with --max-restarts {restarts}",
+            "every restart would go back to that one checkpoint",
+            "name the run instead of the checkpoint",
+        )
+
+
+def _say(sentence: str | None) -> None:
+    if sentence:
+        print(f"stormo: {sentence}", file=sys.stderr)  # noqa: T201
+
+
+def launched_by(place: Place | None) -> Launched | None:
+    """The shape of a world that another program has started; None where stormo starts it."""
+    if place is None or place.launcher == "local":
+        return None
+    return Launched(
+        launcher=place.launcher,
+        world_size=place.world_size,
+        local_size=place.local_size,
+        num_nodes=place.num_nodes,
+        gpus_on_node=gpus_on_node(os.environ) if place.launcher == "slurm" else None,
+    )
+
+
+def node_of(config: TrainConfig, layout: Layout) -> Node:
+    """This node, when stormo starts its workers."""
+    workers, cores = config.workers, num_cores()
+    if layout.workers_per_node > max(_MOST_WORKERS, _MOST_WORKERS_PER_CORE * cores):
+        raise SettingError(
+            f"--num-gpus {layout.workers_per_node} was set",
+            f"this node has {counted(cores, 'core')}, for which so many processes would wait in turn",
+            f"set --num-gpus {cores} or something near",
+        )
+    return Node(
+        num_workers=layout.workers_per_node,
+        num_nodes=workers.num_nodes,
+        node_id=workers.node_id,
+        master_addr=workers.master_addr if "master_addr" in config.given else None,
+        master_port=workers.master_port or DEFAULT_PORT,
+        script_port=workers.master_port or 0,
+    )

@@ -1,0 +1,125 @@
+"""Workers that step by themselves and average their weights now and then (local SGD: Stich, arXiv 1805.09767).
+
+Their mean change since the last averaging may be taken as a gradient for a step of its own, with Nesterov's momentum
+(DiLoCo: Douillard et al., arXiv 2311.08105). The state of a worker's optimizer stays its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from stormo.config import schema
+from stormo.config.plan import Plan
+from stormo.distributed.world import World
+from stormo.parallel.bundles import copy, means, share
+from stormo.parallel.strategy import Strategy
+from stormo.profiling.ranges import range_of
+from stormo.tasks.task import Task
+
+_MOST_AHEAD = 4  # steps: a slow round trip is hidden, and a stop signal is heard while there is time to save
+
+
+class Local(Strategy):
+    """One worker of several that step by themselves."""
+
+    name = "local"
+    saves_apart = True
+    steps_alone = True
+    exposed_reason = "workers that step by themselves exchange no gradients"
+
+    def __init__(self, world: World, plan: Plan, task: Task, settings: schema.TrainConfig) -> None:
+        super().__init__(world, plan, task, settings)
+        rate, momentum = settings.optimizer.outer_lr, settings.optimizer.outer_momentum
+        assert plan.averaging is not None
+        # An averaging waits for all anyway; one worker alone has nobody to be ahead of.
+        self.staleness = min(plan.averaging.steps, _MOST_AHEAD) if world.size > 1 else 0
+        # Without these two the mean itself is taken, to the last bit.
+        self.outer = OuterStep(self.weights(), rate, momentum) if (rate, momentum) != (1, 0) else None
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        share(self.world, [*model.parameters(), *model.buffers()])
+        return model
+
+    def _total_items(self) -> Tensor:
+        """As if all had as many items as this worker: each steps with the mean over its own."""
+        return self.weighing.own * self.world.data.size
+
+    def exchange_weights(self) -> None:
+        """Average the weights, where that is due."""
+        clock = self.clock
+        self.is_apart = not self._plan.is_averaging_due(clock.epoch, clock.step, clock.position)
+        if self.is_apart:
+            return
+        weights = self.weights()
+        with range_of("averaging"):
+            if self.world.size > 1:
+                copy(weights, means(self.world, weights))
+            if self.outer is not None:
+                self.outer.step(weights)
+
+    def mean_weights(self) -> Iterator[Tensor]:
+        """The mean of each, where they differ."""
+        weights = self.weights()
+        return means(self.world, weights) if self.is_apart else iter(weights)
+
+    def outer_state(self) -> dict[str, Tensor]:
+        """What the step after an averaging keeps."""
+        if self.outer is None:
+            return {}
+        names = [part.name for part in self.parts() if part.local.requires_grad]
+        kept = {"anchor": self.outer.anchors, "velocity": self.outer.velocities}
+        return {f"{key}/{name}": t for key, each in kept.items() for name, t in zip(names, each, strict=bool(each))}
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Put the mean weights in the place of this worker's own."""
+        if not self.is_apart or self.world.size == 1:
+            yield
+            return
+        weights = self.weights()
+        own = [weight.detach().clone() for weight in weights]
+        copy(weights, means(self.world, weights))
+        try:
+            yield
+        finally:
+            copy(weights, own)
+
+    def parts_changed(self) -> None:
+        """All workers have been given the same weights."""
+        self.is_apart = False
+        if self.outer is not None:
+            self.outer.begin(self.weights())
+
+
+class OuterStep:
+    """Steps from where the workers were equal last, by their mean change since then."""
+
+    def __init__(self, weights: Sequence[Tensor], rate: float, momentum: float) -> None:
+        self._rate = rate
+        self._momentum = momentum
+        self.anchors = [weight.detach().clone() for weight in weights]  # the weights when they were equal last
+        self.velocities = [torch.zeros_like(anchor) for anchor in self.anchors] if momentum else []
+
+    @torch.no_grad()
+    def begin(self, weights: Sequence[Tensor]) -> None:
+        """Take these weights for equal, without any momentum."""
+        torch._foreach_copy_(self.anchors, list(weights))
+        for velocity in self.velocities:
+            velocity.zero_()
+
+    @torch.no_grad()
+    def step(self, weights: Sequence[Tensor]) -> None:
+        """Take one, from weights that are the mean of all workers to those that all of them go on with."""
+        if not self.anchors:
+            return
+        changes = torch._foreach_sub(self.anchors, list(weights))
+        if self.velocities:
+            torch._foreach_mul_(self.velocities, self._momentum)
+            torch._foreach_add_(self.velocities, changes)
+            torch._foreach_add_(changes, self.velocities, alpha=self._momentum)
+        torch._foreach_sub_(self.anchors, changes, alpha=self._rate)
+        torch._foreach_copy_(list(weights), self.anchors)

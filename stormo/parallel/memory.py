@@ -1,0 +1,149 @@
+"""How much memory a worker's passes may take, and how much one has taken: on its GPUs, or on the host.
+
+A GPU says when it is full, so every size can be tried there. A host does not: the kernel ends a process that takes too
+much, so a size is tried there only if the last one lets expect that it is safe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from stormo.distributed.world import World
+from stormo.system.hardware import GPU_SHARE
+
+HOST_SHARE = 0.5  # of what is free on the host for each of its workers
+
+_PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+# Where a control group (of a container, or of a batch job) says what it may hold and what it holds: version 2, then 1.
+_GROUP_FILES = {
+    "": (_CGROUPS, "memory.max", "memory.current"),
+    "memory": (_CGROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+}
+
+
+class Memory(ABC):
+    """The memory of one worker; `room_bytes` is all that its passes could have."""
+
+    room_bytes: int
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Give back what is held for later use, and forget how much was held before."""
+
+    @abstractmethod
+    def peak_bytes(self) -> int:
+        """The most that was held since `clear`."""
+
+    def expect(self, size: int, last_size: int, last_bytes: int) -> int | None:
+        """The bytes that a pass of this size would need, where that forbids to try it."""
+        return None
+
+    def is_enough(self, peak_bytes: int) -> bool:
+        """Whether a pass that has succeeded leaves the margin."""
+        return True
+
+
+class GpuMemory(Memory):
+    """What the allocator takes of the GPUs of a worker."""
+
+    def __init__(self, devices: Sequence[torch.device], num_sharers: int) -> None:
+        self._devices = devices
+        self.clear()
+        # What other programs hold, and what CUDA needs for itself, is not free; what is free is shared.
+        self.room_bytes = min(
+            torch.cuda.memory_reserved(device) + torch.cuda.mem_get_info(device)[0] // num_sharers for device in devices
+        )
+
+    def clear(self) -> None:
+        """Give back cached memory; the counters start anew."""
+        gc.collect()
+        torch.cuda.empty_cache()
+        for device in self._devices:
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def peak_bytes(self) -> int:
+        """The most that was reserved on any of the GPUs."""
+        return max(torch.cuda.max_memory_reserved(device) for device in self._devices)
+
+    def is_enough(self, peak_bytes: int) -> bool:
+        """Whether a tenth is left free."""
+        return peak_bytes <= GPU_SHARE * self.room_bytes
+
+
+class HostMemory(Memory):
+    """By how much this process grows."""
+
+    def __init__(self, num_sharers: int) -> None:
+        self.clear()
+        self._before_bytes = _own_bytes("VmRSS")
+        self.room_bytes = free_host_bytes() // num_sharers
+
+    def clear(self) -> None:
+        """Collect garbage and let the kernel forget the peak, where it does so."""
+        gc.collect()
+        with contextlib.suppress(OSError):
+            (_PROC / "self" / "clear_refs").write_text("5")
+
+    def peak_bytes(self) -> int:
+        """The growth since before the first try: an allocator may keep what an earlier one has freed."""
+        return max(0, _own_bytes("VmHWM") - self._before_bytes)
+
+    def expect(self, size: int, last_size: int, last_bytes: int) -> int | None:
+        """As much more as the size is larger, where that is above half of what is free."""
+        expected = last_bytes * size // last_size
+        return expected if expected > HOST_SHARE * self.room_bytes else None
+
+
+def memory_of(world: World, devices: Sequence[torch.device]) -> Memory:
+    """The memory of this worker on the devices it computes on, taken while all are at rest. All workers call it."""
+    if world.device.type != "cuda":
+        world.barrier()
+        memory: Memory = HostMemory(world.place.local_size)
+    else:
+        # Workers under Gloo may share a GPU on purpose.
+        own = str(torch.cuda.get_device_properties(world.device).uuid)
+        every = world.share_json(world.gather_json(own))
+        memory = GpuMemory(devices, every.count(own))
+    world.barrier()
+    return memory
+
+
+def free_host_bytes() -> int:
+    """What this process could still take of the host's memory, and of what its control groups allow."""
+    (available,) = (line for line in (_PROC / "meminfo").read_text().splitlines() if line.startswith("MemAvailable:"))
+    return max(0, min([int(available.split()[1]) * 1024, *_free_in_groups()]))
+
+
+def _free_in_groups() -> Iterator[int]:
+    with contextlib.suppress(OSError):
+        for line in (_PROC / "self" / "cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers not in _GROUP_FILES:
+                continue
+            root, limit_name, used_name = _GROUP_FILES[controllers]
+            folder = root / path.lstrip("/")
+            while folder.is_relative_to(root):  # a group's limit binds all groups within it
+                with contextlib.suppress(OSError, ValueError):  # no such file; "max" is no number
+                    limit = int((folder / limit_name).read_text())
+                    used = int((folder / used_name).read_text())
+                    yield limit - used + _reclaimable_bytes(folder)
+                folder = folder.parent
+
+
+def _reclaimable_bytes(folder: Path) -> int:
+    """File contents that the kernel keeps for later use and gives up first."""
+    fields = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    return int(fields.get("total_inactive_file", fields.get("inactive_file", 0)))
+
+
+def _own_bytes(name: str) -> int:
+    for line in (_PROC / "self" / "status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"/proc/self/status has no {name}")

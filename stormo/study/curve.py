@@ -1,0 +1,177 @@
+"""What the measurements of one mode say, number of workers by number of workers: speed-up, efficiency, energy, losses.
+
+Runs of one repeat are compared with each other, so that what slows a whole repeat down cancels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from stormo.study.estimate import Estimate, estimate
+from stormo.study.measurement import Measurement
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Split:
+    """Where the workers' time went that ideal scaling would not have taken, as shares of all their time.
+
+    The parts sum to the whole. One that was not measured is None and lies inside the rest. A part can be negative: less
+    of it than ideal scaling would have.
+    """
+
+    whole: float
+    communication: float | None  # all workers stood still for gradients
+    input: float | None  # waited for data, beyond what the base did
+    imbalance: float | None  # waited for slower workers
+    rest: float  # smaller kernels, shared hardware, and whatever was not measured
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """One number of workers."""
+
+    workers: int
+    num_repeats: int
+    units_per_s: Estimate
+    speed_up: Estimate  # against the fewest workers
+    efficiency: Estimate  # speed-up / (workers / fewest workers)
+    j_per_sample: Estimate | None
+    energy_ratio: Estimate | None  # J for a sample against the fewest workers
+    time_to_target_s: Estimate | None  # of the runs that reached it
+    energy_to_target_j: Estimate | None
+    num_reached: int
+    split: Split | None  # None for the fewest workers, which all others are held against
+    note: str = ""  # how they were trained, where that is not as the others
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Curve:
+    """All numbers of workers in one mode, fewest first."""
+
+    mode: str
+    unit: str
+    energy_per: str  # what energy is counted by: sample, image, ...
+    points: tuple[Point, ...]
+    energy_reason: str  # why energy was not measured, or ""
+    measurements: tuple[Measurement, ...]
+
+    @property
+    def base(self) -> Point:
+        """The fewest workers."""
+        return self.points[0]
+
+
+def make_curve(measurements: Sequence[Measurement], mode: str, energy_per: str = "sample") -> Curve | None:
+    """The curve of one mode, or None where nothing was measured in it."""
+    own = [one for one in measurements if one.mode in (mode, "both")]
+    if not own:
+        return None
+    by_workers: dict[int, dict[int, Measurement]] = {}
+    for one in sorted(own, key=lambda one: (one.workers, one.repeat)):
+        by_workers.setdefault(one.workers, {})[one.repeat] = one
+    base = by_workers[min(by_workers)]
+    reasons = [one.energy_reason for one in own if one.j_per_sample is None]
+    return Curve(
+        mode=mode,
+        unit=own[0].unit,
+        energy_per=energy_per,
+        points=tuple(_point(runs, base) for runs in by_workers.values()),
+        # A run may have several, and its neighbour some of them.
+        energy_reason="; ".join(dict.fromkeys(part for reason in reasons for part in reason.split("; ") if part))
+        or "not recorded" * bool(reasons),
+        measurements=tuple(own),
+    )
+
+
+def _point(runs: Mapping[int, Measurement], base: Mapping[int, Measurement]) -> Point:
+    workers = next(iter(runs.values())).workers
+    base_workers = next(iter(base.values())).workers
+    ones = list(runs.values())
+    speed_up = _against(runs, base, lambda one: one.samples_per_s)
+    assert speed_up is not None
+    return Point(
+        workers=workers,
+        num_repeats=len(ones),
+        units_per_s=estimate([one.units_per_s for one in ones]),
+        speed_up=speed_up,
+        efficiency=speed_up.times(base_workers / workers),
+        j_per_sample=_all(ones, lambda one: one.j_per_sample),
+        energy_ratio=_against(runs, base, lambda one: one.j_per_sample),
+        time_to_target_s=_some(ones, lambda one: one.time_to_target_s),
+        energy_to_target_j=_some(ones, lambda one: one.energy_to_target_j),
+        num_reached=sum(one.time_to_target_s is not None for one in ones),
+        split=_split(runs, base, 1 - speed_up.value * base_workers / workers) if workers != base_workers else None,
+        note=ones[0].note,
+    )
+
+
+def _all(ones: Sequence[Measurement], of: Callable[[Measurement], float | None]) -> Estimate | None:
+    known = [value for one in ones if (value := of(one)) is not None]
+    return estimate(known) if len(known) == len(ones) else None
+
+
+def _some(ones: Sequence[Measurement], of: Callable[[Measurement], float | None]) -> Estimate | None:
+    known = [value for one in ones if (value := of(one)) is not None]
+    return estimate(known) if known else None
+
+
+def _pairs(runs: Mapping[int, Measurement], base: Mapping[int, Measurement]) -> list[tuple[Measurement, Measurement]]:
+    """Runs beside those of the base in the same repeat; without any, the first of each, which tell no interval."""
+    common = [repeat for repeat in runs if repeat in base]
+    return [(runs[repeat], base[repeat]) for repeat in common] or [
+        (next(iter(runs.values())), next(iter(base.values())))
+    ]
+
+
+def _against(
+    runs: Mapping[int, Measurement], base: Mapping[int, Measurement], of: Callable[[Measurement], float | None]
+) -> Estimate | None:
+    """The ratio to the base, repeat by repeat."""
+    ratios = []
+    for one, other in _pairs(runs, base):
+        above, below = of(one), of(other)
+        if above is None or below is None or below == 0:
+            return None
+        ratios.append(above / below)
+    return estimate(ratios)
+
+
+def _split(runs: Mapping[int, Measurement], base: Mapping[int, Measurement], whole: float) -> Split:
+    """The loss of efficiency in parts: each is what a worker spent beyond its share of what the base spent."""
+    pairs = _pairs(runs, base)
+
+    def excess(of: Callable[[Measurement], float | None]) -> float | None:
+        shares = []
+        for one, other in pairs:
+            spent, before = of(one), of(other)
+            if spent is None or before is None:
+                return None
+            shares.append((spent - before * other.workers / one.workers) / one.sample_s)
+        return math.fsum(shares) / len(shares)
+
+    communication = excess(_communication_s)
+    waited = excess(lambda one: one.input_s)
+    imbalance = excess(_imbalance_s)
+    parts = [part for part in (communication, waited, imbalance) if part is not None]
+    return Split(
+        whole=whole,
+        communication=communication,
+        input=waited,
+        imbalance=imbalance,
+        rest=whole - math.fsum(parts),
+    )
+
+
+def _communication_s(one: Measurement) -> float | None:
+    # Whoever waits least for gradients has not waited for a slower worker, but for the exchange itself.
+    return 0.0 if one.workers == 1 else one.exposed_min_s
+
+
+def _imbalance_s(one: Measurement) -> float | None:
+    if one.workers == 1:
+        return 0.0
+    if one.exposed_min_s is None or one.exposed_mean_s is None:
+        return None
+    return one.exposed_mean_s - one.exposed_min_s

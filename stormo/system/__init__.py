@@ -1,0 +1,1 @@
+"""What this machine is: files, processes, hardware; nothing of training."""

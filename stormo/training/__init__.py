@@ -1,0 +1,1 @@
+"""The trainer: what a rank does from its start to its end."""

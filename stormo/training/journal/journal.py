@@ -1,0 +1,340 @@
+"""What a run leaves behind: its folder, its records, its checkpoints and its summary.
+
+Only the main worker writes, but for checkpoints of a model that is spread, into which every worker writes its part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from stormo import checkpoint
+from stormo.config.options import to_toml
+from stormo.config.plan import Plan
+from stormo.config.schema import TrainConfig
+from stormo.distributed.world import World
+from stormo.energy.summary import energy_sentence
+from stormo.errors import StormoError
+from stormo.launch.environments.torchrun import launch_id
+from stormo.profiling.ranges import range_of
+from stormo.system.process import SetUp
+from stormo.telemetry.console import PlainConsole, make_console
+from stormo.telemetry.environment import collect_environment
+from stormo.telemetry.events import EventFile
+from stormo.telemetry.files import write_json, write_whole
+from stormo.telemetry.finding import forget_launch, note_launch
+from stormo.telemetry.folder import RunFolder, read_environment, read_summary
+from stormo.telemetry.job import scheduler_job
+from stormo.telemetry.prometheus import PrometheusSink
+from stormo.telemetry.record import CheckpointSaved, Notice, Record, RunEnded, RunStarted, Sink
+from stormo.telemetry.tensorboard import TensorBoardFile
+from stormo.telemetry.text import run_reference
+from stormo.training.journal.beginning import notices_of_start, past_end
+from stormo.training.journal.opening import lock_folder, open_folder, remove_unbegun, versions_of
+from stormo.training.measuring import AnyKeeper
+from stormo.training.state import RunState
+from stormo.training.summary import make_summary, pipeline_sentence, staleness_sentence
+
+
+class Journal:
+    """Opens or goes on with the folder of a run."""
+
+    def __init__(
+        self, config: TrainConfig, plan: Plan, world: World, state: RunState, set_up: SetUp, keeper: AnyKeeper
+    ) -> None:
+        self.keeper = keeper
+        self._config = config
+        self._plan = plan
+        self._world = world
+        self._state = state
+        self._set_up = set_up
+        self._began_unix_s = set_up.began_unix_s
+        self._wall_before_s = 0.0
+        self._sinks: list[Sink] = []
+        self._launches: Collection[str] = ()  # the torchruns that this round is of
+        self._weights_sha256: str | None = None
+        self._goes_on_from: Path | None = None  # a checkpoint, on the main worker
+        self._is_told_to_end = False  # by the summary of the run that goes on
+        self._saver = checkpoint.Saver(world, in_background=config.run.async_checkpoint)
+        self._saving: CheckpointSaved | None = None  # what is to be told of the save under way, on the main worker
+        # Whatever goes wrong with the folder must end all workers alike, so the main one speaks for all.
+        if world.is_main:
+            self._metrics = self._open_metrics()  # first: a port that is taken must not leave a folder behind
+            self.folder = open_folder(config)
+            self._lock = lock_folder(self.folder)
+
+    def _open_metrics(self) -> PrometheusSink | None:
+        run = self._config.run
+        if run.prometheus is None:
+            return None
+        return PrometheusSink(run.prometheus, run.prometheus_host, strategy=self._plan.layout.strategy)
+
+    def resume(self) -> None:
+        """Take over the newest checkpoint of a run that goes on, or the one that was named. All workers call it."""
+        run = self._config.run
+        if run.resume is None:
+            return
+        path = self._checkpoint_to_resume(run.resume) if self._world.is_main else None
+        shared = self._world.share_json(None if path is None else str(path.resolve()))
+        if shared is None:
+            return
+        self._state.take_up(self._world, path or Path(shared), run.seed)
+        if path is not None:
+            self._goes_on_from = path
+            self._weights_sha256 = checkpoint.read_manifest(path).weights_sha256
+        self._wall_before_s = self._state.progress.wall_time_s
+        self._is_told_to_end = self._world.share_json(self._has_ended() if self._world.is_main else None)
+
+    def _has_ended(self) -> bool:
+        """Whether the summary says so; a run that was killed before it wrote one has yet to end."""
+        with contextlib.suppress(StormoError):  # one that cannot be read is to be replaced
+            summary = read_summary(self.folder) or {}
+            # It may be of an ending before the last: of other steps.
+            return summary.get("stopped_by") == "epochs" and summary.get("steps") == self._state.progress.step
+        return False
+
+    @property
+    def is_past_end(self) -> bool:
+        """Whether the run that goes on has nothing left to do: no epoch, and no other settings to keep."""
+        progress, plan = self._state.progress, self._plan
+        if not progress.num_resumes or progress.epoch - 1 > plan.epochs:
+            return bool(progress.num_resumes)
+        return progress.epoch > plan.epochs and self._is_told_to_end and not self._config.changed
+
+    def leave(self) -> None:
+        """Say that there is nothing to train, and leave the folder of the run as it is."""
+        if not self._world.is_main:
+            return
+        self._sinks = self._console()
+        self.record(past_end(self.folder.name, self._state.progress, self._plan))
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the folder of the run, whatever was written."""
+        if not self._world.is_main:
+            return
+        sinks, self._sinks = self._sinks, []
+        for sink in sinks:
+            sink.close()
+        if self._metrics is not None:
+            self._metrics.close()
+        if self._lock is not None:
+            self._lock.close()
+
+    def _checkpoint_to_resume(self, named: str) -> Path | None:
+        if named and (Path(named) / "manifest.json").is_file():
+            return Path(named)
+        published = checkpoint.find(self.folder.checkpoints)
+        return published[0].path if published else None
+
+    def set_aside_later_than(self, path: Path | None) -> None:
+        """Going on from an older checkpoint makes the later ones history: they are kept, but not resumed from.
+
+        None stands for the beginning of the run.
+        """
+        step = -1 if path is None else checkpoint.read_manifest(path).step
+        for found in checkpoint.find(self.folder.checkpoints):
+            if found.step < step or (path is not None and found.path.resolve() == path.resolve()):
+                return
+            found.path.rename(found.path.with_name(f"superseded-{found.path.name}-{time.time_ns()}"))
+
+    def start(self) -> None:
+        """Write the settings and open every sink. All workers call it."""
+        self._open_account()
+        launches = {one for one in self._world.gather_json(launch_id(os.environ)) or [] if one is not None}
+        if not self._world.is_main:
+            return
+        if self._goes_on_from is not None:
+            self.set_aside_later_than(self._goes_on_from)
+        folder = self.folder
+        is_new = not (folder.is_run or folder.checkpoints.exists() or folder.tensorboard.exists())
+        try:
+            self._open_sinks(launches)
+            self._note_launches(launches)
+        except OSError:
+            if is_new:
+                remove_unbegun(self.folder)
+            raise
+
+    def _note_launches(self, launches: Collection[str]) -> None:
+        try:
+            for launch in launches:
+                note_launch(self.folder.path.parent, launch, self.folder.name)
+            self._launches = launches
+        except OSError as error:
+            text = f"A restart by torchrun would not find this run ({error}); give it a name by --run-name."
+            self.record(Notice(kind="warning", text=text))
+
+    def _open_sinks(self, launches: Collection[str]) -> None:
+        config, plan, progress = self._config, self._plan, self._state.progress
+        named = replace(config, run=replace(config.run, run_name=self.folder.name))
+        summary: Mapping[str, Any] = {}
+        with contextlib.suppress(StormoError):  # one that cannot be read is about to be replaced
+            summary = read_summary(self.folder) or {}
+        write_whole(self.folder.config, to_toml(named, plan.beginning))
+        before = (read_environment(self.folder) or {}).get("launches") or []
+        known = sorted({*before, *launches})
+        environment = collect_environment(versions_of(self._world) | ({"launches": known} if known else {}))
+        write_json(self.folder.environment, environment)
+        self._sinks = [*self._console(), EventFile(self.folder)]
+        if config.run.tensorboard:
+            self._sinks.append(TensorBoardFile(self.folder.tensorboard))
+        if self._metrics is not None:
+            self._sinks.append(self._metrics)
+        self.record(
+            RunStarted(
+                run_name=self.folder.name,
+                run_folder=str(self.folder.path),
+                task=config.task,
+                world_size=self._world.size,
+                global_batch_size=plan.global_batch_size,
+                epochs=plan.epochs,
+                steps_per_epoch=plan.steps_per_epoch,
+                resumed_at_step=progress.step if progress.num_resumes else None,
+                explanation=plan.lines(),
+                job=scheduler_job(os.environ),
+            )
+        )
+        if self._metrics is not None:
+            self.record(Notice(kind="info", text=f"Prometheus finds this run at {self._metrics.address}"))
+        for notice in notices_of_start(config, plan, progress, self.folder.name, summary):
+            self.record(notice)
+
+    def _console(self) -> list[Sink]:
+        if sys.stdout is None:  # it may have been closed
+            return []
+        # mpirun gives rank 0 a terminal of its own making, whatever the user looks at.
+        return [PlainConsole(sys.stdout) if self._world.place.launcher == "mpi" else make_console(sys.stdout)]
+
+    def _open_account(self) -> None:
+        """Tell the keepers of all nodes where their file is: in the run folder, as far as a node sees that."""
+        shared = self._world.share_json(str(self.folder.path.resolve()) if self._world.is_main else "")
+        self.run_folder = Path(shared)
+        if self._state.strategy.saves_apart:
+            checkpoint.require_seen(self._world, self.run_folder)  # now, not when the first checkpoint is due
+        progress = self._state.progress
+        if self.run_folder.is_dir():
+            path = RunFolder(self.run_folder).nodes / f"{self._world.place.node_id}.jsonl"
+            self.keeper.attach(path, progress.step if progress.num_resumes else None, progress.step)
+
+    def record(self, record: Record) -> None:
+        """Hand a record to every sink; on other workers there is none."""
+        self._tell_saved()
+        self._write(record)
+
+    def _write(self, record: Record) -> None:
+        for sink in self._sinks:
+            sink.write(record)
+
+    def save(self, metric: float | None) -> None:
+        """Publish a checkpoint, or begin to, where that is done in the background. All workers call it."""
+        progress = self._state.progress
+        began = time.perf_counter()
+        self.keeper.enter("checkpoint", progress.step)
+        with range_of("checkpoint"):
+            self.settle()
+            progress.wall_time_s = self._wall_before_s + time.time() - self._began_unix_s
+            if not progress.trend.num_uneasy:
+                calm = [step for step in progress.calm_steps if step < progress.step]
+                progress.calm_steps = [*calm[-1:], progress.step]
+            self._save(metric, began)
+        self.keeper.enter("idle", progress.step)
+
+    def _save(self, metric: float | None, began: float) -> None:
+        world, run, progress = self._world, self._config.run, self._state.progress
+        saving = checkpoint.Saving(
+            step=progress.step,
+            identity=self.folder.name if world.is_main else "",
+            keep_last=run.keep_checkpoints,
+            keep_best=1,
+            metric=metric,
+            keep_steps=self._steps_to_go_back_to(),
+        )
+        folder = self.folder.checkpoints if world.is_main else None
+        self._saver.begin(self._state.content(world, run.seed), folder, saving)
+        if not run.async_checkpoint:
+            self._saver.settle()
+        if world.is_main:
+            self._saving = CheckpointSaved(
+                epoch=progress.epoch,
+                step=progress.step,
+                path="",
+                weights_sha256="",
+                save_time_s=time.perf_counter() - began,
+            )
+        self._tell_saved()
+
+    def settle(self) -> None:
+        """Wait for a checkpoint that is being written; one that failed is raised by all workers, who all call it."""
+        self._saver.settle()
+        self._tell_saved()
+
+    def _tell_saved(self) -> None:
+        """Record a checkpoint once it is published."""
+        if self._saving is None or (done := self._saver.finished()) is None:
+            return
+        saving, self._saving = self._saving, None
+        self._weights_sha256 = done.saved.weights_sha256
+        path = str(done.saved.path.relative_to(self.folder.path))
+        self._write(
+            replace(saving, path=path, weights_sha256=done.saved.weights_sha256, write_time_s=done.write_time_s)
+        )
+        for notice in done.saved.notices:
+            self._write(Notice(kind="warning", text=notice))
+
+    def _steps_to_go_back_to(self) -> list[int]:
+        """Of the checkpoints that a divergence may need, however many newer ones there are."""
+        on_divergence, progress = self._config.stop.on_divergence, self._state.progress
+        if on_divergence == "ignore":
+            return []
+        # A loss that turns out to be lost may have been high for longer than the last checkpoints reach back, and the
+        # newest calm one may be to blame. Rollbacks in a row go further and further back, to the beginning at last.
+        return [*([0] if on_divergence == "rollback" else []), *progress.calm_steps]
+
+    def end(self, stopped_by: str, **more: Any) -> None:
+        """Write the summary and close every sink. All workers call it, but after an error."""
+        if stopped_by == "error":  # others may be gone
+            self._saver.abandon()
+            self._tell_saved()
+        else:
+            try:
+                self.settle()
+            except BaseException:
+                with contextlib.suppress(OSError):  # a full disk must not hide what went wrong
+                    self.end("error")
+                raise
+        if stopped_by == "signal" and self._world.is_main:
+            reference = run_reference(self.folder.name, str(self.folder.path))
+            step = self._state.progress.step
+            text = f"stopped at step {step}, saved; go on with: stormo train --resume {reference}"
+            self.record(Notice(kind="info", text=text))
+        self.keeper.close()
+        if stopped_by != "error":  # others may be gone
+            self._world.barrier()  # all files of all nodes are closed
+        if not self._world.is_main:
+            return
+        summary = {
+            "run_name": self.folder.name,
+            **make_summary(self._config, self._plan, self._state, self.folder.path, stopped_by),
+            "setup_time_s": sum(self._set_up.times_s.values()),
+            "setup_parts_s": self._set_up.times_s,
+            "wall_time_s": self._wall_before_s + time.time() - self._began_unix_s,
+            "weights_sha256": self._weights_sha256,
+            **more,
+        }
+        figures = pipeline_sentence(summary), staleness_sentence(summary), energy_sentence(summary)
+        for said in (*figures, summary["noise_scale_advice"]):
+            if said is not None and stopped_by != "error":  # what went wrong is the first thing to be seen
+                self.record(Notice(kind="info", text=said))
+        if self.keeper.failure is not None:
+            self.record(Notice(kind="warning", text=f"The account of this node is not whole: {self.keeper.failure}."))
+        self.record(RunEnded(summary=summary))
+        for launch in self._launches if stopped_by in ("target", "epochs") else ():
+            forget_launch(self.folder.path.parent, launch)
+        self.close()

@@ -1,0 +1,316 @@
+"""Whether the loss of a batch follows from those of its parts, as a step of several workers or passes takes it to.
+
+The loss of a first batch is compared with those of two parts of it. A mean over tokens, a sum, or a loss of the batch
+as a whole would train to another result on every number of workers, without a word. How far rounding goes is seen from
+the same batch in another order, and from what the model makes of one sample in batches of different sizes.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import warnings
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from stormo.data.batches import batch_length, cut, rotated
+from stormo.data.loaders import Batch
+from stormo.errors import SettingError, counted
+from stormo.parallel.halves import HALVES
+from stormo.parallel.pipeline.trial import trial
+from stormo.parallel.strategy import Strategy
+from stormo.tasks.measured import held_metrics
+from stormo.tasks.task import Task
+
+# How far the rounding of a loss of each type may take it, as a share of it.
+_ROUNDING = {torch.float64: 1e-11, torch.float32: 1e-5}
+_ROUNDING_OF_HALVES = 2e-2
+_MOST_SAMPLES = 32  # that are looked at: many take time, and are more alike in their parts
+_MOST_BYTES = 2**20  # of a tensor of the task that a loss may change
+_MUCH = 0.05  # by which a loss or an output differs for another reason than rounding
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A batch whose loss does not follow from its parts."""
+
+    is_sum: bool
+    is_mean: bool
+    is_counted: bool
+    losses: Sequence[float]  # of the whole and of both parts
+    num_samples: Sequence[int]  # of both parts
+
+
+def check_parts(strategy: Strategy, batch: Batch | None, num_passes: int) -> None:
+    """Refuse, on all workers alike, a loss whose result would depend on their number. All workers call it.
+
+    Args:
+        strategy: holds the task and the model.
+        batch: a pass of this worker, as the task gets it.
+        num_passes: into which a step of a worker is cut at most.
+    """
+    task, plan = strategy.task, strategy._plan
+    is_own = strategy.steps_alone or strategy.staleness > 0  # each worker's gradient is stepped with by itself
+    num_parts = (1 if is_own else strategy.world.data.size) * num_passes * plan.micro_batches
+    if num_parts == 1:
+        return
+    if task.loss_reduction == "local":
+        strategy.notices.append(
+            f'{type(task).__name__}.loss_reduction is "local": a step is the mean of the losses of '
+            f"{counted(num_parts, 'part')}, and another number of workers or passes gives another result."
+        )
+        return
+    parts = None if batch is None else _parts(batch)
+    can = torch.tensor([float(parts is not None)])
+    # Workers of a model that is spread call it equally often: all of them look, or none.
+    if strategy.is_spread and strategy.world.max(1 - can).item():
+        parts = None
+    found = None if parts is None else _look(strategy, *parts)
+    told = strategy.world.gather_json(None if found is None else [getattr(found, name) for name in _Found.__slots__])
+    first = strategy.world.share_json(next((each for each in told or [] if each is not None), None))
+    if first is not None:
+        raise _refusal(task, _Found(*first), num_parts)
+
+
+def _parts(batch: Batch) -> tuple[Any, ...] | None:
+    """Samples of a batch, the same in another order, and several times two parts of them; None if it cannot be cut."""
+    try:
+        length = batch_length(batch.data)
+        if batch.is_ghost or length < 2 or length != batch.span.num_samples:
+            return None
+        length = min(length, _MOST_SAMPLES)
+        data = cut(batch.data, 0, length)
+        # Several, as two parts may be alike by chance: as many words a sentence, or the same share of each class.
+        cuts = (max(1, length // 3), length // 2, 1)
+        pairs = ((cut(data, 0, at), cut(data, at, length)) for at in cuts)
+        return data, rotated(data, cuts[0]), *itertools.chain(*pairs)
+    except SettingError:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """One evaluation."""
+
+    num_samples: int
+    loss: float
+    count: float | None
+    rounding: float  # of a number of the loss's type
+    rows: tuple[Tensor, Tensor] | None  # the first and the last of what the model returned
+
+
+def _look(strategy: Strategy, *batches: Any) -> _Found | None:
+    model, task = strategy.validated, strategy.task
+    with trial([strategy.module], strategy.world.device), _task_kept(task), _exact(strategy):
+        model.eval()
+        # All of them, also after one has failed: others may wait in the model.
+        evaluated = [_seen(strategy, model, data) for data in batches]
+    whole, again, *parts = evaluated
+    if whole is None or again is None:
+        return None
+    noise = abs(whole.loss - again.loss)
+    is_random = not noise <= _MUCH * max(abs(whole.loss), abs(again.loss))  # or no number
+    if is_random or (whole.count is not None and not whole.count):
+        return None
+    for first, second in zip(parts[::2], parts[1::2], strict=True):
+        found = _compared(task, noise, whole, first, second) if first is not None and second is not None else None
+        if found is not None:
+            return found
+    return None
+
+
+def _compared(task: Task, noise: float, whole: _Seen, first: _Seen, second: _Seen) -> _Found | None:
+    losses = whole.loss, first.loss, second.loss
+    drift = _drift(whole, first, second)
+    size = max(abs(loss) for loss in losses if math.isfinite(loss))
+    slack = size * max(whole.rounding, 10 * drift) + 10 * noise + 1e-30
+    sizes = first.num_samples, second.num_samples
+    by = sizes if whole.count is None else (first.count or 0.0, second.count or 0.0)
+    off_mean, off_sum = abs(whole.loss - _mean(losses[1:], by)), abs(whole.loss - (first.loss + second.loss))
+    if drift > _MUCH or (off_sum if task.loss_reduction == "sum" else off_mean) <= slack:
+        return None
+    return _Found(
+        # Beside a part without any loss, as one that is masked, a mean looks like a sum.
+        is_sum=off_sum <= slack < min(abs(first.loss), abs(second.loss)),
+        is_mean=off_mean <= slack,
+        is_counted=whole.count is not None,
+        losses=losses,
+        num_samples=sizes,
+    )
+
+
+def _drift(whole: _Seen, first: _Seen, second: _Seen) -> float:
+    """By how much the model's outputs of a sample depend on the batch that it is in, where they can be seen."""
+    if whole.rows is None or first.rows is None or second.rows is None:
+        return 0.0
+    size = max(float(row.abs().max()) for row in whole.rows)
+    pairs = ((whole.rows[0], first.rows[0]), (whole.rows[1], second.rows[1]))
+    if not size or any(a.shape != b.shape for a, b in pairs):
+        return 0.0
+    return max(float((a - b).abs().max()) for a, b in pairs) / size
+
+
+def _mean(losses: Sequence[float], weights: Sequence[float]) -> float:
+    pairs = [(loss, weight) for loss, weight in zip(losses, weights, strict=True) if weight]
+    return sum(loss * weight for loss, weight in pairs) / (sum(weights) or 1.0)
+
+
+@contextmanager
+def _exact(strategy: Strategy) -> Iterator[None]:
+    """Compute in the format of the weights, which shows more than one of 16 bits, and without compiling anything."""
+    matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    formats = matmul.fp32_precision, conv.fp32_precision
+    with warnings.catch_warnings(), ExitStack() as stack:
+        warnings.simplefilter("ignore")
+        if strategy._plan.compile:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        is_gathered_in_half = strategy._plan.layout.zero == 3 and strategy._plan.precision in HALVES
+        if is_gathered_in_half:
+            stack.enter_context(strategy.autocast())
+        matmul.fp32_precision = conv.fp32_precision = "ieee"
+        try:
+            yield
+        finally:
+            matmul.fp32_precision, conv.fp32_precision = formats
+
+
+def _seen(strategy: Strategy, model: nn.Module, data: Any) -> _Seen | None:
+    """The loss of a batch; None where there is none to be had.
+
+    Workers of a model that is spread go into it together or not at all, and an error inside it ends the job: others
+    wait there.
+    """
+    outputs: list[Any] = []
+    is_inside = is_over = False
+
+    def go_in(module: nn.Module, inputs: Any) -> None:
+        nonlocal is_inside, is_over
+        if strategy.is_spread:
+            is_over = bool(strategy.world.max(torch.zeros(1)).item())
+            if is_over:
+                raise _OutsideError
+        is_inside = True
+
+    def come_out(module: nn.Module, inputs: Any, output: Any) -> None:
+        nonlocal is_inside
+        is_inside = False
+        outputs.append(output)
+
+    hooks = model.register_forward_pre_hook(go_in, prepend=True), model.register_forward_hook(come_out)
+    try:
+        with torch.no_grad():
+            returned: Any = strategy.task.loss(model, data)
+        loss, count = returned if isinstance(returned, tuple) else (returned, None)
+        seen = _Seen(
+            num_samples=batch_length(data),
+            loss=float(loss),
+            count=None if count is None else float(count),
+            rounding=_ROUNDING.get(loss.dtype, _ROUNDING_OF_HALVES),
+            rows=_rows(outputs, batch_length(data)),
+        )
+    except Exception:
+        if strategy.is_spread and is_inside:
+            raise
+        seen = None  # a task may take whole batches only, or give no loss in a validation
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if strategy.is_spread and not is_over:
+        strategy.world.max(torch.ones(1))  # whoever would call the model once more does not
+    return seen
+
+
+class _OutsideError(Exception):
+    """Another worker does not call the model."""
+
+
+def _rows(outputs: list[Any], length: int) -> tuple[Tensor, Tensor] | None:
+    for leaf in tree_leaves(outputs):
+        if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == length and leaf.is_floating_point():
+            return leaf[0].double(), leaf[-1].double()
+    return None
+
+
+@contextmanager
+def _task_kept(task: Task) -> Iterator[None]:
+    """Afterwards the task has what it had: numbers, containers, small tensors, metrics and buffers of its modules."""
+    attributes = {name: value for name, value in vars(task).items() if name != "_datasets"}
+    contents = {name: _copied(value) for name, value in attributes.items()}
+    metrics = [(metric, copy.deepcopy(metric.__dict__)) for metric in held_metrics(task)]
+    modules = [value for value in attributes.values() if isinstance(value, nn.Module)]
+    buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        for name in vars(task).keys() - attributes.keys() - {"_datasets"}:
+            del vars(task)[name]
+        vars(task).update(attributes)
+        for name, value in attributes.items():
+            if contents[name] is not None:
+                _put_back(value, contents[name])
+        for metric, state in metrics:
+            metric.__dict__.update(state)
+        for buffer, before in buffers:
+            buffer.copy_(before)
+
+
+def _copied(value: Any) -> Any:
+    """What a container or a tensor holds; None for others, which are not looked into, and for data sets in tensors."""
+    if isinstance(value, Tensor):
+        return value.detach().clone() if value.nbytes <= _MOST_BYTES else None
+    return copy.copy(value) if isinstance(value, list | dict | set | deque) else None
+
+
+def _put_back(value: Any, content: Any) -> None:
+    if isinstance(value, Tensor):
+        with torch.no_grad():
+            value.copy_(content)
+    elif isinstance(value, list):
+        value[:] = content
+    elif isinstance(value, dict | set):
+        value.clear()
+        value.update(content)
+    elif isinstance(value, deque):
+        value.clear()
+        value.extend(content)
+
+
+def _refusal(task: Task, found: _Found, num_parts: int) -> SettingError:
+    name = type(task).__name__
+    whole, a, b = (f"{loss:.6g}" for loss in found.losses)
+    first, second = found.num_samples
+    said = f"{name}.loss() gave {whole} for {first + second} samples, and {a} and {b} for {first} and {second} of them"
+    cut_in = f"a step is cut into {counted(num_parts, 'part')}"
+    local = (
+        f'set loss_reduction = "local" in {name} for a loss of the batch as a whole, whose result depends on the '
+        "number of workers"
+    )
+    if task.loss_reduction == "sum" and found.is_mean:
+        return SettingError(said, "it is a mean, but loss_reduction is 'sum'", "leave loss_reduction out")
+    if task.loss_reduction == "sum":
+        return SettingError(
+            said,
+            f"it is no sum over samples, and {cut_in}",
+            f"return the sum over the samples alone, or leave loss_reduction out and return (loss, count), or {local}",
+        )
+    if found.is_sum and not found.is_counted:
+        return SettingError(
+            said,
+            f"it is a sum, {cut_in}, and each counts as a mean",
+            f'return a mean, or set loss_reduction = "sum" in {name}',
+        )
+    count = "its count is not that of the items it is a mean of" if found.is_counted else "it is no mean over samples"
+    return SettingError(
+        said,
+        f"{count}, and {cut_in}",
+        "return (loss, count) with the number of items that it is a mean of (tokens, pixels that are not masked), or "
+        + local,
+    )

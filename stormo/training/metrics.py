@@ -1,0 +1,222 @@
+"""Validation, exact: every sample counts once, and the result does not depend on the number of workers.
+
+The validation set is cut into batches once and for all; the workers take them in turn, and each batch's sums go into
+a slot of their own. Adding the workers' tables then only fills slots, and the final sum is exact (`math.fsum`).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from stormo.config.plan import no_validation_samples
+from stormo.data.batches import Collate, collate, move
+from stormo.data.iterables import batches_in_turn
+from stormo.data.order import derive_seed
+from stormo.data.reading import is_stream, known_length
+from stormo.data.streaming import answered, shut_down, stream
+from stormo.data.tensors import TensorData
+from stormo.distributed.world import World
+from stormo.errors import SettingError
+from stormo.tasks.measured import COUNT_OF, compute, held_metrics, read_metrics
+from stormo.tasks.task import Task
+
+# A batch's slot and its data; no slot for a stand-in, from which a worker without a batch learns what is measured.
+_Turn = tuple[int | None, Any]
+Sums = dict[str, Tensor]
+
+
+class Validation:
+    """The validation set as fixed batches, of which this worker computes every world-size-th."""
+
+    def __init__(
+        self,
+        task: Task,
+        data: Any,
+        batch_size: int,
+        world: World,
+        *,
+        resident: bool = True,
+        num_loader_workers: int = 0,
+        make_batch: Collate = collate,
+        together: bool = False,
+    ) -> None:
+        self._task = task
+        self._together = together  # a model that is spread is called by all workers at once, or by none
+        self._world = world
+        self._is_stream = is_stream(data)
+        self._objects: dict[str, Any] = {}  # metrics with a state of their own, as they were last returned
+        self.num_samples = known_length(data) or 0  # of a stream it is counted anew whenever it is read
+        self.num_batches = math.ceil(self.num_samples / batch_size)
+        self._batches: Iterable[Any]
+        if self._is_stream:
+            self._batches = batches_in_turn(
+                data, batch_size, world.data.rank, world.data.size, world.device, num_loader_workers, make_batch
+            )
+            return
+        mine = range(world.data.rank, self.num_batches, world.data.size) or range(1)
+        spans = [range(i * batch_size, min((i + 1) * batch_size, self.num_samples)) for i in mine]
+        if resident and isinstance(data, TensorData):
+            tensors = [tensor.to(world.device) for tensor in data.tensors]
+            self._batches = [tuple(t[span.start : span.stop] for t in tensors) for span in spans]
+        else:
+            keys = [[(i, derive_seed("validation", i)) for i in span] for span in spans]
+            self._batches = stream(data, keys, world.device, num_loader_workers, make_batch)
+
+    @property
+    def num_rounds(self) -> int:
+        """Batches of the busiest worker, as far as they are known: all workers go through as many rounds."""
+        return math.ceil(self.num_batches / self._world.data.size)
+
+    def run(
+        self, model: nn.Module, autocast: Callable[[], Any], look: Callable[[Any, Sums], None] | None = None
+    ) -> Iterator[dict[str, float] | None]:
+        """Yield None after every round but the last, and the metrics of all samples after the last.
+
+        The caller may give up between rounds; every worker yields equally often. `look` is shown every batch and its
+        sums, while the model is as it is for a validation.
+        """
+        rows: dict[int, Tensor] = {}  # slot -> sums
+        last: Any = None
+        names: tuple[list[str], list[str]] | None = None  # of sums, of objects
+        was_training = model.training
+        model.eval()
+        self._reset()
+        try:
+            for number, turn in enumerate(self._turns()):
+                if number:
+                    yield None
+                if turn is None:
+                    if self._together:
+                        self._keep_company(model, autocast, last)
+                    continue
+                slot, data = turn
+                with torch.no_grad(), autocast():
+                    batch = last = move(answered(data), self._world.device)
+                    sums, objects = read_metrics(self._task, self._task.metrics(model, batch), self._world.device)
+                    if look is not None:
+                        look(batch, sums)
+                names = self._same_names(names, (sorted(sums), sorted(objects)))
+                self._same_objects(objects, is_first=not rows)
+                if slot is None:
+                    self._reset()
+                else:
+                    rows[slot] = torch.stack([sums[name] for name in names[0]]) if sums else torch.empty(0)
+        finally:
+            model.train(was_training)
+        assert names is not None
+        yield self._total(names, rows)
+
+    def _keep_company(self, model: nn.Module, autocast: Callable[[], Any], batch: Any) -> None:
+        """Compute a batch once more for those who have one left, and forget the result."""
+        metrics = [*held_metrics(self._task), *self._objects.values()]
+        before = [copy.deepcopy(metric.__dict__) for metric in metrics]
+        with torch.no_grad(), autocast():
+            self._task.metrics(model, batch)
+        for metric, state in zip(metrics, before, strict=True):
+            metric.__dict__.update(state)
+
+    def close(self) -> None:
+        """End worker processes, where there are any."""
+        if isinstance(self._batches, DataLoader):
+            shut_down(self._batches)
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the set is read in order."""
+        return self._is_stream
+
+    def start(self) -> Any:
+        """The first batch of a stream, on every worker; None where it has none."""
+        _, data = next(iter(self._batches), (0, None))
+        return answered(data)
+
+    def _turns(self) -> Iterator[_Turn | None]:
+        """This worker's batch of every round, None where the round has none for it."""
+        if self._is_stream:
+            yield from self._turns_of_stream()
+            return
+        rank, size = self._world.data.rank, self._world.data.size
+        batches = iter(self._batches)
+        for index in range(rank, self.num_rounds * size, size):
+            if index < self.num_batches:
+                yield index, next(batches)
+            else:
+                yield (None, next(batches)) if rank >= self.num_batches else None
+
+    def _turns_of_stream(self) -> Iterator[_Turn | None]:
+        rank, size = self._world.data.rank, self._world.data.size
+        num_samples, first, own = 0, None, None
+        index = -1
+        for index, (length, data) in enumerate(self._batches):
+            if index and index % size == 0:  # only now is it known that the round before was not the last
+                self.num_batches = max(self.num_batches, index + 1)
+                yield own
+                own = None
+            if index == 0:
+                first = data
+            if index % size == rank:
+                own = (index, data)
+            num_samples += length
+        if not num_samples:
+            raise no_validation_samples()
+        self.num_samples, self.num_batches = num_samples, index + 1
+        yield (None, first) if rank > index else own
+
+    def _reset(self) -> None:
+        """Empty every metric that keeps a state; before the first batch they are found among the task's attributes."""
+        for metric in [*held_metrics(self._task), *self._objects.values()]:
+            metric.to(self._world.device)
+            metric.reset()
+
+    def _same_names(
+        self, before: tuple[list[str], list[str]] | None, now: tuple[list[str], list[str]]
+    ) -> tuple[list[str], list[str]]:
+        if before is not None and before != now:
+            raise SettingError(
+                f"{type(self._task).__name__}.metrics() returned {_listed(before)} for one batch",
+                f"it returned {_listed(now)} for another, and each is a mean over all samples",
+                "return the same names for every batch, with 0 where there is nothing to add",
+            )
+        return now
+
+    def _same_objects(self, objects: dict[str, Any], *, is_first: bool) -> None:
+        for name, metric in objects.items():
+            if not is_first and metric is not self._objects.get(name):
+                raise SettingError(
+                    f"{type(self._task).__name__}.metrics() returned a new {type(metric).__name__} as {name!r}",
+                    "it knows nothing of the batches before",
+                    "make it once, in __init__ of the task, and call its update() in metrics()",
+                )
+        self._objects = dict(objects)
+
+    def _total(self, names: tuple[list[str], list[str]], rows: dict[int, Tensor]) -> dict[str, float]:
+        world = self._world
+        gathered = world.gather_json(names)
+        for main, other in world.share_json([[gathered[0], theirs] for theirs in gathered] if gathered else None):
+            self._same_names((main[0], main[1]), (other[0], other[1]))
+        table = torch.zeros(self.num_batches, len(names[0]), dtype=torch.float64, device=world.device)
+        for slot, row in rows.items():
+            table[slot] = row
+        columns = world.data.sum(table).T.tolist() if names[0] else []
+        sums = {name: math.fsum(column) for name, column in zip(names[0], columns, strict=True)}
+        counts = {name: sums.pop(COUNT_OF + name) for name in names[0] if COUNT_OF + name in sums}
+        found = {
+            name: total / count if (count := counts.get(name, self.num_samples)) else math.nan
+            for name, total in sums.items()
+        }
+        for name in names[1]:
+            found |= compute(name, self._objects[name], world)
+        # Workers that compute the same may round otherwise, and all must decide alike whether training goes on.
+        return dict(world.share_json(found)) if self._together else found
+
+
+def _listed(names: tuple[list[str], list[str]]) -> str:
+    shown = [f"{name} with its count" if COUNT_OF + name in names[0] else name for name in names[0]]
+    return ", ".join([*(name for name in shown if not name.startswith(COUNT_OF)), *names[1]]) or "nothing"

@@ -1,0 +1,252 @@
+"""Everything a run needs to go on, collected from all workers into one checkpoint and handed out again.
+
+Where every worker has the whole model, the main one writes and reads; what each worker has of its own (random
+generators, running statistics that differ) travels to and from it. So any worker count can resume what any other has
+saved, and no worker but the main one needs to see the run folder. Where the model is spread, every worker writes and
+reads its own boxes of it and what it has of its own, and any mesh can resume what any other has saved. Workers that
+step by themselves each write what they have, and the mean of all of them besides; so do those that keep a part of
+their gradients back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from stormo import checkpoint
+from stormo.checkpoint import (
+    BUFFER,
+    BUFFERS,
+    KEPT_BACK,
+    LOSSES,
+    OWN,
+    Shard,
+    Snapshot,
+    aliases,
+    boxes_of,
+    collect_random_state,
+    flatten_optimizer,
+    kept_boxes,
+    local_boxes,
+    local_state,
+    losses_of,
+    restore_optimizer,
+    restore_random_state,
+    stored_buffers,
+    take_checkpoint,
+    take_kept,
+    take_local,
+    whole_box,
+)
+from stormo.config.mesh import Mesh
+from stormo.data.order import derive_seed, seed_generators
+from stormo.distributed.world import World
+from stormo.errors import StormoError, counted
+from stormo.parallel.strategy import Strategy
+from stormo.system.files import fits
+from stormo.training.progress import Progress
+
+_RANDOM, _LOSS, _ITEMS = "random/", "loss", "items"
+
+
+@dataclass(kw_only=True)
+class RunState:
+    """What changes while a run goes on."""
+
+    progress: Progress
+    strategy: Strategy
+    loss_sum: Tensor  # this worker's part of the epoch's summed loss, on the device
+    num_items: Tensor = field(init=False)  # and of what the loss is a mean of: samples, tokens and the like
+
+    def __post_init__(self) -> None:
+        self.num_items = torch.zeros_like(self.loss_sum)
+        self.strategy.clock = self.progress
+
+    def add_loss(self, part: Tensor, num_samples: int) -> Tensor:
+        """Take in a step's loss, of which this worker's passes have this part; return its part of the mean loss."""
+        mean, loss_sum, num_items = self.strategy.weighing.of_step(part, num_samples)
+        self.loss_sum += loss_sum
+        self.num_items += num_items
+        return mean
+
+    def content(self, world: World, seed: int) -> Snapshot | Shard | None:
+        """What this worker gives to a checkpoint; every worker must call it."""
+        return self.shard(world, seed) if self.strategy.saves_apart else self.snapshot(world, seed)
+
+    def snapshot(self, world: World, seed: int) -> Snapshot | None:
+        """The state of all workers, on the main one; None on the others. Every worker must call it."""
+        strategy, buffers = self.strategy, stored_buffers(world, self.strategy)
+        random_tensors, state = self._plain(world, seed, buffers.sources)
+        own = random_tensors | {BUFFER + name: tensor for name, tensor in buffers.own.items()}
+        gathered = world.gather_bytes(safetensors.torch.save(_on_cpu(own)))
+        if state is None or gathered is None:
+            return None
+        ranks = {
+            f"{rank}/{name}": tensor
+            for rank, payload in enumerate(gathered)
+            for name, tensor in safetensors.torch.load(payload).items()
+        }
+        model = {name: tensor.detach() for name, tensor in strategy.module.state_dict().items()} | buffers.model
+        return Snapshot(
+            model=model, optimizer=flatten_optimizer(strategy.optimizer, _names(strategy)), ranks=ranks, state=state
+        )
+
+    def shard(self, world: World, seed: int) -> Shard:
+        """This worker's boxes of a checkpoint; the main one has the plain values besides."""
+        strategy, buffers = self.strategy, stored_buffers(world, self.strategy)
+        random_tensors, state = self._plain(world, seed, buffers.sources)
+        if strategy.steps_alone:
+            boxes, local = local_boxes(world, strategy), local_state(world, strategy)
+        else:
+            boxes, local = boxes_of(strategy.parts(), strategy.optimizer), None
+        boxes += kept_boxes(world, strategy)
+        boxes += [whole_box("model", name, tensor) for name, tensor in buffers.model.items()]
+        boxes += [whole_box(OWN, BUFFER + name, tensor) for name, tensor in buffers.own.items()]
+        boxes += [whole_box(OWN, name, tensor) for name, tensor in random_tensors.items()]
+        if state is not None:
+            if local is not None:
+                state["local"] = local
+            if strategy.low_rank is not None:
+                state[KEPT_BACK] = strategy.low_rank.rank
+            state["mesh"] = _mesh(world)
+        return Shard(boxes=boxes, aliases=aliases(strategy), state=state)
+
+    def _plain(
+        self, world: World, seed: int, sources: Mapping[str, int]
+    ) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+        """This worker's generators as tensors, and all plain values on the main one."""
+        strategy = self.strategy
+        noise_scale = strategy.noise_scale.state() if strategy.noise_scale is not None else None
+        random_tensors, random_json = collect_random_state()
+        own = {_RANDOM + name: tensor for name, tensor in random_tensors.items()}
+        sums = [float(self.loss_sum.detach().double()), float(self.num_items.detach().double())]
+        gathered = world.gather_json([random_json, *sums])
+        if gathered is None:
+            return own, None
+        return own, {
+            "progress": self.progress.to_json(),
+            "world_size": world.size,
+            "seed": seed,
+            "random": [each for each, _, _ in gathered],
+            LOSSES: [loss for _, loss, _ in gathered],
+            _ITEMS: [num_items for _, _, num_items in gathered],
+            BUFFERS: dict(sources),
+            "scaler": strategy.scaler_state(),
+            "noise_scale": noise_scale,
+            "stale_gradients": {str(age): number for age, number in (strategy.stale_gradients or {}).items()},
+        }
+
+    def take_up(self, world: World, path: Path, seed: int) -> None:
+        """Go on from a checkpoint of either version, whatever mesh has saved it. Every worker calls it.
+
+        Only where every worker saves its own part must one besides the main one see the path.
+        """
+        if self.strategy.saves_apart:
+            state, own = take_checkpoint(world, path, self.strategy, lambda state: _is_same_mesh(state, world))
+            self._restore_rest(world, state, own, seed)
+            is_same = _is_same_mesh(state, world)
+            if self.strategy.steps_alone:
+                take_local(world, path, self.strategy, state, is_same=is_same)
+            take_kept(world, path, self.strategy, state, is_same=is_same)
+        else:
+            self.restore(world, checkpoint.load(path) if world.is_main else None, seed)
+
+    def restore(self, world: World, snapshot: Snapshot | None, seed: int) -> None:
+        """Take over a saved state; the main worker gives it, and every worker must call it."""
+        state = world.share_json(None if snapshot is None else {LOSSES: losses_of(snapshot.ranks), **snapshot.state})
+        model = world.share_tensors(snapshot.model if snapshot else None)
+        optimizer = world.share_tensors(snapshot.optimizer if snapshot else None)
+        strategy = self.strategy
+        strategy.module.load_state_dict(model)
+        restore_optimizer(strategy.optimizer, _names(strategy), optimizer)
+        own = _handed_out(world, snapshot, state) if _is_same_mesh(state, world) else {}
+        self._restore_rest(world, state, own, seed)
+
+    def _restore_rest(self, world: World, state: Mapping[str, Any], own: Mapping[str, Tensor], seed: int) -> None:
+        """All but the weights and the optimizer's state; `own` is what this worker had, if it is where it was."""
+        strategy = self.strategy
+        if problem := _problem(state):
+            raise StormoError(f"The checkpoint cannot be resumed: its state.json {problem}.")
+        is_own = strategy.steps_alone and _is_same_mesh(state, world)
+        if "local" in state and state["world_size"] > 1 and not is_own:
+            strategy.notices.append(
+                f"The checkpoint is of {counted(state['world_size'], 'worker')} that stepped by themselves: the run "
+                "goes on from the mean of their weights and of the state of their optimizers."
+            )
+        if state["scaler"]:
+            strategy.scaler.load_state_dict(dict(state["scaler"]))
+        if strategy.noise_scale is not None and state.get("noise_scale"):
+            strategy.noise_scale.take(state["noise_scale"])
+        strategy.take_stale_gradients(state.get("stale_gradients", {}))
+        self.progress.take(state["progress"])
+        self.progress.num_resumes += 1
+        if _is_same_mesh(state, world):
+            for name, buffer in strategy.named_buffers():
+                if BUFFER + name in own:  # all other workers have those of the model's state alike
+                    buffer.copy_(own[BUFFER + name])
+            self.loss_sum.fill_(float(own[_LOSS]) if _LOSS in own else state[LOSSES][world.rank])
+            self.num_items.fill_(state[_ITEMS][world.rank] if _ITEMS in state else self.progress.position / world.size)
+            random_tensors = {n.removeprefix(_RANDOM): t for n, t in own.items() if n.startswith(_RANDOM)}
+            restore_random_state(random_tensors, state["random"][world.rank])
+        else:
+            # Other workers: their generators start anew, from the same seed and this very step.
+            seed_generators(derive_seed(seed, "resume", self.progress.step, world.draws))
+            self.loss_sum.fill_(math.fsum(state[LOSSES]) / world.size)
+            # Checkpoints of former releases do not tell: losses were means over samples.
+            num_items = math.fsum(state[_ITEMS]) if _ITEMS in state else self.progress.position
+            self.num_items.fill_(num_items / world.size)
+
+
+def _problem(state: Mapping[str, Any]) -> str | None:
+    """What of the plain values is not what a run has saved."""
+    hints = {"world_size": int, "progress": dict[str, Any], "random": list[Any], "scaler": dict[str, Any] | None}
+    for key, hint in hints.items():
+        if key not in state or not fits(state[key], hint):
+            return f"has no valid {key}"
+    if not 0 < state["world_size"] <= 2**31:
+        return "has no valid world_size"
+    ages = state.get("stale_gradients", {})
+    is_valid = fits(ages, dict[str, int]) and fits(state.get("noise_scale"), list[float] | None)
+    return None if is_valid else "has no valid stale_gradients or noise_scale"
+
+
+def _names(strategy: Strategy) -> dict[Any, str]:
+    return {parameter: name for name, parameter in strategy.module.named_parameters()}
+
+
+def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def _handed_out(world: World, snapshot: Snapshot | None, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What this worker had of its own, which the main one has read: replicas for all, the rest to each alone."""
+    by_rank: dict[int, dict[str, Tensor]] = {}
+    for full_name, tensor in (snapshot.ranks if snapshot else {}).items():
+        rank, _, name = full_name.partition("/")
+        by_rank.setdefault(int(rank), {})[name] = tensor
+    replicas = {
+        BUFFER + name: by_rank[rank].pop(BUFFER + name) for name, rank in state.get(BUFFERS, {}).items() if by_rank
+    }
+    shared = world.share_tensors(replicas)
+    own = world.hand_out(lambda rank: safetensors.torch.save(by_rank.get(rank, {})))
+    return shared | safetensors.torch.load(own)
+
+
+def _mesh(world: World) -> dict[str, int]:
+    """How the workers are arranged, and among how many a batch is divided."""
+    return {**dataclasses.asdict(world.mesh), "data_size": world.data.size}
+
+
+def _is_same_mesh(state: Mapping[str, Any], world: World) -> bool:
+    """Whether every worker is where it was: those of a run without a mesh were copies."""
+    size = state["world_size"]
+    copies = {**dataclasses.asdict(Mesh(replicate=size)), "data_size": size}
+    return bool(state.get("mesh", copies) == _mesh(world))

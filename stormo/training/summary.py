@@ -1,0 +1,127 @@
+"""What `summary.json` holds: the result of a run over all its attempts. The main worker makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from stormo.config.plan import Plan
+from stormo.config.plan.servers import most_stale
+from stormo.config.plan.stages import stage_of
+from stormo.config.schema import TrainConfig
+from stormo.energy import read_bill
+from stormo.energy.summary import energy_summary
+from stormo.errors import counted
+from stormo.optim.noise_scale import NoiseScale
+from stormo.training.state import RunState
+
+
+def make_summary(config: TrainConfig, plan: Plan, state: RunState, run_folder: Path, stopped_by: str) -> dict[str, Any]:
+    """What the settings, the counters and the files of the run tell; a figure that was not measured is None."""
+    progress = state.progress
+    validation, best = progress.validation or {}, progress.best_validation or {}
+    trained_s = progress.train_time_s
+    return {
+        "task": config.task,
+        "strategy": plan.layout.strategy,
+        "mesh": str(plan.layout.mesh) if plan.layout.is_spread else None,
+        "device": plan.layout.gpu.name if plan.layout.gpu else "cpu",
+        "precision": plan.precision,
+        "world_size": plan.layout.world_size,
+        "global_batch_size": plan.global_batch_size,
+        "batch_per_pass": plan.batch_per_pass,
+        "accumulate": plan.accumulate,
+        "epochs_run": progress.epochs_done,
+        "steps": progress.step,
+        "samples_seen": progress.samples_seen,
+        "samples_trained": progress.samples_trained,
+        **_speed(plan, progress.samples_trained / trained_s if trained_s else None),
+        "train_time_s": trained_s,
+        "time_to_target_s": progress.time_to_target_s,
+        "validation_accuracy": validation.get("accuracy"),
+        "validation_loss": validation.get("loss"),
+        "validation": progress.validation,
+        "best_validation_accuracy": best.get("accuracy"),
+        "best_validation_loss": best.get("loss"),
+        "input_wait_fraction": progress.wait_s / trained_s if trained_s else None,
+        "peak_memory_bytes": progress.peak_memory_bytes,
+        "peak_reserved_memory_bytes": progress.peak_reserved_memory_bytes,
+        "sample_order_sha256": progress.sample_order_sha256,
+        "num_resumes": progress.num_resumes,
+        "num_rollbacks": progress.num_rollbacks,
+        **energy_summary(
+            read_bill(run_folder) if config.energy.energy else None,
+            config.energy,
+            num_samples=progress.samples_seen,
+            target_unix_s=progress.target_unix_s,
+        ),
+        "pipeline": state.strategy.pipeline_seen(),
+        **_noise_scale(config, plan, state, stopped_by),
+        **_staleness(config, plan, state),
+        "stopped_by": stopped_by,
+    }
+
+
+def _speed(plan: Plan, samples_per_s: float | None) -> dict[str, Any]:
+    """Samples and the task's own units per second, and how much of the devices' peak that is."""
+    facts = plan.facts
+    figures: dict[str, Any] = {"samples_per_s": samples_per_s, "unit": facts.unit}
+    figures[f"{facts.unit}_per_s"] = None if samples_per_s is None else samples_per_s * facts.units_per_sample
+    figures["mfu"] = None if samples_per_s is None else plan.mfu(samples_per_s)
+    if figures["mfu"] is None:
+        figures["mfu_reason"] = plan.mfu_reason() or "nothing was trained"
+    return figures
+
+
+def _noise_scale(config: TrainConfig, plan: Plan, state: RunState, stopped_by: str) -> dict[str, Any]:
+    """The batch beyond which more workers stop paying, its range, and what that means for this run."""
+    meter, found, advice = state.strategy.noise_scale, NoiseScale(value=None), None
+    if meter is None:
+        found = replace(found, reason=state.strategy.noise_scale_reason)
+    elif stopped_by != "error":  # a device that failed cannot be asked
+        found = meter.read()
+        if found.high is not None or config.optimizer.noise_scale:  # asked for, it says why it cannot tell
+            epoch = min(state.progress.epoch, plan.epochs)
+            advice = found.advice(stage_of(plan.stages, epoch).global_batch_size)
+    return {
+        "noise_scale": found.value,
+        "noise_scale_low": found.low,
+        "noise_scale_high": found.high,
+        "noise_scale_reason": found.reason or None,
+        "noise_scale_advice": advice,
+    }
+
+
+def _staleness(config: TrainConfig, plan: Plan, state: RunState) -> dict[str, Any]:
+    """How old the gradients were that servers stepped with, in steps that they had taken since with those of others."""
+    seen = state.strategy.stale_gradients
+    if not seen:
+        return {"staleness_mean": None, "staleness_max": None, "staleness_bound": None}
+    return {
+        "staleness_mean": sum(age * number for age, number in seen.items()) / sum(seen.values()),
+        "staleness_max": max(seen),
+        "staleness_bound": most_stale(config, plan.layout),
+    }
+
+
+def staleness_sentence(summary: Mapping[str, Any]) -> str | None:
+    """How old gradients were, beside what the settings allow."""
+    if summary["staleness_mean"] is None:
+        return None
+    return (
+        f"Stale gradients: on average {summary['staleness_mean']:.1f} updates old, at most {summary['staleness_max']} "
+        f"(possible with {summary['world_size']} workers: {summary['staleness_bound']})."
+    )
+
+
+def pipeline_sentence(summary: Mapping[str, Any]) -> str | None:
+    """How much of its workers' time a pipeline leaves idle, beside what its schedule must leave."""
+    seen = summary["pipeline"]
+    if seen is None:
+        return None
+    return (
+        f"Pipeline: its workers were idle for {seen['measured_bubble']:.0%} of a pass, {seen['predicted_bubble']:.0%} "
+        f"by the schedule ({seen['schedule']}, {counted(seen['micro_batches'], 'micro-batch')})."
+    )

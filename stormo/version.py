@@ -1,0 +1,3 @@
+"""The version of the package, which nothing needs torch to read."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,345 @@
+"""The real command: from start to end, through kills, signals and damaged checkpoints.
+
+Every command costs seconds of imports, so each serves as many facts as it can, and what an agent has no part in is run
+by `tests.programs` or in this process; they all train the tiny task.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stormo.cli import main
+from stormo.telemetry.events import current_events, read_events
+from tests import programs
+
+TASK = str(Path(__file__).parent.with_name("tiny_task.py"))
+# 1001 samples in batches of 128: eight steps an epoch, the last one with 105.
+SETTINGS = [
+    "--batch-size",
+    "64",
+    "--epochs",
+    "2",
+    "--target-accuracy",
+    "2",
+    "--checkpoint-every",
+    "3",
+    "--no-tensorboard",
+]
+_LAUNCHERS = ("SLURM_", "OMPI_", "PMI", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC", "STORMO_", "TINY_")
+_EPOCH_LINE = re.compile(
+    r"Epoch = (\d+): Cumulative Time = \d+\.\d{3}, Epoch Time = \d+\.\d{3}, Samples/sec = \d+\.\d{2}, "
+    r"Validation Loss = \d+\.\d{3}, Validation Accuracy = (0|1)\.\d{3}"
+)
+
+
+def stormo(folder: Path, *arguments: str, fault: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run `stormo train` on the tiny task in a folder."""
+    with start(folder, *arguments, fault=fault, **variables) as process:
+        try:
+            output, errors = process.communicate(timeout=240)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # its workers end with it
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+def start(folder: Path, *arguments: str, fault: str = "", **variables: str) -> subprocess.Popen[str]:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
+    environ |= {"OMP_NUM_THREADS": "1", "TINY_FAULT": fault or "none -1 0", **variables}
+    command = [sys.executable, "-m", "stormo", "train", TASK, *SETTINGS, *arguments]
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def in_ranks(folder: Path, *arguments: str, num_workers: int = 2, **variables: str) -> subprocess.CompletedProcess[str]:
+    """The same in processes that another launcher has started; see `tests.programs`."""
+    words = ["-m", "stormo", "train", TASK, *SETTINGS, "--num-gpus", str(num_workers), *arguments]
+    return programs.run(words, folder, num_workers, **variables)
+
+
+def here(*arguments: str) -> int:
+    """The same in this process, with one worker."""
+    return main(["train", TASK, "--device", "cpu", *SETTINGS, *arguments])
+
+
+def session(leader: int) -> list[int]:
+    """The processes, ended ones aside, that a command started in a session of its own has left."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            state, _, _, owner = entry.read_text().rpartition(")")[2].split()[:4]
+            if int(owner) == leader and state != "Z":
+                found.append(int(entry.parent.name))
+    return found
+
+
+def wait_until(holds: Callable[[], bool], timeout_s: float = 20.0) -> bool:
+    deadline_s = time.monotonic() + timeout_s
+    while not holds():
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def summary(run: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    return loaded
+
+
+def checkpoints(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir() if not path.name.startswith("."))
+
+
+def copy(run: Path, folder: Path) -> Path:
+    """The same run in another folder."""
+    return Path(shutil.copytree(run, folder / "runs" / run.name))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A run of two workers to its end, watched from inside."""
+    folder = tmp_path_factory.mktemp("whole")
+    done = stormo(folder, "--num-gpus", "2", "--run-name", "one", fault="listeners 0 4", TINY_WATCH_WRITES="1")
+    assert done.returncode == 0, done.stderr
+    return folder / "runs" / "one", done
+
+
+# --- from start to end ------------------------------------------------------------------------------------------------
+
+
+def test_standard_output_on_a_pipe_is_the_plan_and_one_fixed_line_for_each_epoch(
+    whole: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    lines = whole[1].stdout.splitlines()
+    assert lines[0].startswith("as 1 worker    no; set --global-batch-size 64 ")
+    assert lines[1].startswith("workers        2 = 1 node × 2 CPU processes (as set; ")
+    assert lines[3] == "global batch   128 = 64 per worker × 2 workers × 1 accumulation"
+    epochs = [_EPOCH_LINE.fullmatch(line) for line in lines[-3:-1]]
+    assert [match and match[1] for match in epochs] == ["1", "2"]
+    assert lines[-1].startswith("Energy: ")
+    assert lines[:-3] == read_events(whole[0] / "events.jsonl")[0]["explanation"]
+
+
+def test_the_run_folder_holds_what_happened(whole: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    run, done = whole
+    result = summary(run)
+    assert {key: result[key] for key in ("run_name", "strategy", "world_size", "global_batch_size", "device")} == {
+        "run_name": "one",
+        "strategy": "ddp",
+        "world_size": 2,
+        "global_batch_size": 128,
+        "device": "cpu",
+    }
+    assert (result["epochs_run"], result["steps"], result["samples_seen"]) == (2, 16, 2002)
+    assert (result["stopped_by"], result["num_resumes"], result["time_to_target_s"]) == ("epochs", 0, None)
+    assert result["wall_time_s"] > result["train_time_s"] > 0
+    names = [event["event"] for event in read_events(run / "events.jsonl")]
+    assert names[0] == "run_started"
+    assert names[-1] == "run_ended"
+    assert names.count("epoch_done") == 2
+    assert names.count("checkpoint_saved") == 7  # steps 3, 6, 8 (the best so far), 9, 12, 15 and the end
+    assert checkpoints(run)[-2:] == ["step-00000015", "step-00000016"]
+    started = read_events(run / "events.jsonl")[0]
+    assert started["explanation"] == done.stdout.splitlines()[: len(started["explanation"])]
+    said = [line.partition("  ")[0] for line in started["explanation"]]
+    assert ("batch norm" in said, "channels last" in said) == (True, False), "the model has no convolution"
+    assert json.loads((run / "environment.json").read_text(encoding="utf-8"))["world_size"] == 2
+    page = Path(__file__).parents[2].joinpath("docs", "run-folder.md").read_text(encoding="utf-8")
+    files = {f"{path.name}{'/' * path.is_dir()}" for path in run.iterdir()}
+    assert [name for name in sorted({*result, *files}) if f"`{name}`" not in page] == []
+
+
+def test_only_the_main_worker_writes_into_the_run_folder(
+    whole: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    writers = set(re.findall(r"rank (\w+) wrote \S*runs/", whole[1].stderr))
+    assert writers == {"0"}
+
+
+def test_nothing_of_a_job_on_one_machine_listens_where_others_could_reach_it(
+    whole: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    (found,) = re.findall(r"^listeners (.*)$", whole[1].stderr, flags=re.MULTILINE)
+    assert found.split()
+    assert set(found.split()) <= {"0100007F", "00000000000000000000000001000000"}
+
+
+def test_early_stopping_says_so_and_a_name_is_taken_only_once(tmp_path: Path) -> None:
+    arguments = ["--run-name", "alone", "--target-accuracy", "0", "--patience", "1"]
+    done = in_ranks(tmp_path, *arguments, num_workers=1)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-2] == "Early stopping after epoch 1"
+    result = summary(tmp_path / "runs" / "alone")
+    assert (result["stopped_by"], result["epochs_run"]) == ("target", 1)
+    assert result["time_to_target_s"] == result["train_time_s"]
+    again = in_ranks(tmp_path, *arguments, num_workers=1)
+    assert again.returncode == 2
+    assert again.stdout == ""
+    assert again.stderr == (
+        "stormo: --run-name alone was set, but runs/alone is there already; "
+        "go on with it by --resume alone, or set another name.\n"
+    )
+    assert summary(tmp_path / "runs" / "alone") == result
+
+
+# --- killed and resumed -----------------------------------------------------------------------------------------------
+
+
+def test_after_two_kills_and_a_sigterm_the_very_same_line_ends_with_the_same_weights(
+    whole: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    expected = summary(whole[0])
+    line = ["--num-gpus", "2", "--run-name", "one", "--resume"]  # it serves the first start as well
+    run = tmp_path / "runs" / "one"
+    # By rank 0, which has saved by then: another one may be in its next step while that is still saving.
+    for num_kills, (at_call, saved) in enumerate([(7, 3), (8, 8)], start=1):
+        killed = stormo(tmp_path, *line, fault=f"kill-job 0 {at_call}")
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+        assert checkpoints(run)[-1] == f"step-{saved:08d}"
+        assert not (run / "summary.json").exists()
+        _ends_like(whole[0], run, tmp_path / f"after-{num_kills}", num_resumes=num_kills)
+    # Both calls are of the first steps after the last checkpoint.
+    stopped = stormo(tmp_path, *line, fault="term-job 1 3")
+    assert stopped.returncode == 75, stopped.stderr
+    result = summary(run)
+    assert result["stopped_by"] == "signal"
+    assert 8 < result["steps"] < expected["steps"]
+    assert checkpoints(run)[-1] == f"step-{result['steps']:08d}"
+    _ends_like(whole[0], run, tmp_path / "after-sigterm", num_resumes=3)
+
+
+def _ends_like(whole: Path, run: Path, folder: Path, *, num_resumes: int) -> None:
+    """Let a copy of a run go on to its end, which must be that of the undisturbed one."""
+    copied = copy(run, folder)
+    ended = in_ranks(folder, "--run-name", "one", "--resume")
+    assert ended.returncode == 0, ended.stderr
+    result, expected = summary(copied), summary(whole)
+    assert result["num_resumes"] == num_resumes
+    for key in ("weights_sha256", "sample_order_sha256", "steps", "samples_seen", "validation_accuracy"):
+        assert result[key] == expected[key], key
+    losses = [
+        [
+            event["train_loss"]
+            for event in current_events(read_events(path / "events.jsonl"))
+            if event["event"] == "epoch_done"
+        ]
+        for path in (whole, copied)
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_another_number_of_workers_goes_on_with_the_same_batch_and_rate(
+    whole: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    run = copy(whole[0], tmp_path)
+    path = run / "checkpoints" / "step-00000015"
+    done = in_ranks(tmp_path, "--resume", str(path), num_workers=1)
+    assert done.returncode == 0, done.stderr
+    batch = "global batch   128 as before = 64 per worker × 1 worker × 2 accumulation; it began with 2 workers"
+    assert batch in done.stdout
+    assert "learning rate  0.02 as before" in done.stdout
+    result, before = summary(run), summary(whole[0])
+    assert (result["world_size"], result["steps"], result["num_resumes"]) == (1, 16, 1)
+    assert result["sample_order_sha256"] == before["sample_order_sha256"]
+    assert checkpoints(run)[-1].startswith("superseded-step-00000016-")  # kept, but never resumed from
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_good_one_offered_and_taken(
+    whole: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    run = copy(whole[0], tmp_path)
+    newest = run / "checkpoints" / "step-00000016" / "model.safetensors"
+    content = bytearray(newest.read_bytes())
+    content[-1] ^= 1
+    newest.write_bytes(content)
+    refused = in_ranks(tmp_path, "--resume", "one", num_workers=1)
+    assert refused.returncode == 2
+    assert "Traceback" not in refused.stderr
+    assert "at least one byte changed since it was written" in refused.stderr
+    offered = re.search(r"--resume (\S+?)\.?\n", refused.stderr)
+    assert offered
+    assert offered[1] == "runs/one/checkpoints/step-00000015"
+    assert checkpoints(run)[-1] == "step-00000016"  # nothing was moved or removed
+    done = in_ranks(tmp_path, "--resume", offered[1], num_workers=1)
+    assert done.returncode == 0, done.stderr
+    assert summary(run)["steps"] == 16
+
+
+def test_a_killed_run_leaves_no_loading_process_behind(tmp_path: Path) -> None:
+    arguments = ["--num-gpus", "1", "--task.noisy", "--loader-workers", "2"]
+    with start(tmp_path, *arguments, fault="kill-job 0 5") as killed:
+        assert killed.wait(timeout=240) == -signal.SIGKILL
+        assert wait_until(lambda: not session(killed.pid)), session(killed.pid)
+
+
+# --- signals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("fault", "code"), [("usr1-job 0 6", 75), ("interrupt-job 0 6", 130)])
+def test_sigusr1_exits_with_75_and_ctrl_c_with_130_both_saved(tmp_path: Path, fault: str, code: int) -> None:
+    stopped = in_ranks(tmp_path, "--run-name", "a", num_workers=1, TINY_FAULT=fault)
+    assert stopped.returncode == code, stopped.stderr
+    assert "Traceback" not in stopped.stderr
+    run = tmp_path / "runs" / "a"
+    assert summary(run)["stopped_by"] == "signal"
+    # The first call is the rehearsal's, the sixth is in step 5; the signal is seen at the start of the next step, and
+    # that step is finished.
+    assert checkpoints(run)[-1] == "step-00000006"
+
+
+# --- before any process starts ----------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_prints_the_plan_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["train", "fashion-mnist", "--device", "cpu", "--num-gpus", "4", "--batch-size", "512", "--dry-run"]
+    assert main(arguments) == 0
+    output = capsys.readouterr().out.splitlines()
+    assert "global batch   2048 = 512 per worker × 4 workers × 1 accumulation" in output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_changed_seed_is_refused_with_what_to_do(
+    whole: tuple[Path, subprocess.CompletedProcess[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(whole[0].parent.parent)
+    assert main(["train", TASK, "--resume", "one", "--seed", "1"]) == 2
+    assert capsys.readouterr().err == (
+        "stormo: --seed 1 was set with --resume, but run one was started with --seed 0, and the order of all samples "
+        "follows from it; leave it out, or start a new run.\n"
+    )
+
+
+def test_what_cannot_hold_is_said_once_before_any_worker_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "fashion-mnist", "--device", "cpu", "--num-gpus", "2", "--momentum", "2"]) == 2
+    assert capsys.readouterr().err.startswith("stormo: --momentum 2 was set, but it must lie in [0, 1); ")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,139 @@
+"""A training that reads a copy on its node: the same bits, the original in its settings, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stormo.telemetry.text import format_bytes
+from tests import programs
+from tests.data.staging.task import write_points
+
+ROOT = Path(__file__).parents[3]
+TASK = f"{Path(__file__).with_name('task.py')}:InFolder"
+SETTINGS = ("--epochs", "2", "--target-accuracy", "1", "--warmup-epochs", "0", "--deterministic", "--batch-size", "52")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder with the data and a local one, which is empty again after a run."""
+    write_points(tmp_path / "data")
+    (tmp_path / "local").mkdir()
+    return tmp_path
+
+
+def words(run: str, *more: str) -> list[str]:
+    return ["-m", "stormo", "train", TASK, "--run-name", run, *SETTINGS, "--num-gpus", "2", *more]
+
+
+def train(place: Path, *arguments: str, num_workers: int = 2, **environ: str) -> subprocess.CompletedProcess[str]:
+    return programs.run(list(arguments), place, num_workers, PYTHONPATH=str(ROOT), **environ)
+
+
+def summary(place: Path, run: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((place / "runs" / run / "summary.json").read_text(encoding="utf-8"))
+    return found
+
+
+def test_a_staged_training_is_the_same_one_and_goes_on_from_the_original(place: Path) -> None:
+    data = ("--task.data-folder", str(place / "data"))
+    plain = train(place, *words("plain", *data))
+    assert plain.returncode == 0, plain.stderr
+    stopped = train(place, *words("staged", *data, "--stage", "local"), TINY_FAULT="term-job 0 13")
+    assert stopped.returncode == 75, stopped.stderr
+    where = place / "local" / f"stormo-staged-{os.geteuid()}"
+    assert stopped.stdout.count(f"reads {where}/data-") == 2
+    size = format_bytes((place / "data" / "points.pt").stat().st_size)
+    assert re.search(rf"^Data: staged {size} in .* s \(.*/s\) to {where}/", stopped.stdout, re.MULTILINE)
+    assert list((place / "local").iterdir()) == []
+    settings = tomllib.loads((place / "runs" / "staged" / "config.toml").read_text(encoding="utf-8"))
+    assert settings["task_options"]["data_folder"] == str(place / "data")
+    assert not [
+        name for section in settings.values() if isinstance(section, dict) for name in section if "stage" in name
+    ]
+    resumed = train(place, *words("staged", "--resume", "--stage", "--keep-staged"), TMPDIR=str(place / "local"))
+    assert resumed.returncode == 0, resumed.stderr
+    assert len(list(where.iterdir())) == 1
+    assert summary(place, "staged")["weights_sha256"] == summary(place, "plain")["weights_sha256"]
+
+
+def test_a_training_whose_worker_is_killed_leaves_no_copy(place: Path) -> None:
+    # As a user starts it: under an agent, which knows of the death.
+    command = [sys.executable, *words("run", "--task.data-folder", "data", "--stage", "local")]
+    environ = {**os.environ, "TINY_FAULT": "kill 1 8", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=place, env=environ, capture_output=True, text=True, check=False)
+    assert "rank 1 on host" in done.stderr
+    assert done.stdout.count("reads ") == 2
+    assert list((place / "local").iterdir()) == []
+
+
+def test_a_job_that_is_stopped_while_it_copies_can_be_resumed(place: Path) -> None:
+    done = train(place, *words("run", "--task.data-folder", "data", "--stage", "local"), STAGING_FAULT="term")
+    assert (done.returncode, done.stdout) == (75, "")
+    assert done.stderr == "stormo: stopped by SIGTERM while the data was copied; nothing was trained.\n"
+    assert sorted(path.name for path in place.iterdir()) == ["data", "local"]
+    assert list((place / "local").iterdir()) == []
+
+
+def test_what_cannot_be_staged_is_refused_before_anything_is_started(place: Path) -> None:
+    tiny = str(ROOT / "tests" / "tiny_task.py") + ":Tiny"
+    for task, more, sentence in (
+        (tiny, ["--stage"], "task tiny has no option data_folder, so it cannot be told to read a copy"),
+        (TASK, ["--stage"], "task in-folder reads no folder as it is set; set --task.data-folder"),
+        (TASK, ["--stage", "nowhere"], "that is no folder that can be written to on this node"),
+        (TASK, ["--keep-staged"], "--keep-staged was set, but nothing is staged; set --stage too."),
+    ):
+        folder = ["--task.data-folder", "data"] if task == TASK and more != ["--stage"] else []
+        done = train(place, "-m", "stormo", "train", task, *folder, *more, num_workers=1)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert sentence in done.stderr
+    assert sorted(path.name for path in place.iterdir()) == ["data", "local"]
+
+
+SCRIPT = """
+import sys, stormo
+world = stormo.World()
+near = world.stage(sys.argv[2] if len(sys.argv) > 2 else "data", "local")
+if world.rank == 1:
+    print(sorted(path.name for path in near.iterdir()), near.is_relative_to(near.cwd() / "local"))
+world.barrier()
+if len(sys.argv) > 1:
+    raise ValueError("boom")
+"""
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_a_loop_of_ones_own_reads_a_copy_that_is_gone_afterwards(place: Path, num_nodes: int) -> None:
+    (place / "loop.py").write_text(SCRIPT)
+    done = programs.run(["loop.py"], place, 2, num_nodes, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
+    assert "['points.pt'] True\n" in done.stdout
+    assert done.stdout.count("Data: staged ") == 1
+    assert ("and the like on 2 nodes, reused on 1 node." in done.stdout) == (num_nodes == 2)
+    assert list((place / "local").iterdir()) == []
+
+
+def test_a_loop_of_ones_own_that_fails_leaves_no_copy(place: Path) -> None:
+    (place / "loop.py").write_text(SCRIPT)
+    command = [sys.executable, "loop.py", "boom"]  # as a user starts it, since the end of the process matters
+    done = subprocess.run(command, cwd=place, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout[:12]) == (1, "Data: staged")
+    assert "ValueError: boom" in done.stderr
+    assert list((place / "local").iterdir()) == []
+
+
+def test_a_copy_that_fails_on_a_node_is_told_to_all_its_workers(place: Path) -> None:
+    (place / "loop.py").write_text(SCRIPT)
+    done = train(place, "loop.py", "", "missing")
+    assert done.returncode != 0
+    assert "missing cannot be read there (No such file or directory); mend that" in done.stderr
+    assert "PeerFailedError: rank 0 failed while this one waited: SettingError" in done.stderr
+    assert list((place / "local").iterdir()) == []

@@ -1,0 +1,340 @@
+"""The rehearsal finds a task's mistakes and leaves no trace; the table in tests/mistakes has what it says of most."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from stormo.distributed.world import World
+from stormo.errors import SettingError
+from stormo.launch import alone
+from stormo.training.metrics import Validation
+from stormo.training.progress import Progress
+from stormo.training.rehearsal import Steps, _leaves_one, rehearse, rehearse_lone_samples
+from tests.tiny_run import Parts, assert_same_bits, build, steps, whole_state
+from tests.tiny_task import Tiny
+
+Ranks = Callable[..., list[Any]]
+
+
+def _rehearse(parts: Parts, *, every_shape: bool = True, may_diverge: bool = False) -> Steps:
+    validation = Validation(parts.task, parts.task.validation_data(), 64, parts.world)
+    return rehearse(parts.strategy, parts.loader, validation, every_shape=every_shape, may_diverge=may_diverge)
+
+
+class Drawing(Tiny):
+    """Uses every generator a process has."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        torch.rand(3)
+        return super().loss(model, batch) + 0 * (random.random() + np.random.rand())
+
+    def metrics(self, model: nn.Module, batch: Any) -> Any:
+        torch.rand(3)
+        random.random()
+        np.random.rand()
+        return super().metrics(model, batch)
+
+
+def _leaves_no_trace(world: World, every_shape: bool) -> None:
+    parts = build(world, {"jitter": True, "num_train": 40}, task_class=Drawing, global_batch_size=16)
+    generators = random.getstate(), repr(np.random.get_state())
+    for num_steps in (0, 4):  # also with state in the optimizer, as after a resume
+        steps(parts, num_steps)
+        before = whole_state(parts)
+        generators = random.getstate(), repr(np.random.get_state())
+        _rehearse(parts, every_shape=every_shape)
+        assert_same_bits(whole_state(parts), before)
+        assert generators == (random.getstate(), repr(np.random.get_state()))
+        assert all(parameter.grad is None for parameter in parts.strategy.module.parameters())
+        assert parts.strategy.module.training
+        assert parts.strategy.notices == []
+        assert parts.loader.wait_s == 0.0
+
+
+@pytest.mark.parametrize(("size", "every_shape"), [(1, False), (1, True), (3, True)])
+def test_a_rehearsal_leaves_no_trace(run_ranks: Ranks, size: int, every_shape: bool) -> None:
+    run_ranks(_leaves_no_trace, size, every_shape)
+
+
+def _num_passes(world: World) -> list[int]:
+    counts = []
+    for every_shape in (False, True):
+        parts = build(world, {"num_train": 40}, global_batch_size=16)
+        _rehearse(parts, every_shape=every_shape)
+        assert isinstance(parts.task, Tiny)
+        counts.append(parts.task.num_calls)
+    return counts
+
+
+def test_one_pass_is_enough_where_nothing_has_to_be_made_ready(run_ranks: Ranks) -> None:
+    assert run_ranks(_num_passes, 1) == [[1, 2]]
+
+
+def _passes_for_lone_samples(world: World, num_train: int) -> list[int]:
+    counts = []
+    for every_shape in (False, True):
+        parts = build(world, {"num_train": num_train, "norm": False}, global_batch_size=16)
+        rehearsed = _rehearse(parts, every_shape=every_shape)
+        assert isinstance(parts.task, Tiny)
+        before = parts.task.num_calls
+        rehearse_lone_samples(parts.strategy, parts.loader, parts.plan, Progress(), rehearsed)
+        counts.append(parts.task.num_calls - before)
+    return counts
+
+
+def test_a_step_that_leaves_a_single_sample_is_run_once_and_no_other_is_for_it(run_ranks: Ranks) -> None:
+    assert run_ranks(_passes_for_lone_samples, 1, 40) == [[0, 0]]
+    assert run_ranks(_passes_for_lone_samples, 1, 33) == [[1, 0]]
+    assert run_ranks(_passes_for_lone_samples, 2, 35) == [[1, 0]] * 2
+
+
+def test_a_device_that_gets_one_sample_is_foreseen() -> None:
+    def found(num_samples: int, accumulate: int = 1, *, workers: int = 1, devices: int = 1, parts: int = 1) -> bool:
+        layout = SimpleNamespace(data_size=workers, devices_per_worker=devices)
+        return _leaves_one(SimpleNamespace(layout=layout, micro_batches=parts), num_samples, accumulate)  # type: ignore[arg-type]
+
+    assert [size for size in range(1, 9) if found(size)] == [1]
+    assert [size for size in range(1, 9) if found(size, 2)] == [1, 2, 3]
+    assert [size for size in range(1, 9) if found(size, workers=3)] == [1, 2, 3, 4, 5]
+    # DataParallel gives the first devices more: of 3 samples 2 and 1, of 5 samples on 3 devices 2, 2 and 1.
+    assert [size for size in range(1, 9) if found(size, devices=2)] == [1, 2, 3]
+    assert [size for size in range(1, 9) if found(size, devices=3)] == [1, 2, 3, 5, 7]
+    assert [size for size in range(1, 9) if found(size, parts=4)] == [1, 2, 3, 4]
+
+
+class TwoHeads(nn.Module):
+    """One of its heads is never used, and a buffer appears in the first pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.spare, self.frozen = nn.Linear(8, 3), nn.Linear(8, 3), nn.Linear(8, 3).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "made_late"):
+            self.register_buffer("made_late", torch.ones(3))
+        return self.used(x) * self.made_late  # type: ignore[no-any-return]
+
+
+class Spare(Tiny):
+    def model(self) -> nn.Module:
+        return TwoHeads()
+
+
+class SpareAllowed(Spare):
+    find_unused = True
+
+
+def _unused(world: World) -> str:
+    with pytest.raises(SettingError) as caught:
+        _rehearse(build(world, task_class=Spare))
+    return str(caught.value)
+
+
+def _unused_allowed(world: World) -> list[float]:
+    parts = build(world, task_class=SpareAllowed, global_batch_size=100)
+    _rehearse(parts)
+    return steps(parts, 12)
+
+
+def test_a_parameter_without_a_gradient_is_refused_unless_the_task_allows_it(run_ranks: Ranks) -> None:
+    said = run_ranks(_unused, 2)
+    assert said == run_ranks(_unused, 1) * 2
+    assert said[0].startswith("Spare.model() has the parameters spare.weight, spare.bias, but Spare.loss() gave them ")
+    alone, two = run_ranks(_unused_allowed, 1)[0], run_ranks(_unused_allowed, 2)[0]
+    assert two == pytest.approx(alone, rel=1e-5)
+    assert two[-1] < two[0]
+
+
+class Waves(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.wave, self.last = nn.Parameter(torch.ones(8, dtype=dtype)), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last((x * self.wave).abs().to(x.dtype))  # type: ignore[no-any-return]
+
+
+class Complex(Tiny):
+    dtype = torch.complex64
+
+    def model(self) -> nn.Module:
+        return Waves(self.dtype)
+
+
+class WideComplex(Complex):
+    dtype = torch.complex128
+
+
+def test_a_type_that_no_checkpoint_can_hold_is_refused_before_training() -> None:
+    world = World(alone(), torch.device("cpu"))
+    _rehearse(build(world, task_class=Complex))
+    with pytest.raises(SettingError, match=r"WideComplex.model\(\) has wave of type complex128, but a checkpoint"):
+        _rehearse(build(world, task_class=WideComplex))
+
+
+class NotANumber(Tiny):
+    """Only the last worker's loss is none."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        loss = super().loss(model, batch)
+        is_last = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 1
+        return loss / 0 if is_last else loss
+
+
+def _notices_of_nan(world: World) -> list[str]:
+    parts = build(world, task_class=NotANumber)
+    _rehearse(parts, may_diverge=True)
+    return parts.strategy.notices
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_loss_that_is_not_finite_is_warned_of_on_the_main_worker(run_ranks: Ranks, size: int) -> None:
+    for notices in run_ranks(_notices_of_nan, size):
+        assert notices == [
+            "NotANumber.loss() is not a finite number in the very first batch: look for a division by zero, a log of "
+            "zero, and inputs that are not scaled."
+        ]
+
+
+class BadInputs(Tiny):
+    """One value of the training set is infinite; every batch of the test is the whole set."""
+
+    def train_data(self) -> Any:
+        data: Any = super().train_data()
+        data.tensors[0][3, 2] = float("inf")
+        return data
+
+
+def _refusal(world: World, task_class: type[Tiny]) -> str:
+    parts = build(world, {"num_train": 32}, task_class=task_class, global_batch_size=32)
+    with pytest.raises(SettingError) as caught:
+        _rehearse(parts)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_first_loss_that_is_not_finite_is_refused_by_all_workers(run_ranks: Ranks, size: int) -> None:
+    of_loss = (
+        "NotANumber.loss() returned a number that is not finite in the very first batch, but its inputs are finite, "
+        "and no step can be learned from it; look for a division by zero, a log of zero, inputs that are not scaled "
+        "or overflow in fp16, or set --on-divergence ignore to train all the same."
+    )
+    of_inputs = (
+        "BadInputs.train_data() gave inputs that are not finite numbers in the very first batch, but "
+        "BadInputs.loss() of them is not finite either, and no step can be learned from it; clean the data "
+        "(torch.isfinite finds such values), or set --on-divergence ignore to train all the same."
+    )
+    assert run_ranks(_refusal, size, NotANumber) == [of_loss] * size
+    assert run_ranks(_refusal, size, BadInputs) == [of_inputs] * size
+
+
+class Failing(Tiny):
+    """Raises what it is told to."""
+
+    error: Exception = ValueError()
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        raise self.error
+
+
+def _failing(world: World, error: Exception) -> tuple[str, str]:
+    parts = build(world, task_class=Failing)
+    parts.task.error = error  # type: ignore[attr-defined]
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        _rehearse(parts)
+    return type(caught.value).__name__, str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!",
+        "indices should be either on cpu or on the same device as the indexed tensor (cuda)",
+        "Input type (torch.FloatTensor) and weight type (torch.cuda.FloatTensor) should be the same",
+    ],
+)
+def test_tensors_on_several_devices_are_explained(run_ranks: Ranks, text: str) -> None:
+    ((kind, said),) = run_ranks(_failing, 1, RuntimeError(text))
+    line = Failing.loss.__code__.co_firstlineno + 1
+    assert kind == "SettingError"
+    assert said == (
+        f"Failing.loss() mixes tensors (test_rehearsal.py, line {line}: {text}), but the model and the batch are on "
+        "cpu, and whatever meets them must be there too; make it with device= of one of the batch's tensors, or in a "
+        "module by register_buffer()."
+    )
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("the same device"), RuntimeError("boom"), AttributeError("'Net' object has no attribute 'x'")],
+    ids=["ValueError", "RuntimeError", "AttributeError"],
+)
+def test_an_error_of_the_users_own_stays_as_it_is(run_ranks: Ranks, error: Exception) -> None:
+    assert run_ranks(_failing, 1, error) == [(type(error).__name__, str(error))]
+
+
+class Halved(Tiny):
+    def model(self) -> nn.Module:
+        return nn.Linear(8, 3, dtype=torch.float64)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        x, y = batch
+        return cross_entropy(model(x), y)
+
+
+def _mixed_types(world: World) -> str:
+    with pytest.raises(SettingError) as caught:
+        _rehearse(build(world, task_class=Halved))
+    return str(caught.value)
+
+
+def test_numbers_of_several_types_are_explained(run_ranks: Ranks) -> None:
+    (said,) = run_ranks(_mixed_types, 1)
+    assert said.startswith("Halved.loss() mixes tensors (test_rehearsal.py, line ")
+    assert "must be of one type; let the data set give torch.float32 (.float())" in said
+
+
+class Means(Tiny):
+    """Returns one sum, and two values that are none."""
+
+    def metrics(self, model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        scores = model(x)
+        right = (scores.argmax(dim=1) == y).float()
+        return {"loss": cross_entropy(scores, y), "accuracy": right.sum(), "share": right.mean()}
+
+
+class Whole(Means):
+    """Takes no batch but a whole one."""
+
+    def metrics(self, model: nn.Module, batch: Any) -> Any:
+        if len(batch[0]) != 64:
+            raise ValueError("64 samples are taken")
+        return super().metrics(model, batch)
+
+
+def _found_means(world: World, task_class: type[Tiny]) -> list[str]:
+    parts = build(world, task_class=task_class, global_batch_size=64)
+    _rehearse(parts)
+    return parts.strategy.notices
+
+
+def test_a_mean_among_the_metrics_is_noticed_and_a_sum_is_not(run_ranks: Ranks) -> None:
+    (notices,) = run_ranks(_found_means, 1, Means)
+    assert [text.split("'")[1] for text in notices] == ["loss", "share"]
+    assert notices[0].startswith("Means.metrics() returned 'loss' as ")
+    assert notices[0].endswith(
+        " for its halves, as if it were a mean: return the sum over the samples (a mean times their number), which is "
+        "divided by the number of all samples."
+    )
+    assert run_ranks(_found_means, 1, Tiny) == [[]]
+    assert run_ranks(_found_means, 1, Whole) == [[]]

@@ -1,0 +1,214 @@
+"""A run that is told something else than it had: what is said, what is refused, and what its batch and rate become."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stormo.config.layout import resolve_layout
+
+from stormo.config import options
+from stormo.config.plan import Facts, Plan, resolve
+from stormo.errors import SettingError
+from stormo.training.settings import read_settings
+
+TASK = Path(__file__).parents[1] / "tiny_task.py"
+FACTS = Facts(num_train=6400, num_validation=100, train_bytes=1000, data_sha256="a1")
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def _planned(words: str, num_workers: int, facts: Facts = FACTS) -> Plan:
+    """The plan of a command, with its settings written into the run's folder as the run itself does it."""
+    config, task_class = read_settings([*words.split(), "--device", "cpu", "--num-gpus", str(num_workers)])
+    plan = resolve(config, resolve_layout(config, ()), facts)
+    folder = Path("runs") / str(config.run.run_name)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.toml").write_text(options.to_toml(config, plan.beginning), encoding="utf-8")
+    assert task_class.name == "tiny"
+    return plan
+
+
+def _begin(*words: str, num_workers: int = 2) -> Plan:
+    return _planned(" ".join([str(TASK), "--run-name old", *words]), num_workers)
+
+
+def _resume(words: str = "", num_workers: int = 2, **more: Any) -> Plan:
+    return _planned(f"--resume old {words}", num_workers, **more)
+
+
+def _said(plan: Plan, label: str) -> str | None:
+    return dict(plan.explanation).get(label)
+
+
+@pytest.mark.parametrize(
+    ("words", "rate", "start", "text"),
+    [
+        ("--base-lr 0.1", 0.2, 0.1, "0.2 = 0.1 × 2 (linear); 0.4 before; warm-up from 0.1 "),
+        ("--lr-rule none", 0.2, 0.1, "0.2 as set for any batch (the batch is 2 × one worker's); 0.4 before; "),
+        ("--base-batch-size 16", 0.8, 0.2, "0.8 = 0.2 × 4 (linear: 64 samples against 16); 0.4 before; "),
+        ("--warmup-from 0.25", 0.4, 0.1, "0.4 as before; warm-up from 0.1 over "),
+        ("--beta2 0.9", 0.4, 0.2, "0.4 as before; warm-up from 0.2 over "),
+    ],
+)
+def test_another_rate_leaves_the_batch_alone_whatever_the_workers(
+    words: str, rate: float, start: float, text: str
+) -> None:
+    _begin("--batch-size 32 --base-lr 0.2 --optimizer adamw")
+    for num_workers in (1, 2, 3):
+        plan = _planned(f"--resume old {words}", num_workers)
+        assert (plan.global_batch_size, plan.learning_rate, plan.warmup_start) == (64, rate, start)
+        assert str(_said(plan, "learning rate")).startswith(text)
+        assert str(_said(plan, "changed")).startswith(words)
+        _begin("--batch-size 32 --base-lr 0.2 --optimizer adamw")
+    _resume(words, num_workers=1)
+    again = _resume(num_workers=3)
+    assert (again.global_batch_size, again.learning_rate, again.warmup_start) == (64, rate, start)
+    assert _said(again, "changed") is None  # it is the run's own now
+
+
+def test_a_warm_up_that_is_set_later_starts_where_it_would_have_started() -> None:
+    assert _begin("--warmup-epochs 0 --base-lr 0.2").warmup_start == 0.4
+    assert _resume("--warmup-epochs 3", num_workers=1).warmup_start == 0.2
+
+
+def test_another_batch_is_reckoned_as_that_of_a_new_run_on_the_same_data() -> None:
+    _begin("--batch-size 32 --base-lr 0.2")
+    plan = _resume("--batch-size 16", num_workers=3)
+    assert (plan.global_batch_size, plan.beginning.num_workers) == (48, 3)
+    assert _said(plan, "global batch") == "48 = 16 per worker × 3 workers × 1 accumulation; 64 before"
+    assert str(_said(plan, "learning rate")).startswith("0.6 = 0.2 × 3 (linear); 0.4 before; ")
+    with pytest.raises(SettingError, match="trained on data of SHA-256 a1 was to go on, but the data here"):
+        _resume("--batch-size 8", facts=replace(FACTS, data_sha256="b2"))
+
+
+def test_a_batch_of_all_workers_is_not_changed_by_that_of_one() -> None:
+    _begin("--global-batch-size 64")
+    with pytest.raises(SettingError) as refused:
+        _resume("--batch-size 32", num_workers=1)
+    assert str(refused.value) == (
+        "--batch-size 32 was set for a run whose global batch is 64, but 32 per worker × 1 worker × 1 accumulation "
+        "makes 32; set --accumulate to cut that batch otherwise, or --global-batch-size to change it."
+    )
+    both = _resume("--batch-size 32 --global-batch-size 64", num_workers=1)  # as a restarted job may say it
+    assert (both.global_batch_size, _said(both, "changed")) == (64, None)
+
+
+def test_passes_that_the_user_changes_are_as_large_as_that_makes_them_from_then_on() -> None:
+    _begin("--batch-size 32 --accumulate 2")
+    assert _resume(num_workers=1).accumulate == 4  # no pass larger than at the start
+    plan = _resume("--accumulate 1", num_workers=1)
+    assert (plan.global_batch_size, plan.accumulate, _said(plan, "changed")) == (128, 1, "--accumulate 1 (2 before)")
+    again = _resume(num_workers=1)
+    assert (again.accumulate, again.beginning.num_workers, again.beginning.batch_per_pass) == (1, 2, 128)
+
+
+def test_a_rate_rests_on_the_batch_at_the_start_also_after_a_search() -> None:
+    _begin("--batch-size 128 --base-lr 0.2")
+    assert _resume("--batch-size auto").learning_rate == 0.4
+    again = _resume("--base-lr 0.1")
+    assert (again.global_batch_size, again.learning_rate) == (256, 0.2)
+
+
+def test_one_line_says_all_that_is_changed() -> None:
+    _begin("--optimizer lamb --deterministic")
+    plan = _resume("--eps 1e-05 --no-deterministic --clip-norm 2 --beta2 0.999")  # the last is lamb's own default
+    assert plan.explanation[0] == (
+        "changed",
+        "--eps 1e-05 (1e-06 before), --no-deterministic (on before), --clip-norm 2.0 (not set before)",
+    )
+
+
+@pytest.mark.parametrize(("begun", "words"), [("", "--precision fp64"), ("--precision fp64", "--precision fp32")])
+def test_weights_keep_their_type(begun: str, words: str) -> None:
+    _begin(begun)
+    with pytest.raises(SettingError, match=f"{words} was set with --resume, .* fp64 gives the weights another type; "):
+        _resume(words)
+
+
+def test_a_task_is_the_same_by_any_path_to_its_file() -> None:
+    _begin()
+    other = Path(os.path.relpath(TASK))
+    assert read_settings([str(other), "--resume", "old"])[0].task == str(other)
+    copy = Path("another_task.py")
+    # It has none of the options that the run's file holds.
+    copy.write_text("import stormo\n\nclass Another(stormo.Task): ...\n", encoding="utf-8")
+    with pytest.raises(
+        SettingError, match=r"task another_task.py was set with --resume, but run old .* is another run; leave "
+    ):
+        read_settings(["another_task.py", "--resume", "old"])
+
+
+def test_a_task_that_was_not_clipped_is_told_so_whatever_its_defaults_are_by_now(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _begin()
+    _, task_class = read_settings([str(TASK)])
+    later = type("Tiny", (task_class,), {"defaults": {"clip_norm": 1.0}})
+    monkeypatch.setattr("stormo.training.settings.find_task", lambda name: later)
+    (change,) = read_settings(["--resume", "old", "--clip-norm", "1"])[0].changed
+    assert str(change) == "--clip-norm 1.0 (not set before)"
+
+
+def test_a_run_goes_on_in_its_own_folder_however_it_was_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _begin()
+    place = (tmp_path / "runs").resolve()
+    Path("link").symlink_to(tmp_path / "runs" / "old")
+    for words in (["--resume", "link"], ["--resume", "old", "--runs-folder", str(place)]):
+        run = read_settings(words)[0].run
+        assert (run.run_name, Path(run.runs_folder).resolve()) == ("old", place)
+    with pytest.raises(SettingError) as refused:
+        read_settings(["--resume", "runs/old", "--runs-folder", "others"])
+    assert str(refused.value) == (
+        "--runs-folder others was set with --resume, but the run that goes on lies in runs; leave one of them out."
+    )
+    monkeypatch.chdir("runs/old")
+    run = read_settings(["--resume", "."])[0].run
+    assert (run.run_name, Path(run.runs_folder)) == ("old", place)
+
+
+@pytest.mark.parametrize(
+    ("words", "spread", "changed"),
+    [
+        ("", "2 of them, which step a part of the weights each; at most 2 steps ahead", None),
+        ("--strategy server", "2 of them, which step a part of the weights each; at most 2 steps ahead", None),
+        ("--strategy server --servers 1", "one of them, which steps; at most 2 steps ahead", None),
+        ("--staleness 0", "2 of them, which step a part of the weights each; synchronous", "--staleness 0 (2 before)"),
+        ("--strategy ddp", "ddp: as set", "--strategy ddp (server before), --staleness 0 (2 before)"),
+        ("--mesh shard=2", "mesh: shard=2, as set", "--mesh shard=2 (not set before), --staleness 0 (2 before)"),
+    ],
+)
+def test_servers_stay_as_they_were_and_the_end_of_stale_ones_is_said(
+    words: str, spread: str, changed: str | None
+) -> None:
+    _begin("--strategy server --servers 2 --staleness 2")
+    plan = _resume(words)
+    assert spread in (_said(plan, "strategy") or "")
+    assert _said(plan, "changed") == changed
+
+
+@pytest.mark.parametrize(
+    ("words", "compression", "changed"),
+    [
+        ("", "two matrices of rank 2", None),
+        ("--strategy ddp --compress powersgd", "two matrices of rank 2", None),
+        ("--compress bf16", "gradients travel as bf16", "--compress bf16 (powersgd before)"),
+        ("--compress none", None, "--compress none (powersgd before)"),
+        ("--strategy fsdp", None, "--strategy fsdp (auto before), --compress none (powersgd before)"),
+        ("--mesh replicate=2", "two matrices of rank 2", None),
+    ],
+)
+def test_gradients_travel_as_they_did_and_another_way_is_said(
+    words: str, compression: str | None, changed: str | None
+) -> None:
+    _begin("--compress powersgd --compress-rank 2")
+    plan = _resume(words)
+    said = _said(plan, "compression")
+    assert said is None if compression is None else (said or "").startswith(compression)
+    assert _said(plan, "changed") == changed
