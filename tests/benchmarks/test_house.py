@@ -1,0 +1,51 @@
+"""The size of the package, which must not grow unnoticed."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import house
+
+
+def test_nothing_has_grown_unnoticed() -> None:
+    stored = json.loads(house.STORED.read_text(encoding="utf-8"))
+    modules = house.read_package()
+    by_room, whole = house.rooms(modules), house.counts(modules)
+    grown = [
+        f"{name} {count} > {stored['package'][name]}"
+        for name, count in whole.items()
+        if count > stored["package"][name]
+    ]
+    for room, numbers in by_room.items():
+        before = stored["rooms"].get(room, {"lines": 0, "files": 0})
+        grown += [f"{room} {kind} {count} > {before[kind]}" for kind, count in numbers.items() if count > before[kind]]
+    assert not grown, (
+        f"{grown}: take something out, or store the counts (`python -m benchmarks.house --write`) and say why"
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "names"),
+    [
+        ("from torch.utils._pytree import tree_map", ["torch.utils._pytree.tree_map"]),
+        ("torch._C._cuda_x()", ["_cuda_x", "_C"]),
+        ("layer.__class__ = Other", ["__class__"]),
+        ("tensor._local_tensor", ["_local_tensor"]),
+        ("sys.modules['torch._dynamo']", ["torch._dynamo"]),
+        ("torch._foreach_add_(a, b); os._exit(0); self._x; other._x", []),
+    ],
+)
+def test_private_names_are_found(code: str, names: list[str]) -> None:
+    assert list(house.private_names(ast.parse(code), frozenset(["_x"]))) == names
+
+
+def test_circles_and_comparisons_are_found(tmp_path: Path) -> None:
+    assert house.cycles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+    (tmp_path / "room.py").write_text("def f():\n    return x.strategy in ('ddp', 'other')\n", encoding="utf-8")
+    (module,) = house.read_package(tmp_path)
+    assert list(house.strategy_names(module)) == ["ddp"]
+    assert list(house.function_lengths(module.tree)) == [2]
