@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test check format clean
+.PHONY: train test quick check format clean
 .DEFAULT_GOAL := train
 
 $(READY): pyproject.toml constraints.txt
@@ -28,6 +28,11 @@ test: check
 	$(RUN)/python -c 'import triton' 2>/dev/null || $(RUN)/pip install --quiet --disable-pip-version-check triton==3.6.0 \
 		|| echo 'triton cannot be installed here: the tests of the GPU kernels are skipped'
 	$(RUN)/python -m tests
+
+# The loop of work: a part of the tests that needs no trainings, in under a minute.
+quick: $(READY)
+	$(RUN)/ruff check .
+	$(RUN)/python -m pytest -q tests/test_architecture.py tests/test_errors.py tests/config tests/data/test_order.py tests/optim/test_schedule.py tests/energy/test_ledger.py tests/launch/test_slurm.py tests/benchmarks/test_house.py
 
 format: $(READY)
 	$(RUN)/ruff check --fix .
