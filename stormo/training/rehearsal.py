@@ -41,7 +41,7 @@ from stormo.training.progress import Progress
 Steps = Set[tuple[int, int]]  # samples and passes of each
 _PICKLE_ERRORS = (pickle.PicklingError, AttributeError, TypeError)
 _PICKLING = str(Path("multiprocessing", "reduction.py"))
-_NOT_A_PLACE = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_NOT_A_PLACE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _EXPLAINED = (RuntimeError, AttributeError, TypeError)
 # What torch or Python say of a mistake; what was done, why it cannot be, what to write instead.
 _MEANINGS = (

@@ -124,7 +124,7 @@ def test_a_worker_that_does_not_come_is_waited_for_as_long_as_was_set(run_ranks:
 
 _HOLD = """
 import sys
-from stormo.world.page import Page
+from stormo.distributed.page import Page
 page = Page(sys.argv[1], 1, 2, 2)
 page.write(1, (5, 6, 7))
 print("ready", flush=True)

@@ -317,13 +317,13 @@ def test_a_compiled_step_is_the_eager_one(kind: Any) -> None:
 
 def test_no_compiler_is_loaded_for_a_run_that_does_not_compile() -> None:
     program = (
-        "import sys, torch\nfrom stormo import config\nfrom stormo.optim.table import OPTIMIZERS, make_optimizer\n"
+        "import sys, torch\nfrom stormo.config import schema\nfrom stormo.optim.table import OPTIMIZERS, make_optimizer\n"
         "from stormo.optim.own import own_optimizer\n"
         "from stormo.parallel.replicate import replica\n"
         "torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)\n"
         "for name in OPTIMIZERS:\n"
         "    model = replica(torch.nn.Linear(2, 2))\n"
-        "    optimizer = make_optimizer(model, config.Optimizer(optimizer=name))\n"
+        "    optimizer = make_optimizer(model, schema.Optimizer(optimizer=name))\n"
         "    model(torch.ones(1, 2)).sum().backward()\n"
         "    optimizer.step()\n"
         "    optimizer.zero_grad()\n"
