@@ -14,8 +14,8 @@ import sys
 import time
 
 import torch
-from stormo.config.layout import resolve_layout
 
+from stormo.config.layout import resolve_layout
 from stormo.config.plan import resolve
 from stormo.distributed.world import World
 from stormo.launch import alone

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from stormo.data.staging.locks import Hold
 from stormo.data.staging.nodes import local_folder, stage_on_nodes
+from stormo.data.staging.shelf import Hold
 from stormo.distributed.world import World as Workers
 from stormo.errors import SettingError
 from stormo.script import joining

@@ -109,7 +109,7 @@ class FashionMnist(Task):
         """Mirror half of the images and shift each by up to two pixels."""
         if not self.options.augment:
             return batch
-        from stormo.data.augment import flip_and_shift
+        from stormo.data.tensors import flip_and_shift
 
         images, labels = batch
         return flip_and_shift(images, draws, max_shift=2), labels

@@ -14,12 +14,12 @@ from typing import Any, Literal
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stormo.config.layout import resolve_layout
-from stormo.config.schema import EFFECTIVE, OF_ONE_CALL, SECTIONS, Effective, TrainConfig, option
 
 from stormo.config import options
+from stormo.config.layout import resolve_layout
 from stormo.config.options import UsageError
 from stormo.config.plan import check_settings, resolve
+from stormo.config.schema import EFFECTIVE, OF_ONE_CALL, SECTIONS, Effective, TrainConfig, option
 from stormo.errors import SettingError, StormoError
 from stormo.tasks.find import find_task
 from stormo.training.settings import read_settings

@@ -317,7 +317,8 @@ def test_a_compiled_step_is_the_eager_one(kind: Any) -> None:
 
 def test_no_compiler_is_loaded_for_a_run_that_does_not_compile() -> None:
     program = (
-        "import sys, torch\nfrom stormo.config import schema\nfrom stormo.optim.table import OPTIMIZERS, make_optimizer\n"
+        "import sys\nimport torch\nfrom stormo.config import schema\n"
+        "from stormo.optim.table import OPTIMIZERS, make_optimizer\n"
         "from stormo.optim.own import own_optimizer\n"
         "from stormo.parallel.replicate import replica\n"
         "torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)\n"

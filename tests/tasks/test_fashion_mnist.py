@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from stormo.data.augment import flip_and_shift
+from stormo.data.tensors import flip_and_shift
 from stormo.errors import SettingError
 from stormo.tasks.fashion_mnist import FashionMnist, FashionMnistOptions, training_flops
 from stormo.tasks.wide_resnet import WideResNet

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stormo.config.layout import resolve_layout
 
 from stormo.config import options
+from stormo.config.layout import resolve_layout
 from stormo.config.plan import Facts, Plan, resolve
 from stormo.errors import SettingError
 from stormo.training.settings import read_settings

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from stormo.config.layout import resolve_layout
 
 from stormo.config import options
+from stormo.config.layout import resolve_layout
 from stormo.config.plan import resolve
 from stormo.data.iterables import IterableLoader
 from stormo.data.loaders import Share

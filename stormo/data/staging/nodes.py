@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stormo.data.staging.copying import StoppedError
-from stormo.data.staging.locks import Hold
-from stormo.data.staging.shelf import held, stage
+from stormo.data.staging.shelf import Hold, held, stage
 from stormo.errors import SettingError, counted
 from stormo.telemetry.text import format_bytes
 

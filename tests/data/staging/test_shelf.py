@@ -16,10 +16,8 @@ from typing import Any
 import pytest
 
 from stormo.data.staging import copying, shelf
-from stormo.data.staging.copying import StoppedError
-from stormo.data.staging.locks import Hold, turn
-from stormo.data.staging.shelf import Staged, held, stage
-from stormo.data.staging.tree import list_tree
+from stormo.data.staging.copying import StoppedError, list_tree
+from stormo.data.staging.shelf import Hold, Staged, held, stage, turn
 from stormo.errors import SettingError
 from tests import programs
 

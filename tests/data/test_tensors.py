@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stormo.data.augment import flip_and_shift
+from stormo.data.tensors import flip_and_shift
 
 
 def _plain(image: Tensor, draws: list[float], max_shift: int) -> Tensor:
