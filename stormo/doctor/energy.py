@@ -6,10 +6,8 @@ from collections.abc import Iterator
 
 from stormo.doctor.finding import Finding
 from stormo.doctor.machine import Machine
-from stormo.energy.nvidia import open_nvidia
 from stormo.energy.nvml import open_nvml
-from stormo.energy.probe import Missing, Probe
-from stormo.energy.rapl import open_rapl
+from stormo.energy.probes import Missing, Probe, open_nvidia, open_rapl
 from stormo.errors import counted
 
 _WORDS = {"gpu": "GPUs", "cpu": "processors", "dram": "memory of the processors"}

@@ -2,7 +2,7 @@
 
 from stormo.energy.ledger import Bill, Cost, cost, read_bill
 from stormo.energy.meter import Meter, own_meter
-from stormo.energy.probe import Missing, Probe, Source
+from stormo.energy.probes import Missing, Probe, Source
 from stormo.energy.replay import ReplayProbe, record_trace
 
 __all__ = [

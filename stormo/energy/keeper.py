@@ -13,10 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from stormo.energy.linefile import LineFile
-from stormo.energy.meter import Meter
-from stormo.energy.nodefile import PHASES
-from stormo.energy.window import Window
+from stormo.energy.meter import Meter, Window
+from stormo.energy.nodefile import PHASES, LineFile
 from stormo.system.files import make_folder
 from stormo.telemetry.files import to_json
 

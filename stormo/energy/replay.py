@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from stormo.energy.probe import Probe, Source
+from stormo.energy.probes import Probe, Source
 from stormo.errors import SettingError
 
 _RECORD_INTERVAL_S = 0.1

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from stormo.energy.rapl import open_rapl
+from stormo.energy.probes import open_rapl
 
 if TYPE_CHECKING:
     from stormo.energy.nvml import Device

@@ -11,10 +11,10 @@ from typing import Any
 
 from stormo.distributed.world import World
 from stormo.energy import Meter, own_meter
-from stormo.energy.attempts import owners
 from stormo.energy.keeper import Keeper
+from stormo.energy.ledger import owners
+from stormo.energy.meter import Window
 from stormo.energy.summary import amount_text, rounded
-from stormo.energy.window import Window
 from stormo.script.starts import Starts, no_starts
 from stormo.training.measuring import gpus_by_node, shared_clock
 

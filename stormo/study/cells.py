@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from stormo.energy.linefile import LineFile
+from stormo.energy.nodefile import LineFile
 from stormo.study.measurement import Measurement
 from stormo.system.files import BadFileError, fits, parse_json, read_lines
 

@@ -15,7 +15,7 @@ import pytest
 
 from stormo.energy import Meter, Missing
 from stormo.energy.keeper import Keeper, NoKeeper, steady_unix_s
-from stormo.energy.linefile import LineFile
+from stormo.energy.nodefile import LineFile
 from tests.energy.job import Clock, gpu
 from tests.energy.test_meter import Scripted
 

@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stormo.energy import Meter, ReplayProbe, Source, own_meter
-from stormo.energy.meter import machine_id
-from stormo.energy.window import WindowTooShortError
+from stormo.energy.meter import WindowTooShortError, machine_id
 from tests.energy.job import Clock, cpu, gpu, truth, write_trace
 from tests.fake_nvml import Card, FakeNvml
 
@@ -190,7 +189,7 @@ def test_own_meter_takes_the_gpus_of_the_job_and_names_what_is_missing(monkeypat
     library = FakeNvml([Card("GPU-a", tells={"energy_mj": 5000}), Card("GPU-b", tells={"energy_mj": 5000})])
     monkeypatch.delenv("STORMO_ENERGY_TRACE", raising=False)
     monkeypatch.setitem(sys.modules, "pynvml", library)
-    monkeypatch.setattr("stormo.energy.rapl.POWERCAP", Path("/nowhere"))
+    monkeypatch.setattr("stormo.energy.probes.POWERCAP", Path("/nowhere"))
     meter, missing = own_meter(["b", "c"], 0)
     assert [source.id for source in meter.sources] == ["GPU-b"]
     assert [one.kind for one in missing] == ["gpu", "cpu"]

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from stormo.energy.nvidia import open_nvidia
 from stormo.energy.nvml import NvmlUnavailableError, open_nvml
-from stormo.energy.rapl import open_rapl
+from stormo.energy.probes import open_nvidia, open_rapl
 from tests.fake_nvml import Card, FakeNvml, NVMLError
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 import pytest
 
 from stormo.config.options import check_masked
-from stormo.energy.linefile import LineFile
+from stormo.energy.nodefile import LineFile
 from stormo.errors import SettingError
 from stormo.system.cache import keep_compiled
 from stormo.system.files import (

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stormo.commands.monitor.lines import gpu_name
-from stormo.energy.meter import Meter
-from stormo.energy.probe import Missing
-from stormo.energy.window import Window
+from stormo.energy.meter import Meter, Window
+from stormo.energy.probes import Missing
 from stormo.errors import counted
 from stormo.telemetry.text import format_duration
 

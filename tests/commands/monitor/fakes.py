@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from stormo.energy.probe import Source
+from stormo.energy.probes import Source
 
 
 class FakeDevice:

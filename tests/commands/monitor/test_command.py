@@ -17,7 +17,7 @@ from stormo.commands.monitor.table import COLUMNS
 from stormo.commands.monitor.view import PlainView
 from stormo.energy.meter import Meter
 from stormo.energy.nvml import NvmlUnavailableError
-from stormo.energy.probe import Missing
+from stormo.energy.probes import Missing
 from stormo.errors import EXIT_USAGE, StormoError
 from stormo.telemetry import text
 from tests.commands.monitor.fakes import FakeDevice, FakeNvml, FakeProbe

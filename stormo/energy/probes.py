@@ -1,0 +1,243 @@
+"""What can be measured: sources of energy, and the contract of a probe that reads some of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from stormo.energy.nvml import Device, Nvml, NvmlUnavailableError, open_nvml
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """One thing whose energy is read: a GPU, a CPU package, its memory."""
+
+    id: str  # of one device on one machine
+    kind: str  # "gpu", "cpu", "dram"
+    name: str
+    method: str  # "counter": the device counts joules; "power": watts, integrated here
+    resolution_j: float  # the smallest step of its figure
+    interval_s: float  # how old its figure may be
+    wraps_at_j: float | None = None  # a counter begins again at zero here; None: never
+
+    def as_json(self) -> dict[str, Any]:
+        """What a node's file says of it."""
+        return {key: value for key, value in asdict(self).items() if key != "wraps_at_j"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Missing:
+    """A kind of source that cannot be read, and why; never replaced by a guess."""
+
+    kind: str
+    reason: str
+
+    def as_json(self) -> dict[str, str]:
+        """What a node's file says of it."""
+        return {"kind": self.kind, "reason": self.reason}
+
+
+class Probe(Protocol):
+    """Reads some sources; knows nothing of time, wrap-arounds or integration, which are the meter's."""
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """What it reads; the same for its whole life."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of its figures must know: whose energy is in them besides the job's."""
+
+    def read(self) -> Mapping[str, float]:
+        """By source id: the counter in joules, or the power in watts; one that fails now is left out."""
+
+    def close(self) -> None:
+        """Let go of what it holds."""
+
+
+_REFRESH_S = 0.1  # NVML renews counter and power about ten times a second
+_COUNTER_RESOLUTION_J = 0.001
+_POWER_RESOLUTION_J = 0.0001  # one milliwatt over one refresh
+
+
+class NvidiaProbe:
+    """The physical GPUs of some devices, each once."""
+
+    def __init__(self, devices: Sequence[Device], close: Callable[[], None] = lambda: None) -> None:
+        self._close = close
+        self._read: dict[str, Callable[[], float | None]] = {}
+        sources, notes, self.missing = [], [], list[Missing]()
+        by_gpu: dict[str, list[Device]] = {}
+        for device in devices:
+            by_gpu.setdefault(device.physical_uuid, []).append(device)
+        for uuid, parts in by_gpu.items():
+            device = parts[0]
+            method, resolution_j, read = "counter", _COUNTER_RESOLUTION_J, device.energy_j
+            if read() is None:
+                method, resolution_j, read = "power", _POWER_RESOLUTION_J, device.power_w
+                if read() is None:
+                    why = f"energy: {device.why_not('energy_j')}; power: {device.why_not('power_w')}"
+                    self.missing.append(Missing(kind="gpu", reason=f"{uuid}: {why}"))
+                    continue
+                notes.append(f"{uuid} has no energy counter ({device.why_not('energy_j')}): its power is integrated")
+            if device.parent_uuid:
+                notes.append(
+                    f"{uuid} is split (MIG): its energy is that of the whole GPU, other instances and jobs included"
+                )
+            self._read[uuid] = read
+            sources.append(
+                Source(
+                    id=uuid,
+                    kind="gpu",
+                    name=device.name,
+                    method=method,
+                    resolution_j=resolution_j,
+                    interval_s=_REFRESH_S,
+                )
+            )
+        self.sources = tuple(sources)
+        self.notes = tuple(notes)
+
+    def read(self) -> Mapping[str, float]:
+        """Joules since the driver was loaded or watts, by UUID."""
+        values = {uuid: read() for uuid, read in self._read.items()}
+        return {uuid: value for uuid, value in values.items() if value is not None}
+
+    def close(self) -> None:
+        """Let go of NVML."""
+        self._close()
+
+
+def open_nvidia(
+    uuids: Sequence[str] | None, open_library: Callable[[], Nvml] = open_nvml
+) -> tuple[NvidiaProbe | None, list[Missing]]:
+    """A probe of the GPUs of these UUIDs (None: all that CUDA shows to this process), and what cannot be read."""
+    if uuids is not None and not uuids:
+        return None, []
+    try:
+        nvml = open_library()
+    except NvmlUnavailableError as error:
+        return None, [Missing(kind="gpu", reason=error.reason)]
+    found = [nvml.find(uuid) for uuid in uuids] if uuids is not None else list(nvml.visible())
+    probe = NvidiaProbe([device for device in found if device], nvml.close)
+    unknown = [uuid for uuid, device in zip(uuids or (), found, strict=False) if device is None]
+    missing = [Missing(kind="gpu", reason=f"{uuid}: NVML shows no such GPU here") for uuid in unknown] + probe.missing
+    if not probe.sources:
+        probe.close()
+        return None, missing or [Missing(kind="gpu", reason="CUDA shows no GPU to this process")]
+    return probe, missing
+
+
+POWERCAP = Path("/sys/class/powercap")
+_RAPL_REFRESH_S = 0.001
+_RESOLUTION_J = 2.0**-14  # the coarsest energy unit of current CPUs
+
+
+@dataclass(frozen=True, slots=True)
+class _Zone:
+    folder: Path
+    kind: str
+    name: str
+
+    @property
+    def counter(self) -> Path:
+        return self.folder / "energy_uj"
+
+
+class RaplProbe:
+    """Some zones whose counters can be read."""
+
+    def __init__(self, sources: tuple[Source, ...], counters: Mapping[str, Path], notes: tuple[str, ...] = ()) -> None:
+        self.sources = sources
+        self.notes = notes
+        self._counters = dict(counters)
+
+    def read(self) -> Mapping[str, float]:
+        """Joules by zone, up to where each begins again."""
+        values = {}
+        for source_id, path in self._counters.items():
+            try:
+                values[source_id] = int(path.read_text()) / 1e6
+            except (OSError, ValueError):
+                continue
+        return values
+
+    def close(self) -> None:
+        """Nothing is held between readings."""
+
+
+def open_rapl(root: Path | None = None) -> tuple[RaplProbe | None, list[Missing]]:
+    """A probe of every package and its memory, and what of them cannot be read, with the mend."""
+    root = root or POWERCAP
+    zones = _zones(root)
+    if not any(zone.kind == "cpu" for zone in zones):
+        return None, [Missing(kind="cpu", reason=_why_none(root))]
+    missing, sources, counters = [], [], {}
+    if not any(zone.kind == "dram" for zone in zones):
+        missing.append(Missing(kind="dram", reason=f"{root} has no dram zone: this CPU does not count its memory"))
+    refused: dict[str, list[_Zone]] = {}
+    for zone in zones:
+        try:
+            int(zone.counter.read_text())
+            wraps_at_j = int((zone.folder / "max_energy_range_uj").read_text()) / 1e6
+        except PermissionError:
+            refused.setdefault(zone.kind, []).append(zone)
+            continue
+        except (OSError, ValueError) as error:
+            missing.append(Missing(kind=zone.kind, reason=f"{zone.name}: {zone.folder} cannot be read ({error})"))
+            continue
+        counters[zone.folder.name] = zone.counter
+        sources.append(
+            Source(
+                id=zone.folder.name,
+                kind=zone.kind,
+                name=zone.name,
+                method="counter",
+                resolution_j=_RESOLUTION_J,
+                interval_s=_RAPL_REFRESH_S,
+                wraps_at_j=wraps_at_j,
+            )
+        )
+    missing += [Missing(kind=kind, reason=_why_refused(found)) for kind, found in refused.items()]
+    return (RaplProbe(tuple(sources), counters, _shared()) if sources else None), missing
+
+
+def _zones(root: Path) -> list[_Zone]:
+    """The packages and their memory. `intel-rapl:` is the driver's prefix on AMD too; its mmio twin is left out."""
+    names = {}
+    for folder in sorted(root.glob("intel-rapl:*")):
+        try:
+            names[folder] = (folder / "name").read_text().strip()
+        except OSError:
+            continue
+    zones = []
+    for folder, name in names.items():
+        owner = names.get(folder.with_name(folder.name.rpartition(":")[0]), "")
+        if name.startswith("package"):
+            zones.append(_Zone(folder, "cpu", name))
+        elif name.startswith("dram"):
+            zones.append(_Zone(folder, "dram", f"{owner} {name}".strip()))
+    return zones
+
+
+def _shared() -> tuple[str, ...]:
+    own, all_cpus = len(os.sched_getaffinity(0)), os.cpu_count() or 0
+    if own >= all_cpus:
+        return ()
+    return (f"this job may use {own} of {all_cpus} CPUs: the energy of the packages is that of all of them",)
+
+
+def _why_none(root: Path) -> str:
+    return f"{root} shows no CPU package: a virtual machine, a container without it, or a CPU or kernel without RAPL"
+
+
+def _why_refused(zones: list[_Zone]) -> str:
+    names = " and ".join(zone.name for zone in zones)
+    paths = " ".join(str(zone.counter) for zone in zones)
+    return (
+        f"{names}: root alone may read the counter (CVE-2020-8694); an administrator allows it until the next boot "
+        f"with: sudo chmod a+r {paths}"
+    )
