@@ -16,13 +16,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from stormo.config.layout import resolve_layout
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.spread_tasks import Words
 from stormo.config import options
+from stormo.config.layout import resolve_layout
 from stormo.config.plan import resolve
 from stormo.data.loaders import Batch
 from stormo.data.order import Pass

@@ -14,15 +14,15 @@ import sys
 import time
 
 import torch
-from stormo.config.layout import resolve_layout
 
+from stormo.config.layout import resolve_layout
 from stormo.config.plan import resolve
 from stormo.distributed.world import World
 from stormo.launch import alone
 from stormo.parallel.table import STRATEGIES
 from stormo.system.hardware import visible_gpus
 from stormo.training.settings import read_settings
-from stormo.training.worker import make_loader, set_arithmetic
+from stormo.training.trainer import make_loader, set_arithmetic
 
 BATCH_SIZES = (32, 128, 256, 512)
 

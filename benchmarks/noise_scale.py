@@ -69,9 +69,9 @@ def make_side(
 ) -> tuple[Strategy, Callable[[int], None]]:
     """A strategy and turns of so many steps of it, always over the same batch."""
     import torch
-    from stormo.config.layout import resolve_layout
 
     from stormo.config import options as settings
+    from stormo.config.layout import resolve_layout
     from stormo.config.plan import resolve
     from stormo.data.loaders import ResidentLoader, Share
     from stormo.parallel.table import strategy_class

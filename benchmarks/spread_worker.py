@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy
 import torch
-from stormo.config.layout import resolve_layout
-from stormo.config.schema import TrainConfig
 
 from stormo.config import options
+from stormo.config.layout import resolve_layout
 from stormo.config.plan import Plan, resolve
+from stormo.config.schema import TrainConfig
 from stormo.data.loaders import Batch, Loader, ResidentLoader, Share
 from stormo.data.order import derive_seed, seed_generators
 from stormo.data.tensors import TensorData

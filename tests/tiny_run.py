@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from stormo.config.layout import resolve_layout
-from stormo.config.schema import TrainConfig
 
 from stormo import checkpoint
 from stormo.config import options
+from stormo.config.layout import resolve_layout
 from stormo.config.plan import Plan, resolve
+from stormo.config.schema import TrainConfig
 from stormo.data.loaders import Batch, Loader, ResidentLoader, Share, StreamedLoader
 from stormo.data.order import derive_seed
 from stormo.data.tensors import TensorData

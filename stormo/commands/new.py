@@ -29,7 +29,7 @@ def main(named: str, kind: str) -> int:
         better = path.with_suffix(".py") if path.name != ".py" else path.with_name("my_task.py")
         raise SettingError(f"the file {path} was named", "a task is a Python file", f"name it {better}")
     check_file_name(path)
-    text = Path(__file__).with_name("templates").joinpath(KINDS[kind]).read_text(encoding="utf-8")
+    text = (Path(__file__).parents[1] / "tasks" / "templates" / KINDS[kind]).read_text(encoding="utf-8")
     try:
         with path.open("x", encoding="utf-8") as file:  # never over a file that is there
             try:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stormo.config.layout import resolve_layout
 
 from benchmarks import large_batch
 from benchmarks.large_batch import (
@@ -24,6 +23,7 @@ from benchmarks.large_batch import (
     tabulate,
     wanted,
 )
+from stormo.config.layout import resolve_layout
 from stormo.config.plan import resolve
 from stormo.system.hardware import visible_gpus
 from stormo.training.settings import read_settings

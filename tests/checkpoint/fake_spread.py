@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from stormo.config.mesh import Mesh
 from torch import Tensor, nn
 
+from stormo.config.mesh import Mesh
 from stormo.distributed.world import World
 from stormo.optim.novograd import NovoGrad
 from stormo.parallel.parts import Part, chunk

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from stormo.config.mesh import AXES, Mesh, mesh_of, parse_mesh, preset_mesh
 
+from stormo.config.mesh import AXES, Mesh, mesh_of, parse_mesh, preset_mesh
 from stormo.errors import SettingError
 
 

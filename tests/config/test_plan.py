@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stormo.config.layout import Launched, Layout, resolve_layout
-from stormo.config.schema import Effective, TrainConfig
 
 from stormo.config import options
+from stormo.config.layout import Launched, Layout, resolve_layout
 from stormo.config.plan import Facts, Plan, choices, resolve, with_layers, with_own_optimizer, with_passes
+from stormo.config.schema import Effective, TrainConfig
 from stormo.data.order import part
 from stormo.errors import SettingError
 from stormo.system.hardware import Gpu

@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from stormo.config.layout import resolve_layout
-from stormo.config.schema import Effective
 
 from stormo.config import options
+from stormo.config.layout import resolve_layout
 from stormo.config.plan import Facts, Plan, resolve
+from stormo.config.schema import Effective
 from stormo.errors import SettingError
 from stormo.system.hardware import Gpu
 

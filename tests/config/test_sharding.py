@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from stormo.config.layout import resolve_layout
 
 from stormo.config import options
+from stormo.config.layout import resolve_layout
 from stormo.config.plan import Facts, Plan, resolve
 from stormo.config.plan.sharding import STAGES_PER_WORKER, even_bubble
 from stormo.errors import SettingError

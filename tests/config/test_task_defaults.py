@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stormo.config.schema import Effective
 
 from stormo.config import options
+from stormo.config.schema import Effective
 from stormo.errors import SettingError
 from stormo.tasks.find import find_task
 from stormo.training.settings import read_settings

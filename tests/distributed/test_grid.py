@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from stormo.config.mesh import Mesh
 
+from stormo.config.mesh import Mesh
 from stormo.distributed.world import World
 
 Ranks = Callable[..., list[Any]]

@@ -6,9 +6,8 @@ import inspect
 import re
 from pathlib import Path
 
-from stormo.config.schema import OPTIMIZER_DEFAULTS
-
 from stormo import optim
+from stormo.config.schema import OPTIMIZER_DEFAULTS
 from tests import programs
 
 PAGE = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text(encoding="utf-8")

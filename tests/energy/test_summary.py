@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from stormo.config.schema import Energy
-
 from stormo.energy import read_bill
 from stormo.energy.summary import energy_sentence, energy_summary, joules_text
 from tests.energy.job import Job

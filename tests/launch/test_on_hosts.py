@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from stormo.config.schema import Effective
 
 from stormo.cli import main
 from stormo.config.options import flat_settings, to_toml
+from stormo.config.schema import Effective
 from stormo.launch import hosts
 from stormo.training.settings import read_settings
 

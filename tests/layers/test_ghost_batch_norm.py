@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from stormo.config.layout import resolve_layout
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
 from stormo.config import options
+from stormo.config.layout import resolve_layout
 from stormo.config.plan import Facts, Plan, num_ghosts, resolve, with_passes
 from stormo.distributed.world import World as Workers
 from stormo.errors import SettingError

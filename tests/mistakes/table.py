@@ -150,7 +150,7 @@ IN_THE_CLASS = [
         change=("def model(self):", "def model(self)"),
         before_workers=True,
         says=(
-            "the task my_task.py was named, but line 8 of my_task.py raised SyntaxError: expected ':'; mend "
+            "the task my_task.py was named, but line 8 of my_task.py raised SyntaxError: expected ':'; fix "
             "that line.\n"
             '  File "{folder}/my_task.py", line 8\n'
             "    def model(self)\n"

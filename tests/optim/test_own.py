@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import pytest
 import torch
-from stormo.config.schema import TrainConfig
 from torch import nn
 
+from stormo.config.schema import TrainConfig
 from stormo.errors import SettingError
 from stormo.optim.own import group_rates, left_out, notice, own_optimizer
 

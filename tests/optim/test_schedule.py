@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from stormo.config.schema import Optimizer
 
 from stormo.config.options import options_of
+from stormo.config.schema import Optimizer
 from stormo.optim.schedule import DECAYS, Schedule
 
 

@@ -15,13 +15,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from stormo.config.layout import resolve_layout
-from stormo.config.schema import TrainConfig
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
+from stormo.config.layout import resolve_layout
 from stormo.config.options import make_config
 from stormo.config.plan import resolve
+from stormo.config.schema import TrainConfig
 from stormo.data.iterables import IterableLoader
 from stormo.data.loaders import ResidentLoader, Share
 from stormo.distributed.world import World

@@ -14,14 +14,14 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from stormo.config.layout import resolve_layout
-from stormo.config.schema import TrainConfig, option
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_flatten
 
 from stormo.config import options
+from stormo.config.layout import resolve_layout
 from stormo.config.plan import Facts, Plan, resolve
+from stormo.config.schema import TrainConfig, option
 from stormo.data import TensorData
 from stormo.data.loaders import ResidentLoader, Share
 from stormo.distributed.world import World

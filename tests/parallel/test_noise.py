@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from stormo.config.layout import resolve_layout
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from stormo.config import options
+from stormo.config.layout import resolve_layout
 from stormo.config.plan import Facts, Plan, resolve
 from stormo.data.order import derive_seed
 from stormo.distributed.world import World

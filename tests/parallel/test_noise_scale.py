@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from stormo.config.layout import resolve_layout
-from stormo.config.schema import TrainConfig
 from torch import Tensor, nn
 
 from stormo.config import options
+from stormo.config.layout import resolve_layout
 from stormo.config.plan import Facts, Plan, resolve, with_passes
+from stormo.config.schema import TrainConfig
 from stormo.data import TensorData
 from stormo.distributed.world import World
 from stormo.errors import SettingError

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from stormo.config.mesh import PRESETS
-from stormo.config.schema import Workers
 from torch import nn
 
+from stormo.config.mesh import PRESETS
 from stormo.config.options import options_of
+from stormo.config.schema import Workers
 from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.parallel.data_parallel import DataParallel

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from stormo.config.schema import Optimizer, TrainConfig
 from torch import Tensor, nn
 
+from stormo.config.schema import Optimizer, TrainConfig
 from stormo.errors import SettingError
 from stormo.optim.table import OPTIMIZERS, make_optimizer
 from stormo.predict.blank import Blank

@@ -20,7 +20,7 @@ from stormo.errors import SettingError
 from stormo.launch import alone
 from stormo.tasks.measured import held_metrics, is_metric
 from stormo.tasks.task import Task
-from stormo.training.metrics import Validation
+from stormo.training.validation import Validation
 
 Ranks = Callable[..., list[Any]]
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from stormo.config.layout import resolve_layout
-from stormo.config.schema import Effective
 
 from stormo.cli import main
 from stormo.config import options
+from stormo.config.layout import resolve_layout
 from stormo.config.plan import Facts, Plan, resolve
+from stormo.config.schema import Effective
 from stormo.data.order import epoch_order
 from tests import programs
 

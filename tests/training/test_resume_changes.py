@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stormo.config.layout import resolve_layout
 
 from stormo.config import options
+from stormo.config.layout import resolve_layout
 from stormo.config.plan import Facts, Plan, resolve
 from stormo.errors import SettingError
 from stormo.training.settings import read_settings
@@ -166,7 +166,7 @@ def test_a_run_goes_on_in_its_own_folder_however_it_was_named(tmp_path: Path, mo
     with pytest.raises(SettingError) as refused:
         read_settings(["--resume", "runs/old", "--runs-folder", "others"])
     assert str(refused.value) == (
-        "--runs-folder others was set with --resume, but the run that goes on lies in runs; leave one of them out."
+        "--runs-folder others was set with --resume, but the run to resume lies in runs; leave one of them out."
     )
     monkeypatch.chdir("runs/old")
     run = read_settings(["--resume", "."])[0].run

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stormo.config.schema import SECTIONS, Effective
 
 from stormo.config import options
+from stormo.config.schema import SECTIONS, Effective
 from stormo.errors import SettingError
 from stormo.tasks.find import find_task
-from stormo.training.resuming.table import FREE, REFUSED, SAID
+from stormo.training.resume import FREE, REFUSED, SAID
 from stormo.training.settings import read_settings
 
 PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"

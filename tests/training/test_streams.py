@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from stormo.config.layout import resolve_layout
 
 from stormo.config import options
+from stormo.config.layout import resolve_layout
 from stormo.config.plan import resolve
 from stormo.data.iterables import IterableLoader
 from stormo.data.loaders import Share
@@ -26,10 +26,11 @@ from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.launch import alone
 from stormo.parallel.table import strategy_class
-from stormo.training.metrics import Validation
 from stormo.training.progress import Progress
+from stormo.training.sanity_check import check_streams
 from stormo.training.state import RunState
-from stormo.training.worker import _require_same_streams, make_batch, make_loader
+from stormo.training.trainer import make_batch, make_loader
+from stormo.training.validation import Validation
 from tests import programs
 from tests.stream_task import InOrder, Streamed, StreamOptions
 from tests.tiny_run import Parts, arrays, assert_same_bits, steps, whole_state
@@ -284,7 +285,7 @@ def _same_streams(world: World, kind: type[Streamed]) -> str:
     loader = IterableLoader(task.train_data(), 24, *how)
     validation = Validation(task, task.validation_data(), 8, world, make_batch=task.collate)
     try:
-        _require_same_streams(task, world, loader, validation)
+        check_streams(task, world, loader, validation)
     except SettingError as error:
         return str(error)
     # It is read from its beginning afterwards.

@@ -8,9 +8,9 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from stormo.config.mesh import Mesh
 from torch import Tensor, nn
 
+from stormo.config.mesh import Mesh
 from stormo.distributed.grid import Grid, Line
 from stormo.parallel.pipeline.bubble import Span, idle_share
 from stormo.parallel.pipeline.engine import Engine

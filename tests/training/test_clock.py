@@ -10,7 +10,7 @@ import torch
 from stormo.distributed.world import World
 from stormo.energy.keeper import NoKeeper
 from stormo.launch import alone
-from stormo.training.stopwatch import GpuPeak, Stopwatch
+from stormo.training.clock import GpuPeak, TrainingClock
 from tests.tiny_run import build
 
 GPU = torch.device("cuda", 1)
@@ -58,28 +58,28 @@ def captured(monkeypatch: pytest.MonkeyPatch, rehearsed: int) -> Allocator:
 def test_what_a_captured_pass_holds_is_counted_beside_what_came_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = captured(monkeypatch, rehearsed=90)
     peak = GpuPeak(GPU)
-    assert (peak.held_bytes(), peak.taken_bytes()) == (90, 110)
+    assert (peak.used_bytes(), peak.reserved_bytes()) == (90, 110)
     allocator.hold(40, 130)  # a step: the optimizer's state of 20 is there
     allocator.hold(47, 137)  # a validation
     allocator.hold(40, 137)
-    assert (peak.held_bytes(), peak.taken_bytes()) == (47 + 60, 137)
+    assert (peak.used_bytes(), peak.reserved_bytes()) == (47 + 60, 137)
 
 
 def test_passes_before_the_capture_may_have_held_more(monkeypatch: pytest.MonkeyPatch) -> None:
     captured(monkeypatch, rehearsed=500)
     peak = GpuPeak(GPU)
-    assert (peak.held_bytes(), peak.taken_bytes()) == (500, 505)
+    assert (peak.used_bytes(), peak.reserved_bytes()) == (500, 505)
 
 
 def test_an_allocator_without_pools_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = captured(monkeypatch, rehearsed=15)
     allocator.backend = "cudaMallocAsync"
-    assert GpuPeak(GPU).held_bytes() == 20
+    assert GpuPeak(GPU).used_bytes() == 20
 
 
 def test_a_worker_tells_the_most_of_all_and_without_a_gpu_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = build(World(alone(), torch.device("cpu")), {"num_train": 8, "num_validation": 8}, global_batch_size=4)
-    watch = Stopwatch(parts.world, parts.loader, parts.state.progress, parts.strategy, NoKeeper())
+    watch = TrainingClock(parts.world, parts.loader, parts.state.progress, parts.strategy, NoKeeper())
     held, taken = watch.peak_memory_bytes()
     assert held > 2**20
     assert taken is None

@@ -1,4 +1,4 @@
-"""The rehearsal finds a task's mistakes and leaves no trace; the table in tests/mistakes has what it says of most."""
+"""The sanity check finds a task's mistakes and leaves no trace; tests/mistakes has what it says of most."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from torch.nn.functional import cross_entropy
 from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.launch import alone
-from stormo.training.metrics import Validation
 from stormo.training.progress import Progress
-from stormo.training.rehearsal import Steps, _leaves_one, rehearse, rehearse_lone_samples
+from stormo.training.sanity_check import Steps, _leaves_one, check_lone_samples, sanity_check
+from stormo.training.validation import Validation
 from tests.tiny_run import Parts, assert_same_bits, build, steps, whole_state
 from tests.tiny_task import Tiny
 
 Ranks = Callable[..., list[Any]]
 
 
-def _rehearse(parts: Parts, *, every_shape: bool = True, may_diverge: bool = False) -> Steps:
+def _check(parts: Parts, *, every_shape: bool = True, may_diverge: bool = False) -> Steps:
     validation = Validation(parts.task, parts.task.validation_data(), 64, parts.world)
-    return rehearse(parts.strategy, parts.loader, validation, every_shape=every_shape, may_diverge=may_diverge)
+    return sanity_check(parts.strategy, parts.loader, validation, every_shape=every_shape, may_diverge=may_diverge)
 
 
 class Drawing(Tiny):
@@ -51,7 +51,7 @@ def _leaves_no_trace(world: World, every_shape: bool) -> None:
         steps(parts, num_steps)
         before = whole_state(parts)
         generators = random.getstate(), repr(np.random.get_state())
-        _rehearse(parts, every_shape=every_shape)
+        _check(parts, every_shape=every_shape)
         assert_same_bits(whole_state(parts), before)
         assert generators == (random.getstate(), repr(np.random.get_state()))
         assert all(parameter.grad is None for parameter in parts.strategy.module.parameters())
@@ -61,7 +61,7 @@ def _leaves_no_trace(world: World, every_shape: bool) -> None:
 
 
 @pytest.mark.parametrize(("size", "every_shape"), [(1, False), (1, True), (3, True)])
-def test_a_rehearsal_leaves_no_trace(run_ranks: Ranks, size: int, every_shape: bool) -> None:
+def test_a_sanity_check_leaves_no_trace(run_ranks: Ranks, size: int, every_shape: bool) -> None:
     run_ranks(_leaves_no_trace, size, every_shape)
 
 
@@ -69,7 +69,7 @@ def _num_passes(world: World) -> list[int]:
     counts = []
     for every_shape in (False, True):
         parts = build(world, {"num_train": 40}, global_batch_size=16)
-        _rehearse(parts, every_shape=every_shape)
+        _check(parts, every_shape=every_shape)
         assert isinstance(parts.task, Tiny)
         counts.append(parts.task.num_calls)
     return counts
@@ -83,10 +83,10 @@ def _passes_for_lone_samples(world: World, num_train: int) -> list[int]:
     counts = []
     for every_shape in (False, True):
         parts = build(world, {"num_train": num_train, "norm": False}, global_batch_size=16)
-        rehearsed = _rehearse(parts, every_shape=every_shape)
+        checked = _check(parts, every_shape=every_shape)
         assert isinstance(parts.task, Tiny)
         before = parts.task.num_calls
-        rehearse_lone_samples(parts.strategy, parts.loader, parts.plan, Progress(), rehearsed)
+        check_lone_samples(parts.strategy, parts.loader, parts.plan, Progress(), checked)
         counts.append(parts.task.num_calls - before)
     return counts
 
@@ -135,13 +135,13 @@ class SpareAllowed(Spare):
 
 def _unused(world: World) -> str:
     with pytest.raises(SettingError) as caught:
-        _rehearse(build(world, task_class=Spare))
+        _check(build(world, task_class=Spare))
     return str(caught.value)
 
 
 def _unused_allowed(world: World) -> list[float]:
     parts = build(world, task_class=SpareAllowed, global_batch_size=100)
-    _rehearse(parts)
+    _check(parts)
     return steps(parts, 12)
 
 
@@ -176,9 +176,9 @@ class WideComplex(Complex):
 
 def test_a_type_that_no_checkpoint_can_hold_is_refused_before_training() -> None:
     world = World(alone(), torch.device("cpu"))
-    _rehearse(build(world, task_class=Complex))
+    _check(build(world, task_class=Complex))
     with pytest.raises(SettingError, match=r"WideComplex.model\(\) has wave of type complex128, but a checkpoint"):
-        _rehearse(build(world, task_class=WideComplex))
+        _check(build(world, task_class=WideComplex))
 
 
 class NotANumber(Tiny):
@@ -192,7 +192,7 @@ class NotANumber(Tiny):
 
 def _notices_of_nan(world: World) -> list[str]:
     parts = build(world, task_class=NotANumber)
-    _rehearse(parts, may_diverge=True)
+    _check(parts, may_diverge=True)
     return parts.strategy.notices
 
 
@@ -217,7 +217,7 @@ class BadInputs(Tiny):
 def _refusal(world: World, task_class: type[Tiny]) -> str:
     parts = build(world, {"num_train": 32}, task_class=task_class, global_batch_size=32)
     with pytest.raises(SettingError) as caught:
-        _rehearse(parts)
+        _check(parts)
     return str(caught.value)
 
 
@@ -250,7 +250,7 @@ def _failing(world: World, error: Exception) -> tuple[str, str]:
     parts = build(world, task_class=Failing)
     parts.task.error = error  # type: ignore[attr-defined]
     with pytest.raises(Exception) as caught:  # noqa: PT011
-        _rehearse(parts)
+        _check(parts)
     return type(caught.value).__name__, str(caught.value)
 
 
@@ -267,7 +267,7 @@ def test_tensors_on_several_devices_are_explained(run_ranks: Ranks, text: str) -
     line = Failing.loss.__code__.co_firstlineno + 1
     assert kind == "SettingError"
     assert said == (
-        f"Failing.loss() mixes tensors (test_rehearsal.py, line {line}: {text}), but the model and the batch are on "
+        f"Failing.loss() mixes tensors (test_sanity_check.py, line {line}: {text}), but the model and the batch are on "
         "cpu, and whatever meets them must be there too; make it with device= of one of the batch's tensors, or in a "
         "module by register_buffer()."
     )
@@ -293,13 +293,13 @@ class Halved(Tiny):
 
 def _mixed_types(world: World) -> str:
     with pytest.raises(SettingError) as caught:
-        _rehearse(build(world, task_class=Halved))
+        _check(build(world, task_class=Halved))
     return str(caught.value)
 
 
 def test_numbers_of_several_types_are_explained(run_ranks: Ranks) -> None:
     (said,) = run_ranks(_mixed_types, 1)
-    assert said.startswith("Halved.loss() mixes tensors (test_rehearsal.py, line ")
+    assert said.startswith("Halved.loss() mixes tensors (test_sanity_check.py, line ")
     assert "must be of one type; let the data set give torch.float32 (.float())" in said
 
 
@@ -324,7 +324,7 @@ class Whole(Means):
 
 def _found_means(world: World, task_class: type[Tiny]) -> list[str]:
     parts = build(world, task_class=task_class, global_batch_size=64)
-    _rehearse(parts)
+    _check(parts)
     return parts.strategy.notices
 
 

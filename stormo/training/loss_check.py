@@ -49,7 +49,7 @@ class _Found:
     num_samples: Sequence[int]  # of both parts
 
 
-def check_parts(strategy: Strategy, batch: Batch | None, num_passes: int) -> None:
+def check_loss_parts(strategy: Strategy, batch: Batch | None, num_passes: int) -> None:
     """Refuse, on all workers alike, a loss whose result would depend on their number. All workers call it.
 
     Args:
