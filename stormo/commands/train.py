@@ -23,7 +23,7 @@ from stormo.launch.nodes import check_restarts, find_place, node_of
 from stormo.launch.restarts import run_with_restarts
 from stormo.system.early_signals import leave_if_warned
 from stormo.system.process import STARTED, own_command, process_start_unix_s
-from stormo.tasks.check import check_task, note_method
+from stormo.tasks.check import add_method_note, check_task
 from stormo.tasks.task import Task
 from stormo.telemetry.finding import default_run_name
 from stormo.training import staging
@@ -116,7 +116,7 @@ def _work(config: TrainConfig, layout: Layout, task: Task, place: Place) -> int:
     except (Exception, SystemExit) as raised:
         error = _no_exit(raised) if isinstance(raised, SystemExit) else full_disk(raised) or raised
         if not isinstance(error, StormoError):
-            note_method(error, task)
+            add_method_note(error, task)
         if lifeline is None or not lifeline.shows_failures:
             note_failure(os.environ, f"{type(error).__name__}: {error}")
             raise error from None if error is not raised else raised.__cause__

@@ -73,7 +73,7 @@ def looks_like_task(candidate: type[Any]) -> bool:
     return sum(method in vars(candidate) for method in REQUIRED) >= 2
 
 
-def note_method(error: BaseException, task: Task) -> None:
+def add_method_note(error: BaseException, task: Task) -> None:
     """Add to a user's own error which method of the task raised it."""
     codes = {
         code: method

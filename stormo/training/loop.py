@@ -199,7 +199,9 @@ def _follow_growth(run: Training) -> None:
         loader.share = replace(loader.share, global_batch_size=plan.global_batch_size, accumulate=plan.accumulate)
         run.state.strategy.cut_as(plan)
         change = "grown" if plan.global_batch_size > before else "gone back"
-        text = f"The batch has {change} to {plan.global_batch_size} samples in {counted(plan.accumulate, 'pass')}."
+        text = (
+            f"The batch has {change} to {plan.global_batch_size} samples in {counted(plan.accumulate, 'micro-batch')}."
+        )
         run.record(Notice(kind="info", text=text))
 
 

@@ -119,11 +119,11 @@ class Recovery:
     def _keep_rollbacks(self, good: Path) -> None:
         """Write the rollbacks, their factor and the diverged rate into a checkpoint from before them."""
         names = ("num_rollbacks", "rate_factor", "diverged_rate")
-        told = {name: getattr(self._state.progress, name) for name in names}
+        kept = {name: getattr(self._state.progress, name) for name in names}
         state = checkpoint.read_state(good)
-        if told.items() <= state["progress"].items():
+        if kept.items() <= state["progress"].items():
             return
-        state["progress"].update(told)
+        state["progress"].update(kept)
         try:
             checkpoint.replace_state(good, state)
         except checkpoint.CheckpointWriteError as error:  # which must not hide what went wrong before

@@ -52,18 +52,6 @@ _EXPLAINED = (RuntimeError, AttributeError, TypeError)
 # What torch or Python say of a mistake; what was done, why it cannot be, what to write instead.
 _MEANINGS = (
     (
-        r"backward through the graph a second time",
-        "calls backward() itself",
-        "its gradient is taken, and weighed, once it is returned",
-        "leave backward() and step() out of it",
-    ),
-    (
-        r"on the same device|indices should be either on|Input type \(.*weight type",
-        "mixes tensors",
-        "the model and the batch are on {device}, and whatever meets them must be there too",
-        "make it with device= of one of the batch's tensors, or in a module by register_buffer()",
-    ),
-    (
         r"same dtype|scalar type|Found dtype",
         "mixes tensors",
         "the numbers of the batch and the weights must be of one type",
@@ -113,14 +101,14 @@ def sanity_check(
     if is_resumed:
         loader.share = _first_of_several(strategy._plan, share)
     try:
-        with explain_errors(task, "train_data", "loss", strategy.world.device):
+        with explain_errors(task, "train_data", "loss"):
             batches = _checked(strategy, loader, look, is_resumed=is_resumed)
             strategy.warm_up(loader, batches if every_shape else itertools.islice(batches, 1), look)
             stages = [loader.share.accumulate, *(stage.accumulate for stage in strategy._plan.stages)]
             check_loss_parts(strategy, look.first, max(stages))
             if largest is not None:
                 _try_largest(strategy, loader, largest)
-        with explain_errors(task, "validation_data", "metrics", strategy.world.device):
+        with explain_errors(task, "validation_data", "metrics"):
             rounds = validation.run(strategy.validated, strategy.autocast, partial(_find_means, strategy))
             next(rounds)
             cast("Generator[object]", rounds).close()
@@ -154,7 +142,7 @@ def _try_largest(strategy: Strategy, loader: Loader, largest: Share) -> None:
         size = batch.span.num_samples
         raise SettingError(
             "--grow-batch was set with --max-batch-size",
-            f"a pass of {counted(size, 'sample')} of the batch that has grown does not fit in memory "
+            f"a micro-batch of {counted(size, 'sample')}, once the batch has grown, does not fit in memory "
             f"({next(iter(str(error).splitlines()), '').rstrip('.')})",
             f"set --max-batch-size below {size}, or leave it out to grow by accumulation",
         ) from error
@@ -178,7 +166,7 @@ def check_lone_samples(
     share, random_state = loader.share, collect_random_state()
     loader.share = replace(share, global_batch_size=found[0], accumulate=found[1])
     try:
-        with explain_errors(strategy.task, "train_data", "loss", strategy.world.device):
+        with explain_errors(strategy.task, "train_data", "loss"):
             strategy.warm_up(loader, (batch for batch in loader.first_and_last() if not batch.span.step_start))
     finally:
         loader.share = share
@@ -200,10 +188,10 @@ def check_streams(task: Task, world: World, loader: Loader, validation: Validati
 
     if isinstance(loader, IterableLoader):
         read = partial(loader.start, _NUM_COMPARED)
-        with explain_errors(task, "train_data", "loss", world.device):
+        with explain_errors(task, "train_data", "loss"):
             require_same_start(world, read(), read, partial(refusal, "train_data"))
     if validation.is_stream:
-        with explain_errors(task, "validation_data", "metrics", world.device):
+        with explain_errors(task, "validation_data", "metrics"):
             require_same_start(world, validation.start(), validation.start, partial(refusal, "validation_data"))
 
 
@@ -248,36 +236,25 @@ class _FirstPass:
             raise SettingError(
                 f"{type(strategy.task).__name__}.loss() leaves the model as model.eval() makes it",
                 "dropout and batch norm would not train from then on",
-                "leave model.eval() out of it: every pass begins in the mode that it needs",
+                "leave model.eval() out of it: every micro-batch begins in the mode that it needs",
             )
         # A collective: all ranks take part, whatever their own loss is, and decide alike.
         floats = [tensor for tensor in tensors_in(self.data) if tensor.is_floating_point()]
         has_bad_inputs = not all(bool(tensor.isfinite().all()) for tensor in floats)
         seen = torch.tensor([float(not torch.isfinite(loss)), float(has_bad_inputs)])
         is_bad, has_bad_inputs = (bool(flag) for flag in strategy.world.max(seen).tolist())
-        if is_bad and self._may_diverge:
-            strategy.notices.append(
-                f"{type(strategy.task).__name__}.loss() is not a finite number in the very first batch: look for a "
-                "division by zero, a log of zero, and inputs that are not scaled."
-            )
-        elif is_bad:
-            raise _not_finite(strategy.task, has_bad_inputs)
-
-
-def _not_finite(task: Task, has_bad_inputs: bool) -> SettingError:
-    name = type(task).__name__
-    if has_bad_inputs:
-        return SettingError(
-            f"{name}.train_data() gave inputs that are not finite numbers in the very first batch",
-            f"{name}.loss() of them is not finite either, and no step can be learned from it",
-            "clean the data (torch.isfinite finds such values), or set --on-divergence ignore to train all the same",
-        )
-    return SettingError(
-        f"{name}.loss() returned a number that is not finite in the very first batch",
-        "its inputs are finite, and no step can be learned from it",
-        "look for a division by zero, a log of zero, inputs that are not scaled or overflow in fp16, or set "
-        "--on-divergence ignore to train all the same",
-    )
+        if not is_bad:
+            return
+        name = type(strategy.task).__name__
+        what = f"{name}.loss() returned a number that is not finite in the very first batch"
+        fix = "look for a division by zero, a log of zero, inputs that are not scaled or overflow in fp16"
+        if has_bad_inputs:
+            what = f"{name}.train_data() gave inputs that are not finite numbers in the very first batch"
+            fix = "clean the data (torch.isfinite finds such values)"
+        if not self._may_diverge:
+            instead = f"{fix}, or set --on-divergence ignore to train all the same"
+            raise SettingError(what, "no step can be learned from it", instead)
+        strategy.notices.append(f"{what}: {fix}.")
 
 
 def _find_means(strategy: Strategy, batch: Any, whole: Sums) -> None:
@@ -341,7 +318,7 @@ def _checked(strategy: Strategy, loader: Loader, look: _FirstPass, *, is_resumed
 
 
 @contextmanager
-def explain_errors(task: Task, data_method: str, method: str, device: torch.device) -> Iterator[None]:
+def explain_errors(task: Task, data_method: str, method: str) -> Iterator[None]:
     """Explain well-known errors of torch and Python in a sentence; raise all others as they are."""
     name = type(task).__name__
     try:
@@ -360,7 +337,7 @@ def explain_errors(task: Task, data_method: str, method: str, device: torch.devi
         for pattern, what, why, instead in _MEANINGS if isinstance(error, _EXPLAINED) else ():
             if re.search(pattern, text):
                 said = f"{name}.{method}() {what} ({_location(frames)}{text})"
-                raise SettingError(said, why.format(device=device), instead.format(numbers=_numbers())) from error
+                raise SettingError(said, why, instead.format(numbers=_numbers())) from error
         raise
 
 
@@ -387,7 +364,7 @@ def explain_out_of_memory(config: TrainConfig, plan: Plan, device: torch.device,
         samples = counted(plan.batch_per_pass, "sample")
         text = next(iter(str(error).splitlines()), "").split(". ")[0].rstrip(".") or type(error).__name__
         raise SettingError(
-            f"passes of {samples} were set" if has_model else f"the model of {config.task} was to be made",
+            f"micro-batches of {samples} were set" if has_model else f"the model of {config.task} was to be made",
             f"{'one' if has_model else 'it'} does not fit into {_memory_of(device)} ({text})",
             f"set {_advice(config, plan, has_model)}; stormo predict {config.task} says before a start what fits",
         ) from error
@@ -396,7 +373,7 @@ def explain_out_of_memory(config: TrainConfig, plan: Plan, device: torch.device,
 def add_memory_note(config: TrainConfig, plan: Plan, error: BaseException) -> None:
     """Say below an error of too little memory, once training has begun, what would need less."""
     if is_out_of_memory(error):
-        error.add_note(f"Out of memory: go on by --resume with {_advice(config, plan, has_model=True)}.")
+        error.add_note(f"Out of memory: resume with --resume and {_advice(config, plan, has_model=True)}.")
 
 
 def _memory_of(device: torch.device) -> str:

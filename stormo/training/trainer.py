@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
+from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -62,10 +62,7 @@ def run_worker(
     set_up = SetUp()
     set_up.done("imports")
     share_cores(place)
-    with (
-        stop_flag(announces=place.launcher == "alone", is_last=True) as flag,
-        contextlib.ExitStack() as resources,
-    ):
+    with stop_flag(announces=place.launcher == "alone", is_last=True) as flag, ExitStack() as resources:
         trainer = Trainer(config, lifeline, flag, set_up, resources)
         try:
             trainer.setup(layout, task, place, store)
@@ -85,19 +82,14 @@ class Trainer:
     task: Task
 
     def __init__(
-        self,
-        config: TrainConfig,
-        lifeline: Lifeline,
-        flag: StopFlag,
-        set_up: SetUp,
-        resources: contextlib.ExitStack,
+        self, config: TrainConfig, lifeline: Lifeline, flag: StopFlag, set_up: SetUp, resources: ExitStack
     ) -> None:
         self.config = config
         self._lifeline = lifeline
         self._flag = flag
         self._set_up = set_up  # times of each part
         self._resources = resources  # closed after a failure too
-        self._closing = contextlib.ExitStack()  # closed after success alone
+        self._closing = ExitStack()  # closed after success alone
         self._notices: list[Notice] = []  # for the run's records, once they are open
 
     def setup(self, layout: Layout, task: Task, place: Place, store: Store | None) -> None:
@@ -146,7 +138,7 @@ class Trainer:
             )
         except BaseException as error:
             add_memory_note(config, plan, error)
-            with contextlib.suppress(OSError):  # a full disk must not hide what went wrong
+            with suppress(OSError):  # a full disk must not hide what went wrong
                 records.end("error")
             raise
         for text in profile.close():
@@ -186,7 +178,7 @@ class Trainer:
         else:
             self.world = join()
         keeper = open_keeper(self.world, devices_per_worker=layout.devices_per_worker, is_on=config.energy.energy)
-        self._keeper = self._resources.enter_context(contextlib.closing(keeper))
+        self._keeper = self._resources.enter_context(closing(keeper))
         self._set_up.done("joining")
 
     def _prepare_data(self, task: Task) -> None:
@@ -205,12 +197,12 @@ class Trainer:
         """Build the model with its optimizer, the loader and the validation; find the batch that fits."""
         config, world, task, seed = self.config, self.world, self.task, self.config.run.seed
         torch.manual_seed(derive_seed(seed, "model"))  # every rank builds the same model
-        explain = partial(explain_errors, task, "train_data", "loss", world.device)
+        explain = partial(explain_errors, task, "train_data", "loss")
         # A pipeline calls the model once, to split its layers into stages.
         calls_model = self.plan.layout.mesh.pipeline > 1
         with (
             explain_out_of_memory(config, self.plan, world.device, has_model=False),
-            explain() if calls_model else contextlib.nullcontext(),
+            explain() if calls_model else nullcontext(),
         ):
             strategy = strategy_class(self.plan.layout)(world, self.plan, task, config)
         seed_generators(derive_seed(seed, "worker", world.draws))  # each rank draws its own dropout
@@ -252,14 +244,12 @@ class Trainer:
         is_larger = grown.batch_per_pass > plan.batch_per_pass and not strategy.is_spread
         check_streams(self.task, self.world, loader, self._validation)
         with explain_out_of_memory(config, plan, self.world.device, has_model=True):
+            is_lean = self.world.size == 1 and self.world.device.type == "cpu" and not plan.compile
             self._checked_steps = sanity_check(
                 strategy,
                 loader,
                 self._validation,
-                every_shape=self.world.size > 1
-                or self.world.device.type == "cuda"
-                or plan.compile
-                or plan.loader == "streamed",
+                every_shape=not is_lean or plan.loader == "streamed",
                 may_diverge=config.stop.on_divergence == "ignore",
                 largest=largest if is_larger else None,
                 is_resumed=config.resumed is not None,
@@ -332,7 +322,7 @@ def set_arithmetic(config: TrainConfig, plan: Plan) -> None:
 
 
 def make_loader(config: TrainConfig, plan: Plan, task: Task, world: World) -> Loader:
-    """The loader that the plan names, with this worker's share of every batch."""
+    """The loader that the plan names, with this rank's share of every batch."""
     data = task.datasets()[0]
     share = Share(
         global_batch_size=plan.global_batch_size,

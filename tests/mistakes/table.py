@@ -383,7 +383,7 @@ IN_THE_FIRST_BATCH = [
         change=("x, y = batch", "model.eval()\n        x, y = batch"),
         says=(
             "Net.loss() leaves the model as model.eval() makes it, but dropout and batch norm would not train from "
-            "then on; leave model.eval() out of it: every pass begins in the mode that it needs."
+            "then on; leave model.eval() out of it: every micro-batch begins in the mode that it needs."
         ),
     ),
     Mistake(

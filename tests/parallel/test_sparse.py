@@ -133,7 +133,7 @@ def _refused(world: World) -> str:
     with (
         pytest.warns(UserWarning, match="Grad strides do not match"),
         pytest.raises(SettingError) as refused,
-        explain_errors(parts.task, "train_data", "loss", world.device),
+        explain_errors(parts.task, "train_data", "loss"),
     ):
         parts.strategy.warm_up(parts.loader)
     return str(refused.value)

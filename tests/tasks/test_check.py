@@ -12,7 +12,7 @@ from torch import nn
 
 from stormo.config import options
 from stormo.errors import SettingError
-from stormo.tasks.check import check_made, check_options, check_task, looks_like_task, note_method
+from stormo.tasks.check import add_method_note, check_made, check_options, check_task, looks_like_task
 from stormo.tasks.find import TASKS, find_task
 from stormo.tasks.task import Task
 
@@ -219,12 +219,12 @@ def test_an_error_of_the_users_own_ends_with_the_method_it_came_from() -> None:
     task = Raising(None)
     with pytest.raises(ZeroDivisionError) as caught:
         task.loss(None, 0)
-    note_method(caught.value, task)
+    add_method_note(caught.value, task)
     line = Raising.loss.__code__.co_firstlineno + 1
     assert caught.value.__notes__ == [f"stormo: it was raised in Raising.loss(), test_check.py, line {line}."]
 
 
 def test_an_error_from_elsewhere_is_left_alone() -> None:
     error = ValueError("not of the task")
-    note_method(error, Raising(None))
+    add_method_note(error, Raising(None))
     assert not hasattr(error, "__notes__")

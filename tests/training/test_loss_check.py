@@ -16,7 +16,7 @@ from stormo.data.loaders import Batch
 from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.tasks.task import Task
-from stormo.training.loss_check import _compared, _Seen, check_loss_parts
+from stormo.training.loss_check import _compared, _Evaluation, check_loss_parts
 from tests.spread import Plain, Words
 from tests.tiny_run import build
 from tests.tiny_task import Tiny, TinyOptions
@@ -381,8 +381,8 @@ def test_looking_leaves_no_trace_in_the_task_nor_in_the_model(run_ranks: Ranks) 
 
 
 def test_beside_a_part_without_any_loss_a_mean_is_not_taken_for_a_sum() -> None:
-    def seen(num_samples: int, loss: float) -> _Seen:
-        return _Seen(num_samples=num_samples, loss=loss, count=None, rounding=1e-11, rows=None)
+    def seen(num_samples: int, loss: float) -> _Evaluation:
+        return _Evaluation(num_samples=num_samples, loss=loss, count=None, rounding=1e-11, rows=None)
 
     task = Plain(TinyOptions())
     masked = _compared(task, 0.0, seen(5, 0.4), seen(1, 0.0), seen(4, 0.4))
