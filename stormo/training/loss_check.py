@@ -26,7 +26,7 @@ from stormo.errors import SettingError, counted
 from stormo.parallel.halves import HALVES
 from stormo.parallel.pipeline.trial import trial
 from stormo.parallel.strategy import Strategy
-from stormo.tasks.measured import held_metrics
+from stormo.tasks.metrics import held_metrics
 from stormo.tasks.task import Task
 
 # How far the rounding of a loss of each type may take it, as a share of it.

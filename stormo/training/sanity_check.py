@@ -35,7 +35,7 @@ from stormo.errors import SettingError, counted
 from stormo.parallel.fit import is_out_of_memory
 from stormo.parallel.strategy import Strategy
 from stormo.parallel.undo import Before
-from stormo.tasks.measured import COUNT_OF, read_metrics
+from stormo.tasks.metrics import COUNT_OF, read_metrics
 from stormo.tasks.returned import unused_parameters
 from stormo.tasks.task import Task
 from stormo.training.loss_check import check_loss_parts

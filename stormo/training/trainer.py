@@ -244,12 +244,12 @@ class Trainer:
         is_larger = grown.batch_per_pass > plan.batch_per_pass and not strategy.is_spread
         check_streams(self.task, self.world, loader, self._validation)
         with explain_out_of_memory(config, plan, self.world.device, has_model=True):
-            is_lean = self.world.size == 1 and self.world.device.type == "cpu" and not plan.compile
+            needs_no_warm_up = self.world.size == 1 and self.world.device.type == "cpu" and not plan.compile
             self._checked_steps = sanity_check(
                 strategy,
                 loader,
                 self._validation,
-                every_shape=not is_lean or plan.loader == "streamed",
+                every_shape=not needs_no_warm_up or plan.loader == "streamed",
                 may_diverge=config.stop.on_divergence == "ignore",
                 largest=largest if is_larger else None,
                 is_resumed=config.resumed is not None,

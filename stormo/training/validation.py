@@ -24,7 +24,7 @@ from stormo.data.streaming import answered, shut_down, stream
 from stormo.data.tensors import TensorData
 from stormo.distributed.world import World
 from stormo.errors import SettingError
-from stormo.tasks.measured import COUNT_OF, compute, held_metrics, read_metrics
+from stormo.tasks.metrics import COUNT_OF, compute, held_metrics, read_metrics
 from stormo.tasks.task import Task
 
 # A batch's slot and its data; a rank without a batch gets a stand-in without a slot, to learn what is measured.

@@ -345,7 +345,7 @@ def test_what_is_ignored_is_told_and_not_judged() -> None:
 
 
 def breaking_at(call: int, value: float = NAN, lasts: float = INF) -> type[Tiny]:
-    """The tiny task, whose loss is another from one call on; the rehearsal is not among the calls."""
+    """The tiny task, whose loss is another from one call on; the sanity check is not among the calls."""
 
     class Breaking(Tiny):
         def loss(self, model: nn.Module, batch: Any) -> Tensor:
@@ -909,7 +909,7 @@ def test_rollbacks_go_further_back_where_the_weights_are_to_blame_and_come_to_an
 ) -> None:
     ((records, steps, resumed),) = run_ranks(_never_recovers, 1, str(tmp_path))
     noticed = [record for record in records if isinstance(record, DivergenceNoticed)]
-    # Two calls of the loss are the rehearsal's, so the fifth step is the first bad one; from then on every call is bad.
+    # Two calls of the loss are the sanity check's: the fifth step is the first bad one, and every call from then on.
     # Checkpoints were saved at steps 0, 2, 3 and 4, and one is no good whose very next loss is not finite.
     assert [(record.step, record.rolled_back_to_step) for record in noticed] == [(5, 3), (4, 2), (3, None)]
     assert [record.rate_factor for record in noticed] == pytest.approx([0.1, 0.01, 0.01])

@@ -130,7 +130,7 @@ def _validate(world: World, task_options: dict[str, Any], batch_size: int, epoch
     data = task.validation_data()
     validation = Validation(task, data, batch_size, world, make_batch=make_batch(task))
     found = []
-    next(iter(validation.run(model, nullcontext)))  # given up after the first round, as the rehearsal does
+    next(iter(validation.run(model, nullcontext)))  # given up after the first round, as the sanity check does
     for _ in range(epochs):
         *rounds, metrics = validation.run(model, nullcontext)
         assert rounds == [None] * (validation.num_rounds - 1)
