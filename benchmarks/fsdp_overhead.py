@@ -33,7 +33,7 @@ def side(world: World, strategy: str, options: argparse.Namespace) -> Turn:
     from benchmarks.spread_tasks import Words
     from benchmarks.spread_worker import batches, build
     from stormo.tasks.gpt_sizes import SIZES
-    from stormo.training.worker import set_arithmetic
+    from stormo.training.trainer import set_arithmetic
 
     is_gpu = world.device.type == "cuda"
     flags: dict[str, Any] = {"strategy": strategy, "optimizer": "adamw", "clip_norm": 1.0, "graph": False}

@@ -22,7 +22,7 @@ from stormo.launch import alone
 from stormo.parallel.table import STRATEGIES
 from stormo.system.hardware import visible_gpus
 from stormo.training.settings import read_settings
-from stormo.training.worker import make_loader, set_arithmetic
+from stormo.training.trainer import make_loader, set_arithmetic
 
 BATCH_SIZES = (32, 128, 256, 512)
 

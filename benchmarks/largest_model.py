@@ -66,7 +66,7 @@ def train_one_step(options: argparse.Namespace) -> int:
     from benchmarks.spread_tasks import Words
     from benchmarks.spread_worker import batches, build, world_alone
     from stormo.tasks.gpt_sizes import SIZES
-    from stormo.training.worker import set_arithmetic
+    from stormo.training.trainer import set_arithmetic
 
     is_gpu = options.device == "cuda"
     world = world_alone(torch.device("cuda", 0) if is_gpu else torch.device("cpu"))

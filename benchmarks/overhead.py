@@ -105,7 +105,7 @@ def work(folder: Path, flags: Sequence[str], num_pairs: int, num_steps: int) -> 
     from stormo.config.layout import resolve_layout
     from stormo.distributed.store import Store
     from stormo.launch import local, open_lifeline
-    from stormo.training import worker
+    from stormo.training import trainer
     from stormo.training.loop import Outcome
     from stormo.training.settings import read_settings
 
@@ -120,8 +120,8 @@ def work(folder: Path, flags: Sequence[str], num_pairs: int, num_steps: int) -> 
     lifeline = open_lifeline(place)
     store = Store(place, config.workers.timeout)
     task = task_class(config.task_options)
-    with mock.patch.object(worker, "train", measure_instead):
-        code = worker.run_worker(config, resolve_layout(config, []), task, place, store, lifeline)
+    with mock.patch.object(trainer, "train", measure_instead):
+        code = trainer.run_worker(config, resolve_layout(config, []), task, place, store, lifeline)
     lifeline.close()
     return code
 

@@ -65,7 +65,7 @@ def side(world: World, one: Side, options: argparse.Namespace, stack: contextlib
     from stormo.config.schema import Batch, Optimizer, Speed, TrainConfig, Workers
     from stormo.distributed.world import Vote
     from stormo.parallel.table import strategy_class
-    from stormo.training.worker import make_loader
+    from stormo.training.trainer import make_loader
 
     staleness = options.staleness if one.is_stale else 0
     config = TrainConfig(

@@ -29,7 +29,7 @@ def steps_of(world: World, config: TrainConfig, width: int) -> Turn:
     from stormo.distributed.world import Vote
     from stormo.parallel.table import strategy_class
     from stormo.training.progress import Progress
-    from stormo.training.worker import make_loader
+    from stormo.training.trainer import make_loader
 
     task = Wide(width)
     plan = resolve(config, resolve_layout(config, ()), task.facts())

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 # The compiler too, which DDP and the optimizers of torch import.
-_PRELOAD = ["torch", "torch._dynamo", "stormo.data.loaders", "stormo.training.worker"]
+_PRELOAD = ["torch", "torch._dynamo", "stormo.data.loaders", "stormo.training.trainer"]
 _FOREIGN = ("SLURM_", "OMPI_", "PMI", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC", "STORMO_", "TINY_")
 
 

@@ -59,9 +59,7 @@ WITHOUT_TORCH = [
     "cli",
     "data.staging",
     "training.settings",
-    "training.resuming",
-    "training.divergence",
-    "training.dry_run",
+    "training.resume",
 ]
 
 

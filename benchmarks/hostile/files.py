@@ -98,7 +98,7 @@ def run(folder: Path, *, cases: Sequence[Case] | None = None) -> list[Verdict]:
     healthy = _train_healthy(folder)
     chosen = all_cases(healthy) if cases is None else cases
     import stormo.report.command
-    import stormo.training.worker  # noqa: F401 - once, before the processes of the cases are forked
+    import stormo.training.trainer  # noqa: F401 - once, before the processes of the cases are forked
 
     verdicts = [_try(folder, healthy, case) for case in chosen if os.geteuid() == 0 or not case.is_foreign]
     return verdicts + (_planted(folder) if cases is None else [])

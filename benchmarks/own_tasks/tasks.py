@@ -137,7 +137,7 @@ def _start(case: Case, folder: Path, num_workers: int, more: str) -> Ended:
 def run_command(words: Sequence[str], num_workers: int) -> tuple[int, str]:
     """Run `stormo` in processes that have torch already, as torchrun would start them; exit code and output."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo", "stormo.training.worker", "benchmarks.own_tasks.tasks"])
+    context.set_forkserver_preload(["torch", "torch._dynamo", "stormo.training.trainer", "benchmarks.own_tasks.tasks"])
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by torch when the server imports it
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""The verb `run`: starts a user's own script once for each worker, or becomes it where there is only one."""
+"""The verb `run`: starts a user's own script once for each worker, or becomes it for a single one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from stormo.system.hardware import visible_gpus
 from stormo.tasks.find import check_module, refuse_task
 from stormo.version import __version__
 
-# How the workers are started; all else of them is about a task, as a script's own model is not spread.
+# How workers are started; other settings of workers need a task, as stormo does not shard a script's model.
 _OF_SCRIPTS = (
     *("num_gpus", "num_nodes", "max_restarts", "launcher", "hosts", "hostfile", "print_commands"),
     *("node_id", "master_addr", "master_port", "device", "backend", "timeout"),
@@ -39,7 +39,7 @@ _SCRIPT = options.Positional(
 
 
 def main(arguments: list[str]) -> int:
-    """Read the flags, see who this process is, and go."""
+    """Read the flags, find out who this process is, and go."""
     own, theirs = _split(arguments)
     _require_own_flags(own)
     settings = options.parse_flags("stormo run", own, _OPTIONS, "", _SCRIPT)
@@ -48,20 +48,20 @@ def main(arguments: list[str]) -> int:
     if config.workers.max_restarts:
         raise SettingError(
             f"--max-restarts {config.workers.max_restarts} was set",
-            "stormo run starts a script once, and only the script could go on with what it has saved",
+            "stormo run starts a script once, and only the script could resume what it has saved",
             "start it by torchrun, whose workers stormo.World joins, or train a task with stormo train",
         )
     place = find_place(config)
     if hosts := hosts_of(config):
         return start_on_hosts(config, hosts, "run", arguments)
     layout = resolve_layout(config, visible_gpus(), launched_by(place))
-    os.environ |= _told(config)
+    os.environ |= _environment(config)
     settle_hashes(os.environ)
     if place is not None or layout.world_size == 1:
         sys.stdout.flush()
         os.execv(command[0], command)
     same = _same(command, layout)
-    patience = Patience(first_sign_s=None)  # a script may prepare its data for an hour before it asks for the world
+    patience = Patience(first_sign_s=None)  # a script may prepare data for an hour before it joins
     return run_node(command, node_of(config, layout), timeout_s=config.workers.timeout, patience=patience, **same)
 
 
@@ -97,7 +97,7 @@ def _command(script: str | None, flags: list[str]) -> list[str]:
 
 
 def _require_own_flags(arguments: list[str]) -> None:
-    """Say where a script's flags go; most would be unknown here, and the others mean something else."""
+    """Refuse flags that belong to the script or to a task, and say where they go."""
     known = {option.flag for option in _OPTIONS} | {"--help"}
     known |= {f"--no-{option.flag[2:]}" for option in _OPTIONS if option.kind is bool}
     for argument, following in zip(arguments, [*arguments[1:], "MODULE"], strict=False):
@@ -119,16 +119,16 @@ def _require_own_flags(arguments: list[str]) -> None:
             )
 
 
-def _told(config: TrainConfig) -> dict[str, str]:
-    """What the workers must know of the flags."""
+def _environment(config: TrainConfig) -> dict[str, str]:
+    """The environment variables that tell workers of the flags."""
     workers = config.workers
-    told = {DEVICE: workers.device, BACKEND: workers.backend, TIMEOUT: str(workers.timeout)}
+    variables = {DEVICE: workers.device, BACKEND: workers.backend, TIMEOUT: str(workers.timeout)}
     # torch's sockets warn of every name they cannot look up; a script imports torch before it asks for the world.
-    return told | {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
+    return variables | {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
 
 
 def _same(command: list[str], layout: Layout) -> dict[str, Any]:
-    """What must agree on all nodes, as a digest and in words."""
+    """What all nodes must agree on, as a digest and in words."""
     words = {
         "the script and its flags": " ".join(command[1:]),
         "the release of stormo": __version__,

@@ -1,6 +1,6 @@
-"""What can be known of a task before any process starts: a look at its class, without building a model or reading data.
+"""Checks the class of a task before any process starts, without building a model or reading data.
 
-What only shows with a model and a batch is looked at in `tasks/returned.py` and `rehearsal.py`.
+`tasks/returned.py` and `training/sanity_check.py` check what its methods return.
 """
 
 from __future__ import annotations
@@ -38,16 +38,28 @@ _CALLED_WITH: dict[str, tuple[str, ...]] = {
 
 
 def check_task(task_class: type[Task]) -> None:
-    """Raise a sentence for the first mistake in what the class defines, its options aside."""
+    """Raise a sentence for the first mistake in the methods and values of the class."""
     _check_required(task_class)
     for method in _CALLED_WITH:
         if getattr(task_class, method, None) is not getattr(Task, method, None):
             _check_method(task_class, method)
-    _check_values(task_class)
+    name, num_draws, reduction = task_class.__name__, task_class.num_draws, task_class.loss_reduction
+    if not isinstance(num_draws, int) or isinstance(num_draws, bool) or num_draws < 0:
+        raise SettingError(
+            f"{name}.num_draws is {num_draws!r}",
+            "it counts the random numbers that augment() gets for each sample",
+            "set a whole number from 0",
+        )
+    if reduction not in ("mean", "sum", "local"):
+        raise SettingError(
+            f"{name}.loss_reduction is {reduction!r}",
+            "it says what loss() is over the samples of a batch",
+            'set it to "mean", "sum" or "local"',
+        )
 
 
 def check_made(task: Task) -> None:
-    """Raise a sentence where a task's own `__init__` has left out that of `Task`."""
+    """Raise a sentence where a task's own `__init__` does not call that of `Task`."""
     if not hasattr(task, "options") or not hasattr(task, "_datasets"):
         raise SettingError(
             f"{type(task).__name__}.__init__() was written",
@@ -61,8 +73,8 @@ def looks_like_task(candidate: type[Any]) -> bool:
     return sum(method in vars(candidate) for method in REQUIRED) >= 2
 
 
-def note_method(error: BaseException, task: Task) -> None:
-    """Have the traceback of a user's own error end with the method of the task that it came from."""
+def add_method_note(error: BaseException, task: Task) -> None:
+    """Add to a user's own error which method of the task raised it."""
     codes = {
         code: method
         for method in _CALLED_WITH
@@ -79,18 +91,17 @@ def note_method(error: BaseException, task: Task) -> None:
 
 def _check_required(task_class: type[Task]) -> None:
     missing = [method for method in REQUIRED if getattr(task_class, method) is getattr(Task, method)]
-    if not missing:
-        return
-    similar = _similar(task_class, missing)
-    raise SettingError(
-        f"class {task_class.__name__} was named as the task",
-        f"it has no {' and no '.join(f'{method}()' for method in missing)}",
-        f"write {' and '.join(_definition(method) + similar.get(method, '') for method in missing)}",
-    )
+    if missing:
+        similar = _similar(task_class, missing)
+        raise SettingError(
+            f"class {task_class.__name__} was named as the task",
+            f"it has no {' and no '.join(f'{method}()' for method in missing)}",
+            f"write {' and '.join(_definition(method) + similar.get(method, '') for method in missing)}",
+        )
 
 
 def _similar(task_class: type[Task], missing: Sequence[str]) -> dict[str, str]:
-    """Where a method of another name may be meant for a missing one: a remark on it."""
+    """For each missing method, a remark on one whose name looks like it."""
     found: dict[str, str] = {}
     for cls in task_class.__mro__[: task_class.__mro__.index(Task)]:
         for name, value in vars(cls).items():
@@ -110,16 +121,13 @@ def _check_method(task_class: type[Task], method: str) -> None:
     name, wanted = f"{task_class.__name__}.{method}", _CALLED_WITH[method]
     called = f"it is called as {method}({', '.join(wanted)})"
     is_bound_later = isinstance(found, classmethod) or (callable(found) and hasattr(found, "__get__"))
-    if not is_bound_later and not isinstance(found, type):  # a class stands for a function that makes one
-        raise SettingError(
-            f"{name} is {_article(type(found).__name__)}",
-            f"{called}, so it must be a method",
-            f"write {_definition(method)}",
-        )
+    if not is_bound_later and not isinstance(found, type):  # a class can stand for a function that makes its objects
+        kind = type(found).__name__
+        raise SettingError(f"{name} is a {kind}", f"{called}, so it must be a method", f"write {_definition(method)}")
     is_plain = not isinstance(found, classmethod | staticmethod | type)
     try:
         signature = inspect.signature(found if is_plain else getattr(task_class, method))
-    except (TypeError, ValueError):  # a callable that does not tell
+    except (TypeError, ValueError):  # a callable without a signature
         return
     try:
         signature.bind(*(("self", *wanted) if is_plain else wanted))
@@ -128,79 +136,37 @@ def _check_method(task_class: type[Task], method: str) -> None:
         raise SettingError(f"{written} was written", called, f"write {_definition(method)}") from None
 
 
-def _article(noun: str) -> str:
-    return f"{'an' if noun[:1].lower() in 'aeiou' else 'a'} {noun}"
-
-
-def _check_values(task_class: type[Task]) -> None:
-    name, num_draws = task_class.__name__, task_class.num_draws
-    if not isinstance(task_class.name, str):
-        raise SettingError(f"{name}.name is {task_class.name!r}", "it is shown as text", 'set something like "my-task"')
-    if not isinstance(num_draws, int) or isinstance(num_draws, bool) or num_draws < 0:
-        raise SettingError(
-            f"{name}.num_draws is {num_draws!r}",
-            "it counts the random numbers that augment() gets for each sample",
-            "set a whole number from 0",
-        )
-    if task_class.loss_reduction not in ("mean", "sum", "local"):
-        raise SettingError(
-            f"{name}.loss_reduction is {task_class.loss_reduction!r}",
-            "it says what loss() is over the samples of a batch",
-            'set it to "mean", "sum" or "local"',
-        )
-    if not isinstance(task_class.find_unused, bool):
-        raise SettingError(
-            f"{name}.find_unused is {task_class.find_unused!r}", "it is a switch", "set it to True or False"
-        )
-
-
 def check_options(task_class: type[Task]) -> None:
-    """Raise a sentence where the options of a task cannot become flags, or its defaults no settings."""
+    """Raise a sentence where the options of a task cannot become flags, or its defaults are no settings."""
+    name, declared = f"{task_class.__name__}.Options", task_class.Options
     if not isinstance(task_class.defaults, Mapping):
         raise SettingError(
-            f"{task_class.__name__}.defaults is {_article(type(task_class.defaults).__name__)}",
+            f"{task_class.__name__}.defaults is a {type(task_class.defaults).__name__}",
             "it holds settings by name",
             'set something like {"optimizer": "adamw"}',
         )
-    declared: Any = task_class.Options
-    name = f"{task_class.__name__}.Options"
-    if not isinstance(declared, type):
-        raise SettingError(
-            f"{name} is {_article(type(declared).__name__)}",
-            "it must be a class",
-            "set it to a dataclass, not to one of its values",
-        )
-    fields = {field.name for field in dataclasses.fields(declared)} if dataclasses.is_dataclass(declared) else None
-    if fields is None or not set(inspect.get_annotations(declared)) - _class_variables(declared) <= fields:
-        raise SettingError(
-            f"{name} was written", "it is not a dataclass", f"put @dataclass above class {declared.__name__}"
-        )
+    is_dataclass = isinstance(declared, type) and dataclasses.is_dataclass(declared)
+    fields = {field.name for field in dataclasses.fields(declared)} if is_dataclass else set()
+    cls = declared if isinstance(declared, type) else type(declared)
+    own = {key for key, hint in inspect.get_annotations(cls).items() if "ClassVar" not in str(hint)}
+    if not is_dataclass or not own <= fields:  # a subclass of a dataclass may have fields of its own
+        raise SettingError(f"{name} was written", "it is not a dataclass", f"put @dataclass above class {cls.__name__}")
     for field in dataclasses.fields(declared):
         if field.init and field.default is dataclasses.MISSING:
+            hint = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))
             raise SettingError(
                 f"option {field.name} of {name} has no default",
                 "a run must be able to start without it",
-                f"give it one, as in {field.name}: {_written(field.type)} = …",
+                f"give it one, as in {field.name}: {hint} = …",
             )
     try:
         options.options_of("task", declared)
-    except NameError as error:
+    except SettingError:
+        raise
+    except (NameError, ValueError) as error:  # a type that is not imported, or one of several types
+        why = str(error) if isinstance(error, NameError) else "it is one of several types"
         raise SettingError(
-            f"an option of {name} is declared with a type that is not there", str(error), "import it"
+            f"an option of {name} has a type that cannot be read",
+            why,
+            "declare it as int, float, str, bool, one of those or None, or a Literal of strings",
         ) from None
-    except ValueError as error:
-        if isinstance(error, SettingError):
-            raise
-        raise SettingError(
-            f"an option of {name} is declared as one of several types",
-            "an option is int, float, str, bool, one of those or None, or a Literal of strings",
-            "declare it as one of these",
-        ) from None
-
-
-def _class_variables(declared: type[Any]) -> set[str]:
-    return {name for name, hint in inspect.get_annotations(declared).items() if "ClassVar" in str(hint)}
-
-
-def _written(hint: Any) -> str:
-    return hint if isinstance(hint, str) else getattr(hint, "__name__", str(hint))

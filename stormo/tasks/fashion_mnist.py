@@ -87,7 +87,7 @@ class FashionMnist(Task):
         from stormo.tasks.wide_resnet import WideResNet, score
 
         if not isinstance(model, WideResNet):
-            return None  # of a task that is built on this one
+            return None  # a subclass has another model
         return [Sequential(model.stem, model.stem_norm), *model.blocks, partial(score, model.head)]
 
     def train_data(self) -> TensorData:

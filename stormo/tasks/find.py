@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import ast
 import importlib
-import importlib.machinery
 import importlib.util
 import sys
+import sysconfig
 import traceback
 from pathlib import Path
 from types import ModuleType
-from typing import TypeGuard
 
 from stormo.errors import SettingError, StormoError, unknown_name
 from stormo.tasks.check import looks_like_task
 from stormo.tasks.task import Task
 
 _PACKAGE = str(Path(__file__).parents[1])
-_STANDARD_LIBRARY = str(Path(ast.__file__).parent)
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 TASKS = {
     "fashion-mnist": "stormo.tasks.fashion_mnist:FashionMnist",
     "language-model": "stormo.tasks.language_model:LanguageModel",
@@ -25,7 +24,7 @@ TASKS = {
 
 
 def find_task(name: str) -> type[Task]:
-    """The task class a user named; its module is imported."""
+    """The task class that the user named; its module is imported."""
     target = TASKS.get(name, name)
     if target.partition(":")[0].endswith(".py"):
         path, _, wanted = target.partition(":")
@@ -38,13 +37,12 @@ def find_task(name: str) -> type[Task]:
 
 
 def check_module(name: str, said: str) -> None:
-    """Refuse a file of another kind and a part of a module that has none, before the module itself is imported."""
+    """Refuse a file that is no Python file, and a part of a module that has none, before anything is imported."""
     top, dot, _ = name.partition(".")
     instead = f"name {top}.py" if Path(f"{top}.py").is_file() else "name a file that ends in .py, or a module"
     if Path(name).is_file():
         raise SettingError(said, "it is no Python file", instead)
-    spec = importlib.machinery.PathFinder.find_spec(top, ["", *sys.path]) if top and dot else None
-    if spec is not None and spec.submodule_search_locations is None:
+    if dot and Path(f"{top}.py").is_file() and not Path(top).is_dir():
         raise SettingError(said, f"{top} is a module that holds no others", instead)
 
 
@@ -72,8 +70,7 @@ def _import_file(path: Path) -> ModuleType:
 def refuse_task(path: Path) -> None:
     """Refuse a file that only defines a task where a script is wanted: run as one, it would do nothing."""
     body, names = _read_names(path)
-    runs = any(not isinstance(one, _DEFINING) and not _is_plain(one) for one in body)
-    if "Task" in names and "World" not in names and not runs and any(_imports_stormo(one) for one in body):
+    if "Task" in names and "World" not in names and all(_only_defines(one) for one in body):
         raise SettingError(
             f"stormo run {path} was typed",
             "it holds a stormo.Task and nothing that runs by itself",
@@ -81,25 +78,16 @@ def refuse_task(path: Path) -> None:
         )
 
 
-_DEFINING = (ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef)
-
-
-def _imports_stormo(statement: ast.stmt) -> bool:
-    if isinstance(statement, ast.Import):
-        return any(one.name.partition(".")[0] == "stormo" for one in statement.names)
-    return isinstance(statement, ast.ImportFrom) and (statement.module or "").partition(".")[0] == "stormo"
-
-
-def _is_plain(statement: ast.stmt) -> bool:
-    """Whether it is a text, or names a value that nothing is called for."""
-    if isinstance(statement, ast.Expr):
-        return isinstance(statement.value, ast.Constant)
-    is_named = isinstance(statement, ast.Assign | ast.AnnAssign)
-    return is_named and not any(isinstance(node, ast.Call) for node in ast.walk(statement))
+def _only_defines(statement: ast.stmt) -> bool:
+    """Whether it imports, defines, or names a value without a call."""
+    if isinstance(statement, ast.Import | ast.ImportFrom | ast.ClassDef | ast.FunctionDef):
+        return True
+    is_plain = isinstance(statement, ast.Expr | ast.Assign | ast.AnnAssign)
+    return is_plain and not any(isinstance(node, ast.Call) for node in ast.walk(statement))
 
 
 def _refuse_script(path: Path) -> None:
-    """Refuse a script with a loop of its own before it runs, as it would if it were imported."""
+    """Refuse a script with a loop of its own before an import would run it."""
     _, names = _read_names(path)
     if "World" in names and "Task" not in names:
         raise SettingError(
@@ -110,22 +98,22 @@ def _refuse_script(path: Path) -> None:
 
 
 def _read_names(path: Path) -> tuple[list[ast.stmt], set[str]]:
-    """The statements of a file, and every name in them but those that an import alone mentions."""
+    """The statements of a file that imports stormo, and the names they use."""
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
-        return [], set()  # said when it is imported or run
-    return tree.body, {
-        node.id if isinstance(node, ast.Name) else node.attr for node in ast.walk(tree) if _is_name(node)
-    }
-
-
-def _is_name(node: ast.AST) -> TypeGuard[ast.Name | ast.Attribute]:
-    return isinstance(node, ast.Name | ast.Attribute)
+        return [], set()  # raised when it is imported or run
+    nodes = list(ast.walk(tree))
+    imported = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    imported |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    if "stormo" not in {name.partition(".")[0] for name in imported}:
+        return [], set()
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    return tree.body, names | {node.attr for node in nodes if isinstance(node, ast.Attribute)}
 
 
 def check_file_name(path: Path) -> None:
-    """Raise a sentence where a file of this name would be found instead of a module that others import."""
+    """Refuse a file whose name hides a module that others import."""
     if path.stem in sys.stdlib_module_names or path.stem in ("torch", "numpy", "stormo"):
         raise SettingError(
             f"the task {path} was named", f"{path.stem} is also the name of a module it would hide", "rename the file"
@@ -133,57 +121,43 @@ def check_file_name(path: Path) -> None:
 
 
 def _import_failure(error: Exception | SystemExit, name: str) -> StormoError:
-    """What went wrong in a user's module, with the user's own lines of the traceback behind it."""
+    """What went wrong in a user's module, followed by the user's own lines of the traceback."""
     if isinstance(error, StormoError):
         return error
     told = traceback.TracebackException.from_exception(error)
     own = [frame for frame in told.stack if not frame.filename.startswith(("<frozen importlib", _PACKAGE))]
-    told.stack = traceback.StackSummary.from_list(own)
-    told.__cause__, told.__context__ = None, None
-    if isinstance(error, SyntaxError):
-        file, line, text = error.filename, error.lineno, error.msg
-    else:
-        file, line = (own[-1].filename, own[-1].lineno) if own else (None, None)
-        text = next(iter(str(error).splitlines()), "")
-    place = f"line {line} of {Path(file).name}" if file and line else "its import"
-    if _is_of_a_script(error):
-        where = next((frame for frame in reversed(own) if not _is_installed(frame.filename)), None)
-        place = place if where is None else f"line {where.lineno} of {Path(where.filename).name}"
+    said, last = f"the task {name} was named", own[-1] if own else None
+    if isinstance(error, SystemExit):
+        last = next((frame for frame in reversed(own) if not frame.filename.startswith(_INSTALLED)), last)
         return SettingError(
-            f"the task {name} was named",
-            f"{place} {'ends the process' if isinstance(error, SystemExit) else 'waits for input'} when it is imported",
+            said,
+            f"{_location(last)} ends the process when it is imported",
             'put what only a script does under if __name__ == "__main__":',
         )
-    return _ImportFailedError(
-        f"the task {name} was named",
+    told.stack = traceback.StackSummary.from_list(own)
+    told.__cause__, told.__context__ = None, None
+    place, text = _location(last), next(iter(str(error).splitlines()), "")
+    if isinstance(error, SyntaxError) and error.filename:
+        place, text = f"line {error.lineno} of {Path(error.filename).name}", error.msg
+    failed = SettingError(
+        said,
         f"{place} raised {type(error).__name__}{f': {text}' if text else ''}",
         "install that package, or set PYTHONPATH to its folder"
         if isinstance(error, ModuleNotFoundError)
-        else "mend that line",
-        "".join(told.format()),
+        else "fix that line",
     )
+    failed.args = (f"{failed}\n{''.join(told.format()).rstrip()}",)
+    return failed
 
 
-def _is_of_a_script(error: BaseException) -> bool:
-    return isinstance(error, SystemExit) or (isinstance(error, EOFError) and "reading a line" in str(error))
-
-
-def _is_installed(file: str) -> bool:
-    return file.startswith(_STANDARD_LIBRARY) or "site-packages" in file or "dist-packages" in file
-
-
-class _ImportFailedError(SettingError):
-    """A user's module that cannot be imported: the sentence, then the lines of its traceback."""
-
-    def __init__(self, what: str, why: str, instead: str, details: str) -> None:
-        super().__init__(what, why, instead)
-        self.args = (f"{self}\n{details.rstrip()}",)
+def _location(frame: traceback.FrameSummary | None) -> str:
+    return f"line {frame.lineno} of {Path(frame.filename).name}" if frame else "its import"
 
 
 def _import_module(module_name: str, name: str, *, is_built_in: bool) -> ModuleType:
     check_module(module_name, f"the task {name} was named")
     here = str(Path.cwd())
-    if here not in sys.path and not is_built_in:  # nothing of a built-in task lies in the current folder
+    if here not in sys.path and not is_built_in:  # built-in tasks need nothing from the current folder
         sys.path.insert(0, here)
     try:
         return importlib.import_module(module_name)

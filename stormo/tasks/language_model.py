@@ -47,7 +47,7 @@ class LanguageModel(Task):
         "batch_size": 8,
         "optimizer": "adamw",
         "base_lr": 1e-3,
-        "lr_rule": "sqrt",  # Adam divides by the gradient's noise, which falls with the root of the batch
+        "lr_rule": "sqrt",  # Adam divides by the gradient noise, which falls with the root of the batch
         "weight_decay": 0.1,
         "clip_norm": 1.0,
         "warmup_epochs": 0.5,
@@ -95,7 +95,7 @@ class LanguageModel(Task):
         from stormo.tasks.gpt import Gpt, embed, score
 
         if not isinstance(model, Gpt):
-            return None  # of a task that is built on this one
+            return None  # a subclass has another model
         return [
             partial(embed, model.tokens, model.positions, model.dropout),
             *model.blocks,
@@ -160,16 +160,16 @@ class LanguageModel(Task):
 
         from stormo.data.tensors import TensorData
 
-        # From a copy: torch wants memory that it may write to.
+        # A copy, as torch wants writable memory.
         stream = torch.frombuffer(bytearray(part), dtype=torch.uint8)
         # A window's last byte, which is only predicted, is the next one's first: each byte is predicted once.
         every = stream.unfold(0, self.block + 1, self.block)
-        # Where not all are asked for, every n-th: the first ones would be a few files and say little of the others.
+        # Not all: every n-th, as the first ones would be a few files only.
         return TensorData(every[torch.arange(num_windows) * len(every) // num_windows])
 
 
 def _scores(model: nn.Module, tokens: Tensor) -> Tensor:
-    """The scores of every next byte, [n × block, 256], in fp32 at least: a softmax in 16 bits loses digits."""
+    """The scores of every next byte, [n × block, 256], in fp32 at least: a 16-bit softmax loses digits."""
     scores: Tensor = model(tokens[:, :-1]).flatten(0, 1)
     return scores.float() if scores.dtype.itemsize < 4 else scores
 

@@ -58,7 +58,7 @@ def read_corpus(folder: Path | None = None) -> Corpus:
             raise SettingError(
                 f"the text of {root} is trained on",
                 f"{name} cannot be read ({error.strerror})",
-                "mend that file, or set --task.data-folder to another folder",
+                "fix that file, or set --task.data-folder to another folder",
             ) from None
     train, validation = b"".join(parts[False]), b"".join(parts[True])
     if folder is None and not (train and validation):

@@ -1,6 +1,6 @@
-"""What a task's methods have returned, held against the contract: the model, the data sets and the loss.
+"""Checks what a task's methods return: the model, the data sets and the loss.
 
-A mistake gets a sentence that names the method and the mend. `read_loss` runs in every pass and costs no time.
+A mistake gets a sentence that names the method and the fix. `read_loss` runs in every micro-batch and costs no time.
 """
 
 from __future__ import annotations
@@ -23,89 +23,64 @@ Count = Tensor | float  # of the items that a loss or a metric is a mean of
 
 def check_model(owner: object, model: Any, *, may_be_meta: bool = False) -> nn.Module:
     """The model, or a sentence that says why it cannot be trained."""
-    said = f"{type(owner).__name__}.model() returned"
     if isinstance(model, type):
-        raise SettingError(
-            f"{said} the class {model.__name__}",
-            "a class holds no weights",
-            f"return {model.__name__}(…), one of its objects",
-        )
-    if not isinstance(model, nn.Module):
-        raise SettingError(f"{said} {_kind(model)}", "an nn.Module is trained", "end it with return and the module")
-    lazy = next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None)
-    if lazy is not None:
-        raise SettingError(
-            f"{said} a model with the lazy parameter {lazy}",
-            "the optimizer and the other workers must know its size before the first batch",
-            "give that layer its number of inputs",
-        )
-    parameters = list(model.parameters())
-    if not may_be_meta and any(parameter.is_meta for parameter in parameters):
-        raise SettingError(
-            f"{said} a model on the device meta", "its weights have no values", "build it without that device"
-        )
-    if not parameters:
-        raise SettingError(
-            f"{said} {_kind(model)} without parameters",
-            "there is nothing to train",
-            "assign its layers to self, or keep several in an nn.ModuleList, not in a plain list",
-        )
-    if not any(parameter.requires_grad for parameter in parameters):
-        raise SettingError(
-            f"{said} a model of {counted(len(parameters), 'parameter')}",
-            "none requires a gradient, so there is nothing to train",
-            "call requires_grad_(True) on those that are to be trained",
-        )
-    return model
+        found = _kind(model), "a class holds no weights", f"return {model.__name__}(…), one of its objects"
+    elif not isinstance(model, nn.Module):
+        found = _kind(model), "an nn.Module is trained", "end it with return and the module"
+    elif lazy := next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None):
+        why = "the optimizer and the other workers must know its size before the first batch"
+        found = f"a model with the lazy parameter {lazy}", why, "give that layer its number of inputs"
+    elif not may_be_meta and any(parameter.is_meta for parameter in model.parameters()):
+        found = "a model on the device meta", "its weights have no values", "build it without that device"
+    elif not (parameters := list(model.parameters())):
+        instead = "assign its layers to self, or keep several in an nn.ModuleList, not in a plain list"
+        found = f"{_kind(model)} without parameters", "there is nothing to train", instead
+    elif not any(parameter.requires_grad for parameter in parameters):
+        why = "none requires a gradient, so there is nothing to train"
+        instead = "call requires_grad_(True) on those that are to be trained"
+        found = f"a model of {counted(len(parameters), 'parameter')}", why, instead
+    else:
+        return model
+    what, why, instead = found
+    raise SettingError(f"{type(owner).__name__}.model() returned {what}", why, instead)
 
 
 def check_data(owner: object, method: str, data: Any) -> Any:
     """The data set, or a sentence that says why no batches can be made of it."""
-    said = f"{type(owner).__name__}.{method}() returned"
     if data is None:
-        raise SettingError(f"{said} None", "batches are made of a data set", "end it with return and the data set")
-    if isinstance(data, DataLoader):
-        raise SettingError(
-            f"{said} a DataLoader",
-            "batches are cut here, the same for any number of workers",
-            "return the data set itself",
-        )
-    if isinstance(data, Iterator):
-        raise SettingError(
-            f"{said} {_kind(data)}, which can be read once",
-            "every epoch reads it anew",
-            "return an object whose __iter__ starts from the beginning, or a list",
-        )
-    if isinstance(data, Mapping) or _is_columns(data):
-        raise SettingError(
-            f"{said} {_kind(data)} of {counted(len(data), 'part')}",
-            "a data set gives one sample for each index",
-            "return stormo.data.TensorData(x, y) of tensors whose rows are the samples",
-        )
-    if is_stream(data):
+        found = "None", "batches are made of a data set", "end it with return and the data set"
+    elif isinstance(data, DataLoader):
+        why = "batches are cut here, the same for any number of workers"
+        found = "a DataLoader", why, "return the data set itself"
+    elif isinstance(data, Iterator):
+        instead = "return an object whose __iter__ starts from the beginning, or a list"
+        found = f"{_kind(data)}, which can be read once", "every epoch reads it anew", instead
+    elif isinstance(data, Mapping) or _is_columns(data):
+        what, why = f"{_kind(data)} of {counted(len(data), 'part')}", "a data set gives one sample for each index"
+        found = what, why, "return stormo.data.TensorData(x, y) of tensors whose rows are the samples"
+    elif is_stream(data):
         return data
-    lacking = [] if hasattr(data, "__len__") else ["__len__"]
-    own = getattr(data if isinstance(data, type) else type(data), "__getitem__", Dataset.__getitem__)
-    if own is Dataset.__getitem__ and not hasattr(data, "__getitems__"):  # which reads many at once
-        lacking.append("__getitem__")
-    if isinstance(data, type) or lacking:
-        raise SettingError(
-            f"{said} {_kind(data)}",
-            "a data set has __len__ and __getitem__" + (f", and it lacks {' and '.join(lacking)}" if lacking else ""),
-            "return a list of samples, a stormo.data.TensorData, or a torch Dataset",
-        )
-    if len(data) == 0:
-        raise SettingError(
-            f"{said} a data set without samples", "an epoch takes at least one", "check how they are read"
-        )
-    return data
+    elif isinstance(data, type) or not _has_samples(data):
+        instead = "return a list of samples, a stormo.data.TensorData, or a torch Dataset"
+        found = _kind(data), "a data set has __len__ and __getitem__", instead
+    elif len(data) == 0:
+        found = "a data set without samples", "an epoch takes at least one", "check how they are read"
+    else:
+        return data
+    what, why, instead = found
+    raise SettingError(f"{type(owner).__name__}.{method}() returned {what}", why, instead)
 
 
 def _is_columns(data: Any) -> bool:
-    """Whether these are the parts of all samples, as in `return x, y`, instead of samples."""
+    """Whether these are the columns of all samples, as in `return x, y`, instead of samples."""
     if not isinstance(data, tuple) or not all(isinstance(part, Tensor) and part.ndim for part in data):
         return False
     return len({part.shape for part in data}) > 1 and len({len(part) for part in data}) == 1
+
+
+def _has_samples(data: Any) -> bool:
+    reads_one = getattr(type(data), "__getitem__", Dataset.__getitem__) is not Dataset.__getitem__
+    return hasattr(data, "__len__") and (reads_one or hasattr(data, "__getitems__"))
 
 
 def read_loss(owner: Any, returned: Any) -> tuple[Tensor, Count | None]:
@@ -122,7 +97,7 @@ def read_loss(owner: Any, returned: Any) -> tuple[Tensor, Count | None]:
 
 
 def read_count(said: str, count: Any, device: torch.device) -> Count:
-    """The number of items of a mean, or a sentence; what is on the device is not waited for."""
+    """The number of items of a mean, or a sentence; a count on the device is not waited for."""
     is_tensor = isinstance(count, Tensor) and not count.ndim and not count.is_complex()
     if is_tensor and count.device == device:
         return torch.as_tensor(count)
@@ -138,35 +113,25 @@ def read_count(said: str, count: Any, device: torch.device) -> Count:
 
 
 def check_loss(owner: object, loss: Any) -> Tensor:
-    """The loss, or a sentence that says why no gradient can be had from it."""
+    """The loss, or a sentence that says why it has no gradient."""
     if isinstance(loss, Tensor) and not loss.ndim and loss.requires_grad and loss.is_floating_point():
         return loss
-    said = f"{type(owner).__name__}.loss() returned"
     if not isinstance(loss, Tensor):
-        is_number = isinstance(loss, int | float)
-        raise SettingError(
-            f"{said} {_kind(loss)}",
-            "the gradient is taken of a tensor",
-            "return the loss itself, without .item() or float()"
-            if is_number
-            else "return the mean loss of the batch alone, or (loss, count)",
-        )
-    if loss.ndim:
-        raise SettingError(
-            f"{said} a tensor of shape {list(loss.shape)}", "the gradient is taken of one number", "return its .mean()"
-        )
-    if not loss.is_floating_point():
-        dtype = str(loss.dtype).removeprefix("torch.")
-        raise SettingError(
-            f"{said} a tensor of type {dtype}",
-            "only floating-point numbers have a gradient",
-            "return the mean loss, not a count",
-        )
-    raise SettingError(
-        f"{said} a tensor without a gradient",
-        "it must lead back to the parameters of the model",
-        "compute it from what model(…) returns, without torch.no_grad(), .detach() or .item()",
-    )
+        instead = "return the mean loss of the batch alone, or (loss, count)"
+        if isinstance(loss, int | float):
+            instead = "return the loss itself, without .item() or float()"
+        found = _kind(loss), "the gradient is taken of a tensor", instead
+    elif loss.ndim:
+        found = f"a tensor of shape {list(loss.shape)}", "the gradient is taken of one number", "return its .mean()"
+    elif not loss.is_floating_point():
+        why = "only floating-point numbers have a gradient"
+        found = f"a tensor of type {str(loss.dtype).removeprefix('torch.')}", why, "return the mean loss, not a count"
+    else:
+        why = "it must lead back to the parameters of the model"
+        instead = "compute it from what model(…) returns, without torch.no_grad(), .detach() or .item()"
+        found = "a tensor without a gradient", why, instead
+    what, why, instead = found
+    raise SettingError(f"{type(owner).__name__}.loss() returned {what}", why, instead)
 
 
 def without_gradient(module: nn.Module) -> list[str]:
@@ -175,7 +140,7 @@ def without_gradient(module: nn.Module) -> list[str]:
 
 
 def unused_parameters(owner: object, names: list[str], when: str = "in the first batch") -> SettingError:
-    """What to say of parameters that a pass has not reached."""
+    """The error for parameters without a gradient."""
     name, more = type(owner).__name__, len(names) - 3
     listed = ", ".join(names[:3]) + (f" and {more} more" if more > 0 else "")
     are, them = ("parameters", "them") if len(names) > 1 else ("parameter", "it")

@@ -1,6 +1,6 @@
-"""The contract of a task: what a user brings to be trained. Nothing in it knows of distribution.
+"""The contract of a task: what a user brings to be trained. It knows nothing of distribution.
 
-This file imports no torch, so that the options of a built-in task can be read in a blink.
+This file imports no torch, so that the options of a built-in task are read at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Task:
     name: ClassVar[str] = "task"
     Options: ClassVar[type[Any]] = NoOptions
     num_draws: ClassVar[int] = 0  # random numbers that `augment` wants for each sample
-    find_unused: ClassVar[bool] = False  # parameters may stay without a gradient in a pass; looking for them takes time
+    find_unused: ClassVar[bool] = False  # a batch may leave parameters without a gradient; finding them takes time
     # What loss() is: the mean over the samples of a batch (or over the count that it returns), the sum over them, or
     # "local": a loss of the batch as a whole, such as a contrastive one, whose result depends on the number of workers.
     loss_reduction: ClassVar[Literal["mean", "sum", "local"]] = "mean"
@@ -55,16 +55,16 @@ class Task:
         return self._datasets
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the data sets: a loading process that makes batches by `collate` has the one it reads."""
+        """Without the data sets: a loading process that calls `collate` has the one it reads."""
         return {**self.__dict__, "_datasets": None}
 
     @classmethod
     def needs_data_for_facts(cls) -> bool:
-        """Whether the facts are found by loading the data."""
+        """Whether `facts` must load the data."""
         return cls.facts is Task.facts
 
     def facts(self) -> Facts:
-        """Sizes that the plan needs; override it where they are known without loading the data."""
+        """Sizes that the plan needs; override it if they are known without the data."""
         from stormo.config.plan import Facts
         from stormo.data.reading import is_stream, known_length
 
@@ -74,7 +74,7 @@ class Task:
             num_validation=known_length(validation),
             is_stream=is_stream(train),
             has_accuracy=False if type(self).metrics is Task.metrics else None,
-            # Batches that the task makes itself are made of samples, not on the device.
+            # A task with its own collate makes batches of samples, not on the device.
             train_bytes=getattr(train, "num_bytes", None) if type(self).collate is Task.collate else None,
         )
 
@@ -97,8 +97,8 @@ class Task:
     def loss(self, model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Tensor | float]:
         """The mean loss over the samples of a batch, a scalar; or (loss, count), a mean over `count` other items.
 
-        The count of tokens, of pixels that are not masked and the like is a number or a scalar tensor on the device. A
-        step then has the gradient of the mean over all items of all workers and passes. See also `loss_reduction`.
+        The count (of tokens, of unmasked pixels) is a number or a scalar tensor on the device. A step then has the
+        gradient of the mean over all items of all workers and micro-batches. See also `loss_reduction`.
         """
         raise NotImplementedError(f"{type(self).__name__}.loss() is missing: return the mean loss of a batch")
 
@@ -111,19 +111,19 @@ class Task:
     def optimizer(self, model: nn.Module) -> Optimizer | None:
         """An optimizer of the task's own, over parameters of the model; None for that of --optimizer.
 
-        Its learning rates are those for one worker's batch, as --base-lr is: the growth rule, warm-up and decay
-        multiply the rate of every group by one and the same factor. A scheduler of torch on it is refused: set --decay
-        and --warmup-epochs, or the same in `defaults`. Parameters it does not hold are frozen.
+        Its learning rates are those for one worker's batch, as --base-lr is: --lr-rule, warm-up and decay multiply the
+        learning rate of every group by the same factor. A scheduler of torch on it is refused: set --decay and
+        --warmup-epochs, or the same in `defaults`. Parameters it does not hold are frozen.
         """
         return None
 
     def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
         """What is measured in a batch, by name; runs without gradients.
 
-        A scalar tensor or a number is a sum over the samples of the batch, and the sum over all batches divided by
-        the number of all samples is reported. (value, count) is a mean over `count` items, and the mean over all items
-        is reported. A metric that keeps a state (torchmetrics) is made once, in
-        `__init__`; call its `update` here and return the object itself.
+        A scalar tensor or a number is a sum over the samples of the batch; stormo reports the sum over all batches
+        divided by the number of all samples. (value, count) is a mean over `count` items; stormo reports the mean over
+        all items. A metric with a state (torchmetrics) is made once, in `__init__`: call its `update` here and return
+        the object itself.
         """
         loss = self.loss(model, batch)
         if isinstance(loss, tuple) or self.loss_reduction == "sum":

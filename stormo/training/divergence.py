@@ -1,19 +1,27 @@
-"""When a run has diverged: the course of its loss, what counts as lost, and a diagnosis in words.
+"""Detects divergence: the trend of the loss, and the loss of every global batch read off the device without waiting.
 
-Pure arithmetic on the losses of whole global batches, which are the same on every worker: all of them judge alike,
-at the same step. What reads the losses off the device is `losses`.
+The loss of a global batch is the same on every rank, so all ranks judge alike, at the same step. On a GPU a step's loss
+is copied to the host in the background and read a fixed number of steps later; the sum over ranks travels with the vote
+that a step casts anyway.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
 
 from stormo.config.plan import Plan
 from stormo.config.plan.stages import stage_of
-from stormo.config.schema import TrainConfig
+from stormo.distributed.world import World
 
+# Enough that the host never waits for a device that still has work; the host need not be further ahead.
+_LAG_STEPS = {"cuda": 4, "cpu": 1}
 NUM_FIRST_STEPS = 5  # make up the level at which the loss starts
 NUM_HIGH_STEPS = 20  # in a row far above the start: no ordinary spike lasts as long
 _SMOOTHING_STEPS = 20
@@ -25,17 +33,17 @@ _MIN_ANCHOR_SAMPLES = 8  # the first loss of a smaller batch says little of wher
 _NOT_LEARNING = 0.05  # a loss that has fallen by less than this share has not fallen
 _MIN_STEPS_TO_LEARN = 100
 _MIN_PATIENCE_STEPS, _MAX_PATIENCE_STEPS = 100, 1000
-_GRACE_EPOCHS = 2  # after warm-up, before a loss that has not fallen is spoken of
+_GRACE_EPOCHS = 2  # after warm-up, before a warning that the loss does not fall
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diverged:
-    """A verdict: where the run is lost, and by what sign."""
+    """Where a run has diverged, and by which sign."""
 
-    kind: str  # a key of `SIGNS`
+    kind: str  # loss, weights, validation, exploded or lost
     epoch: int
-    step: int  # the first bad one, or the one at which it was certain
-    onset_step: int  # the first of the high losses that led to it; itself where there were none
+    step: int  # the first bad one, or the one at which it is certain
+    onset_step: int  # the first high loss that led to it; else `step` itself
     position: int  # of that step's batch in the epoch
     loss: float
     first_loss: float | None
@@ -44,38 +52,19 @@ class Diverged:
     has_bad_inputs: bool = False  # the batch itself holds values that are not finite
 
 
-# Settings of which a change may keep a run from diverging where it did.
-STEADYING = frozenset(
-    (
-        *("base_lr", "lr_rule", "clip_norm", "precision", "momentum", "warmup_epochs", "warmup_from", "decay"),
-        *("decay_every", "decay_factor", "weight_decay", "batch_size", "global_batch_size", "on_divergence"),
-        *("strategy", "mesh", "staleness", "average_every", "outer_lr", "outer_momentum"),
-        *("compress", "compress_rank"),
-    )
-)
-# What was seen, by kind.
-SIGNS = {
-    "loss": "the training loss became {loss}",
-    "weights": "the weights hold values that are not finite, although the loss was {loss}",
-    "validation": "the validation loss became {loss}",
-    "exploded": f"the training loss rose to {{loss}} and was far above its start for {NUM_HIGH_STEPS} steps in a row",
-    "lost": "the training loss rose back to {loss} and stays there, so that most of what was learned is lost",
-}
-
-
 def patience_steps(steps_per_epoch: int) -> int:
     """How long a loss may stay near its start again: an epoch, within limits."""
     return min(max(steps_per_epoch, _MIN_PATIENCE_STEPS), _MAX_PATIENCE_STEPS)
 
 
 def wait_steps(plan: Plan, epoch: int) -> int:
-    """How long a checkpoint may wait for a calm loss: an epoch of the batch as it is then, within the patience."""
+    """How long a checkpoint may wait for a stable loss: an epoch of the current batch size, within the patience."""
     return min(stage_of(plan.stages, epoch).steps_per_epoch, patience_steps(plan.steps_per_epoch))
 
 
 @dataclass(kw_only=True)
 class Trend:
-    """The course of the training loss so far; plain numbers that a checkpoint carries."""
+    """The trend of the training loss: plain numbers, saved in every checkpoint."""
 
     first: list[float] = field(default_factory=list)  # losses of the first steps
     start: float = 0.0
@@ -87,17 +76,17 @@ class Trend:
     num_zero: int = 0  # steps before the first loss that is not exactly 0
     num_high: int = 0  # steps in a row far above the start
     num_lost: int = 0  # steps in a row in which half of the gain was lost
-    num_uneasy: int = 0  # steps in a row far above the start, or in which a quarter of the gain was lost
-    was_warned: bool = False  # that it does not fall
+    num_uneasy: int = 0  # steps in a row that are not stable: far above the start, or a quarter of the gain lost
+    was_warned: bool = False  # that the loss does not fall
 
-    def see(self, loss: float, *, batch_size: int, patience: int) -> str | None:
-        """Take in the loss of the next step; return the kind of a divergence, or None."""
+    def update(self, loss: float, *, batch_size: int, patience: int) -> str | None:
+        """Add the loss of the next step; return the kind of divergence, or None."""
         self.num_steps += 1
         if not math.isfinite(loss):
             self.num_uneasy += 1
             return "loss"
         if loss == 0 and not self.first:
-            self.num_zero += 1  # a margin, a mask or a distance from where it starts: it has no scale yet
+            self.num_zero += 1  # a margin or a mask: the loss has no scale yet
             self.num_uneasy = 0
             return None
         if len(self.first) < NUM_FIRST_STEPS:
@@ -108,11 +97,11 @@ class Trend:
                 self._begin(batch_size)
             return None
         if self.num_zero and self.num_steps <= self.num_zero + patience:
-            # From 0 it rises to where it belongs, and how far that is shows only with time.
+            # It rises from 0 to its level, which only time shows.
             self.spread = max(self.spread, abs(loss - self.start))
         scale = max(abs(self.start), self._gain, self.spread)
         if scale > 0 and loss > self.start + _HIGH_FACTOR * scale:
-            # Not smoothed in: a single wild batch must leave no trace.
+            # Not smoothed in: a single wild batch must not count.
             self.num_high += 1
             self.num_uneasy += 1
             return "exploded" if self.num_high >= NUM_HIGH_STEPS else None
@@ -129,7 +118,7 @@ class Trend:
     def _begin(self, batch_size: int) -> None:
         self.start, self.spread = statistics.median(self.first), max(self.first) - min(self.first)
         if self._has_anchor(batch_size):
-            # A rate that is absurd has moved all but the first of them already.
+            # With an absurd learning rate only the first loss is still sound.
             size = abs(self.first[0])
             self.start, self.spread = min(self.start, 3 * size), min(self.spread, 10 * size)
         self.smoothed = self.best = self.start
@@ -141,23 +130,23 @@ class Trend:
     def _gain(self) -> float:
         return max(0.0, self.start - self.best)
 
-    def is_calm(self, wait_steps: int) -> bool:
-        """Whether a checkpoint of now would be a good one; after so many steps of waiting it is taken for one."""
+    def is_stable(self, wait_steps: int) -> bool:
+        """Whether a checkpoint would be good now; after `wait_steps` unstable steps it counts as good."""
         return not 0 < self.num_uneasy <= wait_steps
 
     def num_leading(self, kind: str, wait_steps: int) -> int:
-        """How many of the last steps, the newest with them, led to a divergence of this kind."""
+        """How many of the last steps, the newest included, led to a divergence of this kind."""
         is_usual = kind not in ("exploded", "lost") and self.num_uneasy > wait_steps
         return 1 if is_usual else self.num_uneasy
 
     @property
     def best_loss(self) -> float | None:
-        """The lowest smoothed loss, or the lowest of the first few, which are not smoothed."""
+        """The lowest smoothed loss, or the lowest of the first few."""
         known = [self.best] if len(self.first) == NUM_FIRST_STEPS else []
         return min(known + self.first, default=None)
 
     def not_learning(self, epochs_done: int, warmup_epochs: float) -> str | None:
-        """A warning, once, where the loss has not fallen although it has had the time."""
+        """A warning, given once, that the loss has not fallen although it had the time."""
         is_early = epochs_done < warmup_epochs + _GRACE_EPOCHS or self.num_steps < _MIN_STEPS_TO_LEARN
         if self.was_warned or is_early:
             return None
@@ -167,7 +156,7 @@ class Trend:
                 "the model is not learning: the loss is 0 from the first step on; look whether a mask or a margin of "
                 "the task's loss() leaves out every sample"
             )
-        # What begins at 0 cannot be asked to fall.
+        # A loss that begins at 0 cannot fall.
         if self.num_zero or self.best < self.first[0] - _NOT_LEARNING * abs(self.first[0]):
             return None
         self.was_warned = True
@@ -178,89 +167,129 @@ class Trend:
         )
 
 
-def diagnosis(
-    config: TrainConfig, plan: Plan, diverged: Diverged, *, has_own_optimizer: bool, rate_factor: float = 1.0
-) -> str:
-    """What happened, and its likely cause; `rate_factor` is what rollbacks had made of the rate until then."""
-    happened = SIGNS[diverged.kind].format(loss=f"{diverged.loss:.4g}")
-    text = f"Diverged at step {diverged.step} (epoch {diverged.epoch}): {happened}"
-    if diverged.first_loss is not None and diverged.best_loss is not None:
-        text += f"; it began at {diverged.first_loss:.4g} and was {diverged.best_loss:.4g} at its best"
-    return f"{text}. Likely cause: {_cause(config, plan, diverged, has_own_optimizer, rate_factor)}."
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepInfo:
+    """A finished step."""
+
+    epoch: int
+    step: int
+    position: int  # where its batch begins in the epoch
+    learning_rate: float
+    num_samples: int = 1
 
 
-def _cause(config: TrainConfig, plan: Plan, diverged: Diverged, has_own_optimizer: bool, rate_factor: float) -> str:
-    if diverged.has_bad_inputs:
-        return "the batch of that step holds inputs that are not finite numbers, before the model has seen them"
-    if diverged.kind == "validation":
-        return "validation samples that are not finite numbers, or weights so large that only they overflow"
-    warmup_steps = plan.warmup_steps if plan.warmup_start < plan.learning_rate else 0
-    rate = f"a learning rate that is too high ({diverged.learning_rate:.4g} at that step"
-    if not warmup_steps:
-        rate += ", without warm-up"
-    elif diverged.step <= warmup_steps:
-        rate += f", in step {diverged.step} of {warmup_steps} of warm-up"
-    else:
-        rate += f", {diverged.step - warmup_steps} steps after a warm-up of {warmup_steps}"
-    ratio = plan.learning_rate / config.optimizer.base_lr
-    if ratio > 1 and not config.resumed and not has_own_optimizer:
-        rule = config.optimizer.lr_rule
-        rate += f"; {ratio:.4g} × --base-lr for the batch of {plan.global_batch_size}, by the {rule} rule"
-    if rate_factor != 1:
-        rate += f"; × {rate_factor:g} by the rollbacks before"
-    rate += ")"
-    if plan.precision == "fp16" and diverged.kind == "loss":
-        return f"a number above 65,504, the largest of fp16, or {rate}"
-    return rate
+class LossMonitor:
+    """Reads the loss of every step, a few steps late, and says when the run diverges; never where `is_on` is False."""
 
+    def __init__(
+        self, world: World, trend: Trend, *, is_on: bool, batch_size: int, patience: int, vote_lag: int = 0
+    ) -> None:
+        self._world = world
+        self._trend = trend
+        self._is_on = is_on
+        self._batch_size = batch_size
+        self._patience = patience
+        self.wait_steps = patience  # of a checkpoint that is due, for a stable loss; the loop sets it each epoch
+        self._lag = _LAG_STEPS[world.device.type]
+        self._part: Tensor | None = None  # this rank's part of the current step's mean loss
+        self._pending: deque[tuple[StepInfo, int]] = deque()  # steps not judged yet, with the slot of their loss
+        self._vote_lag = vote_lag
+        self._casts: deque[bool] = deque()  # for each vote not read yet: whether a loss travels with it
+        self._num_updates = 0
+        on_gpu = world.device.type == "cuda"
+        # A loss that was cast is kept until its sum is read, as `judge_all` may come before.
+        self._slots = torch.zeros(self._lag + vote_lag, dtype=torch.float64, pin_memory=on_gpu)
+        self._copied = [torch.cuda.Event() for _ in self._slots] if on_gpu else []
+        self._loss_since_log, self._samples_since_log = 0.0, 0  # summed over samples
+        self.owes_checkpoint = False  # one was due while the loss was not stable
 
-def remedies(
-    config: TrainConfig,
-    plan: Plan,
-    diverged: Diverged,
-    *,
-    has_own_optimizer: bool,
-    diverged_rate: float | None = None,
-    kept_factor: float = 1.0,
-) -> tuple[list[str], str]:
-    """What to try, each a flag or a few words, and the flag with which the run may go on.
+    @property
+    def is_stable(self) -> bool:
+        """Whether a checkpoint would be good now, as far as is known."""
+        return not self._is_on or self._trend.is_stable(self.wait_steps)
 
-    `diverged_rate` is the lowest rate after warm-up that the run has diverged with, or the plan's; `kept_factor` what
-    rollbacks have made of the rate of a run that can go on.
-    """
-    optimizer = config.optimizer
-    clip = f"--clip-norm {1 if optimizer.clip_norm is None else optimizer.clip_norm / 10:g}"
-    if config.workers.staleness:  # servers that cannot clip, and old gradients diverge at lower rates
-        clip = "--staleness 0"
-    if diverged.has_bad_inputs:
-        return ["data without such values (torch.isfinite finds them)"], ""
-    if diverged.kind == "validation":
-        return ["validation data without such values (torch.isfinite finds them)", clip], clip
-    tried = [] if plan.precision != "fp16" or diverged.kind != "loss" else ["--precision bf16 (or fp32)"]
-    half = (diverged_rate or plan.learning_rate) / plan.learning_rate / 2  # a new run has no factor of rollbacks
-    rate = f"--base-lr {optimizer.base_lr * half / kept_factor:g}"
-    tried.append(rate + f" ({optimizer.base_lr * half:g} in a new run)" * (kept_factor != 1))
-    if has_own_optimizer:
-        own = "half the rate" if math.isclose(half / kept_factor, 0.5) else f"{half / kept_factor:g} × the rate"
-        own += f" ({half:g} × in a new run)" * (kept_factor != 1)
-        tried[-1] = f"{own} in the task's optimizer()"
-    if diverged.kind in ("loss", "weights", "exploded"):
-        tried.append(clip)
-    if plan.learning_rate / optimizer.base_lr > 1 and optimizer.lr_rule == "linear" and not has_own_optimizer:
-        tried.append("--lr-rule sqrt")
-    if longer := _longer_warmup(config, plan):
-        tried.append(f"{longer} in a new run")
-    if optimizer.optimizer == "sgd" and not has_own_optimizer:
-        tried.append("--optimizer lars in a new run")
-    if diverged.kind in ("exploded", "lost"):
-        tried.append("or --on-divergence ignore if the loss is meant to rise")
-    return tried, clip if has_own_optimizer else rate
+    def add(self, part: Tensor) -> None:
+        """Add a micro-batch's part of the step's loss."""
+        self._part = part if self._part is None else self._part + part
 
+    def update(self, step: StepInfo, mean_of: Callable[[Tensor, int], Tensor] | None = None) -> None:
+        """The step is done; `mean_of` turns the sum of its parts and its samples into this rank's part of the mean."""
+        assert self._part is not None
+        if mean_of is not None:
+            self._part = mean_of(self._part, step.num_samples)
+        slot = self._num_updates % len(self._slots)
+        self._slots[slot].copy_(self._part, non_blocking=True)
+        if self._copied:
+            self._copied[slot].record()
+        self._pending.append((step, slot))
+        self._num_updates += 1
+        self._part = None
 
-def _longer_warmup(config: TrainConfig, plan: Plan) -> str | None:
-    """The flags of a longer warm-up, of at most half the run; None where that would not be longer."""
-    epochs = config.optimizer.warmup_epochs
-    longer = min(2 * epochs or 5, config.stop.epochs / 2)
-    if plan.warmup_start >= plan.learning_rate:  # warm-up that starts from the full rate is none
-        return f"--warmup-epochs {longer:g} --warmup-from 0.1"
-    return f"--warmup-epochs {longer:g}" if longer > epochs else None
+    def share(self) -> float:
+        """This rank's part of the oldest loss not cast yet, once that is due: it travels with the vote."""
+        num_cast = sum(self._casts)
+        self._casts.append(len(self._pending) - num_cast == self._lag)
+        return self._read(self._pending[num_cast][1]) if self._casts[-1] else 0.0
+
+    def judge(self, total: float) -> Diverged | None:
+        """Judge the loss that came with the vote that is read now, summed over ranks."""
+        if len(self._casts) <= self._vote_lag or not self._casts.popleft():
+            return None
+        return self._update_trend(self._pending.popleft()[0], total)
+
+    def judge_all(self, weights: Iterable[Tensor]) -> Diverged | None:
+        """Wait for all losses so far, and judge them and this rank's weights. All ranks call it."""
+        self._casts.clear()  # their votes are no longer read
+        if not self._pending:
+            return None
+        parts = [self._read(slot) for _, slot in self._pending]
+        losses = self._world.sum(torch.tensor(parts, dtype=torch.float64)).tolist()
+        steps = [step for step, _ in self._pending]
+        self._pending.clear()
+        for step, loss in zip(steps, losses, strict=True):
+            if diverged := self._update_trend(step, loss):
+                return diverged
+        if not self._is_on:
+            return None
+        # A loss can be finite and its gradient not: then the weights break before any loss shows it.
+        finite = [weight.isfinite().all() for weight in weights]
+        is_broken = torch.tensor([float(bool(finite) and not bool(torch.stack(finite).all()))])
+        return self.verdict("weights", steps[-1], losses[-1]) if self._world.max(is_broken).item() else None
+
+    def verdict(self, kind: str, step: StepInfo, loss: float) -> Diverged:
+        """A divergence at this step."""
+        return Diverged(
+            kind=kind,
+            epoch=step.epoch,
+            step=step.step,
+            onset_step=step.step + 1 - self._trend.num_leading(kind, self.wait_steps),
+            position=step.position,
+            loss=loss,
+            first_loss=self._trend.first[0] if self._trend.first else None,
+            best_loss=self._trend.best_loss,
+            learning_rate=step.learning_rate,
+        )
+
+    @property
+    def has_loss_to_log(self) -> bool:
+        """Whether there is a loss to log."""
+        return self._samples_since_log > 0
+
+    def loss_since_last_log(self) -> float:
+        """The mean loss of the steps since the last call, over their samples."""
+        loss = self._loss_since_log / self._samples_since_log
+        self._loss_since_log, self._samples_since_log = 0.0, 0
+        return loss
+
+    def _update_trend(self, step: StepInfo, loss: float) -> Diverged | None:
+        self._loss_since_log += loss * step.num_samples
+        self._samples_since_log += step.num_samples
+        if not self._is_on:
+            return None
+        kind = self._trend.update(loss, batch_size=self._batch_size, patience=self._patience)
+        return self.verdict(kind, step, loss) if kind else None
+
+    def _read(self, slot: int) -> float:
+        if self._copied:
+            self._copied[slot].synchronize()
+        return float(self._slots[slot])

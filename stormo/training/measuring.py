@@ -1,4 +1,4 @@
-"""Who measures a node: one worker of each keeps the node's file, for the devices of all workers on it."""
+"""Opens the node's recorder: one rank of each node records the devices of all ranks on it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AnyKeeper = Keeper | NoKeeper
 
 
 def open_keeper(world: World, *, devices_per_worker: int, is_on: bool) -> AnyKeeper:
-    """A keeper in one worker of each node, and one that does nothing in the others. All workers call it."""
+    """A recorder in one rank of each node, and one that does nothing in the others. All ranks call it."""
     if not is_on:
         return NoKeeper()
     uuids, main_unix_s = gpus_by_node(world, devices_per_worker=devices_per_worker)
@@ -38,19 +38,13 @@ def open_keeper(world: World, *, devices_per_worker: int, is_on: bool) -> AnyKee
 
 
 def shared_clock(world: World, main_unix_s: float) -> Callable[[], float]:
-    """The clock of the main worker, where that has just said its time.
-
-    The files of all nodes are read as one, however far apart their own clocks are.
-    """
+    """The clock of rank 0, which has just sent its time: the files of all nodes are read as one."""
     ahead_s = 0.0 if world.is_main else main_unix_s - steady_unix_s()
     return lambda: steady_unix_s() + ahead_s
 
 
 def gpus_by_node(world: World, *, devices_per_worker: int) -> tuple[dict[str, list[str]], float]:
-    """The GPUs that the job uses, by node (a worker may see them all, or its own alone); the main worker's time.
-
-    All workers call it.
-    """
+    """The GPUs of the job by node (a rank may see all, or only its own), and rank 0's time. All ranks call it."""
     own = []
     if world.device.type == "cuda":
         indices = [world.device.index] if devices_per_worker == 1 else range(devices_per_worker)
@@ -65,7 +59,7 @@ def gpus_by_node(world: World, *, devices_per_worker: int) -> tuple[dict[str, li
 
 
 def _devices(uuids: Sequence[str]) -> list[Device]:
-    """Where NVML cannot be opened the energy's account says why."""
+    """Empty where NVML cannot be opened; the energy account says why."""
     if not uuids:
         return []
     try:

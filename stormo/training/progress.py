@@ -1,4 +1,4 @@
-"""How far a run is: plain counters that a checkpoint carries and a resume puts back."""
+"""How far a run is: plain counters, saved in every checkpoint and restored by a resume."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ _MOST_COUNTED = 2**62
 
 @dataclass(kw_only=True)
 class Progress:
-    """The counters of a run; everything here is JSON-able and the same on every worker."""
+    """The counters of a run: JSON-able, and the same on every rank."""
 
-    epoch: int = 1  # the one under way
+    epoch: int = 1  # the current one
     position: int = 0  # samples of it that are done
     step: int = 0  # optimizer steps since the start
     samples_seen: int = 0
-    samples_trained: int = 0  # with those of steps that a rollback has taken back
+    samples_trained: int = 0  # with those that a rollback has undone
     train_time_s: float = 0.0  # without validation and checkpoints
-    epoch_time_s: float = 0.0  # the part of it that belongs to the epoch under way
-    wait_s: float = 0.0  # of this worker's loader
+    epoch_time_s: float = 0.0  # the part of it in the current epoch
+    wait_s: float = 0.0  # for the loaders
     wall_time_s: float = 0.0  # of earlier attempts
     num_resumes: int = 0
     num_rollbacks: int = 0
-    rate_factor: float = 1.0  # of the learning rate, lowered by every rollback
-    diverged_rate: float | None = None  # the lowest one, of a schedule after warm-up, with which the loss was lost
+    rate_factor: float = 1.0  # of the learning rate; every rollback lowers it
+    diverged_rate: float | None = None  # the lowest learning rate after warm-up that has diverged
     trend: Trend = field(default_factory=Trend)  # of the training loss
-    calm_steps: list[int] = field(default_factory=list)  # of the last two checkpoints saved while it was calm
+    calm_steps: list[int] = field(default_factory=list)  # of the last two checkpoints with a stable loss
     peak_memory_bytes: int | None = None
-    peak_reserved_memory_bytes: int | None = None  # that an allocator has taken of a GPU
+    peak_reserved_memory_bytes: int | None = None  # of a GPU
     epochs_done: int = 0  # validated ones
     target_streak: int = 0  # epochs in a row that reached the target
     time_to_target_s: float | None = None
@@ -60,8 +60,8 @@ class Progress:
         return asdict(self)
 
     def take(self, values: dict[str, Any]) -> None:
-        """Put back what `to_json` gave."""
-        values = {"samples_trained": values.get("samples_seen", 0), **values}  # before it was counted apart
+        """Restore what `to_json` gave."""
+        values = {"samples_trained": values.get("samples_seen", 0), **values}  # older releases did not count it
         for name, hint in typing.get_type_hints(Progress).items():
             if name not in values:
                 continue
@@ -70,6 +70,6 @@ class Progress:
                 shown = "out of range" if type(values[name]) is int else printable(repr(values[name])[:40])
                 raise StormoError(f"The checkpoint cannot be resumed: its counter {name} is {shown}.")
         for one in fields(self):
-            # What an older release did not save stays at its default.
+            # What an older release did not save keeps its default.
             if one.name in values:
                 setattr(self, one.name, Trend(**values[one.name]) if one.name == "trend" else values[one.name])

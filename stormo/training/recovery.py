@@ -1,10 +1,11 @@
-"""What is done about a divergence: back to the last good checkpoint with a lower rate, or an end that says what to try.
+"""What a run does on divergence: back to the last good checkpoint with a lower learning rate, or stop with advice.
 
-All workers take part; the main one looks into the run folder and speaks.
+All ranks take part; rank 0 looks into the run folder and reports.
 """
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from stormo import checkpoint
@@ -14,37 +15,45 @@ from stormo.distributed.world import World
 from stormo.errors import counted
 from stormo.telemetry.record import DivergenceNoticed, Notice
 from stormo.telemetry.text import run_reference
-from stormo.training.divergence import Diverged, Trend, diagnosis, remedies, wait_steps
-from stormo.training.journal import Journal
+from stormo.training.divergence import NUM_HIGH_STEPS, Diverged, Trend, wait_steps
+from stormo.training.records import RunRecorder
 from stormo.training.state import RunState
 
-# Of what went wrong, too: the time was spent on those samples, and the number of starts is no matter of the weights.
+# Kept over a rollback: the time was spent on those samples, and the number of starts does not concern the weights.
 _KEPT = ("num_resumes", "samples_trained", "train_time_s", "wait_s", "diverged_rate")
+# What happened, by kind of divergence.
+_HAPPENED = {
+    "loss": "the training loss became {loss}",
+    "weights": "the weights hold values that are not finite, although the loss was {loss}",
+    "validation": "the validation loss became {loss}",
+    "exploded": f"the training loss rose to {{loss}} and was far above its start for {NUM_HIGH_STEPS} steps in a row",
+    "lost": "the training loss rose back to {loss} and stays there, so that most of what was learned is lost",
+}
 
 
 class Recovery:
     """Answers a divergence of one run."""
 
-    def __init__(self, config: TrainConfig, plan: Plan, world: World, state: RunState, journal: Journal) -> None:
+    def __init__(self, config: TrainConfig, plan: Plan, world: World, state: RunState, records: RunRecorder) -> None:
         self._config = config
         self._plan = plan
         self._world = world
         self._state = state
-        self._journal = journal
+        self._records = records
 
     def prepare(self) -> None:
-        """Save the beginning of a run, where its first steps may have to go back to."""
+        """Save the initial weights, where a rollback may have to go back to them."""
         if self._config.stop.on_divergence == "rollback" and not self._state.progress.step:
-            self._journal.save(None)
+            self._records.save(None)
 
     def roll_back(self, diverged: Diverged) -> bool:
-        """Go back with a lower rate, where that is asked for and was not done too often; False: nothing is changed."""
+        """Go back with a lower learning rate, if that is set and rollbacks are left; False: nothing has changed."""
         stop, progress, world = self._config.stop, self._state.progress, self._world
-        # Bad inputs come back whatever the rate is.
+        # Bad inputs come back whatever the learning rate is.
         is_wanted = stop.on_divergence == "rollback" and not diverged.has_bad_inputs
         if not is_wanted or progress.num_rollbacks >= stop.max_rollbacks:
             return False
-        self._journal.settle()  # a checkpoint that is being written may be the one
+        self._records.wait_for_save()  # a checkpoint that is being written may be the one
         good = self._last_good(diverged) if world.is_main else None
         shared = world.share_json(None if good is None else str(good.resolve()))
         if shared is None:
@@ -53,29 +62,29 @@ class Recovery:
         kept, diagnosed = {name: getattr(progress, name) for name in _KEPT}, self._diagnosis(diverged)
         num_rollbacks, rate_factor = progress.num_rollbacks + 1, progress.rate_factor * stop.rollback_factor
         if good is not None:
-            self._journal.set_aside_later_than(good)
+            self._records.supersede_after(good)
         self._state.take_up(world, good or Path(shared), self._config.run.seed)
         for name, value in kept.items():
             setattr(progress, name, value)
         progress.num_rollbacks, progress.rate_factor = num_rollbacks, rate_factor
-        self._journal.keeper.rolled_back(progress.step)
+        self._records.keeper.rolled_back(progress.step)
         text = (
             f"{diagnosed} Going back to step {progress.step} with the learning rate × "
             f"{rate_factor:g} (rollback {num_rollbacks} of {stop.max_rollbacks})."
         )
         self._record(diverged, progress.step, text)
-        self._journal.save(None)
-        self._journal.settle()  # a run that is killed now must go on with the lower rate too
+        self._records.save(None)
+        self._records.wait_for_save()  # a run that is killed now must resume with the lower learning rate too
         return True
 
     def give_up(self, diverged: Diverged) -> None:
-        """Tell what happened and what to try, with the command that goes on from the last good checkpoint."""
-        self._journal.settle()
+        """Report what happened and what to try, with the command that resumes from the last good checkpoint."""
+        self._records.wait_for_save()
         if not self._world.is_main:
             return
         progress, good = self._state.progress, self._last_good(diverged)
         num_rollbacks, progress.diverged_rate = progress.num_rollbacks, self._diverged_rate(diverged)
-        tried, flag = remedies(
+        tried, flag = advice(
             self._config,
             self._plan,
             diverged,
@@ -86,58 +95,56 @@ class Recovery:
         sentences = [self._diagnosis(diverged)]
         if num_rollbacks:
             sentences.append(f"{counted(num_rollbacks, 'rollback')} did not help.")
-        sentences += [f"Try {', '.join(tried)}.", self._way_on(good, flag)]
+        sentences += [f"Try {', '.join(tried)}.", self._resume_sentence(good, flag)]
         self._record(diverged, None, " ".join(sentences))
 
     def _diverged_rate(self, diverged: Diverged) -> float | None:
-        """The lowest rate after warm-up that the run has diverged with, this time's among them where it is to blame."""
+        """The lowest learning rate after warm-up with which the run has diverged, where the rate is to blame."""
         progress = self._state.progress
         rates = [] if progress.diverged_rate is None else [progress.diverged_rate]
         if not diverged.has_bad_inputs and diverged.kind != "validation":
             rates.append(self._plan.learning_rate * progress.rate_factor)
         return min(rates, default=None)
 
-    def _way_on(self, good: Path | None, flag: str) -> str:
-        folder = self._journal.folder
-        self._journal.set_aside_later_than(good)  # so that a resume goes on from the good one
+    def _resume_sentence(self, good: Path | None, flag: str) -> str:
+        folder = self._records.folder
+        self._records.supersede_after(good)  # so that a resume takes the good one
         if good is None:
             return "There is no good checkpoint from before: start a new run."
         command = f"stormo train --resume {run_reference(folder.name, str(folder.path))} {flag}".rstrip()
         step = checkpoint.read_manifest(good).step
-        self._keep_tried(good)
-        return f"The last good checkpoint is that of step {step}; go on from it with: {command}"
+        self._keep_rollbacks(good)
+        return f"The last good checkpoint is that of step {step}; resume from it with: {command}"
 
-    def _keep_tried(self, good: Path) -> None:
-        """Write rollbacks, their factor and the rate that was lost into a checkpoint from before: they stay with it."""
+    def _keep_rollbacks(self, good: Path) -> None:
+        """Write the rollbacks, their factor and the diverged rate into a checkpoint from before them."""
         names = ("num_rollbacks", "rate_factor", "diverged_rate")
-        told = {name: getattr(self._state.progress, name) for name in names}
+        kept = {name: getattr(self._state.progress, name) for name in names}
         state = checkpoint.read_state(good)
-        if told.items() <= state["progress"].items():
+        if kept.items() <= state["progress"].items():
             return
-        state["progress"].update(told)
+        state["progress"].update(kept)
         try:
             checkpoint.replace_state(good, state)
         except checkpoint.CheckpointWriteError as error:  # which must not hide what went wrong before
-            self._journal.record(Notice(kind="warning", text=str(error)))
+            self._records.record(Notice(kind="warning", text=str(error)))
 
     def _last_good(self, diverged: Diverged) -> Path | None:
-        """The newest checkpoint of a calm loss, or the newest where none is known to have been."""
-        # The weights after a step are those of the next step's loss: where that is a bad one, they are to blame.
+        """The newest checkpoint with a stable loss, or the newest at all."""
+        # The weights after a step give the next step's loss: where that is bad, they are to blame.
         last_step = diverged.step - 1 if diverged.has_bad_inputs else diverged.onset_step - 2
-        found = [one for one in checkpoint.find(self._journal.folder.checkpoints) if one.step <= last_step]
+        found = [one for one in checkpoint.find(self._records.folder.checkpoints) if one.step <= last_step]
         for one in found:
             progress = checkpoint.read_state(one.path)["progress"]
-            if Trend(**progress.get("trend", {})).is_calm(wait_steps(self._plan, progress["epoch"])):
+            if Trend(**progress.get("trend", {})).is_stable(wait_steps(self._plan, progress["epoch"])):
                 return one.path
         return found[0].path if found else None
 
     def _diagnosis(self, diverged: Diverged) -> str:
-        has_own = self._state.strategy.has_own_optimizer
-        factor = self._state.progress.rate_factor
-        return diagnosis(self._config, self._plan, diverged, has_own_optimizer=has_own, rate_factor=factor)
+        return diagnosis(self._plan, diverged, rate_factor=self._state.progress.rate_factor)
 
     def _record(self, diverged: Diverged, rolled_back_to_step: int | None, text: str) -> None:
-        self._journal.record(
+        self._records.record(
             DivergenceNoticed(
                 epoch=diverged.epoch,
                 step=diverged.step,
@@ -149,3 +156,69 @@ class Recovery:
                 text=text,
             )
         )
+
+
+def diagnosis(plan: Plan, diverged: Diverged, *, rate_factor: float = 1.0) -> str:
+    """What happened, and its likely cause; `rate_factor` is that of the rollbacks so far."""
+    happened = _HAPPENED[diverged.kind].format(loss=f"{diverged.loss:.4g}")
+    text = f"Diverged at step {diverged.step} (epoch {diverged.epoch}): {happened}"
+    if diverged.first_loss is not None and diverged.best_loss is not None:
+        text += f"; it began at {diverged.first_loss:.4g} and was {diverged.best_loss:.4g} at its best"
+    return f"{text}. Likely cause: {_cause(plan, diverged, rate_factor)}."
+
+
+def _cause(plan: Plan, diverged: Diverged, rate_factor: float) -> str:
+    if diverged.has_bad_inputs:
+        return "the batch of that step holds inputs that are not finite numbers, before the model has seen them"
+    if diverged.kind == "validation":
+        return "validation samples that are not finite numbers, or weights so large that only they overflow"
+    warmup_steps = plan.warmup_steps if plan.warmup_start < plan.learning_rate else 0
+    rate = f"a learning rate that is too high ({diverged.learning_rate:.4g} at that step"
+    if not warmup_steps:
+        rate += ", without warm-up"
+    elif diverged.step <= warmup_steps:
+        rate += f", in step {diverged.step} of {warmup_steps} of warm-up"
+    rate += f"; × {rate_factor:g} by the rollbacks before)" if rate_factor != 1 else ")"
+    if plan.precision == "fp16" and diverged.kind == "loss":
+        return f"a number above 65,504, the largest of fp16, or {rate}"
+    return rate
+
+
+def advice(
+    config: TrainConfig,
+    plan: Plan,
+    diverged: Diverged,
+    *,
+    has_own_optimizer: bool,
+    diverged_rate: float | None = None,
+    kept_factor: float = 1.0,
+) -> tuple[list[str], str]:
+    """What to try, and the flag with which the run may resume.
+
+    Args:
+        config: settings of the run.
+        plan: of the run.
+        diverged: what happened.
+        has_own_optimizer: the task brings its optimizer, so that --base-lr has no effect.
+        diverged_rate: the lowest learning rate after warm-up that has diverged; default the plan's.
+        kept_factor: what rollbacks leave of the learning rate when the run is resumed.
+    """
+    clip_norm = config.optimizer.clip_norm
+    clip = f"--clip-norm {1 if clip_norm is None else clip_norm / 10:g}"
+    if config.workers.staleness:  # servers cannot clip, and old gradients diverge at lower rates
+        clip = "--staleness 0"
+    if diverged.has_bad_inputs:
+        return ["data without such values (torch.isfinite finds them)"], ""
+    if diverged.kind == "validation":
+        return ["validation data without such values (torch.isfinite finds them)", clip], clip
+    half = (diverged_rate or plan.learning_rate) / plan.learning_rate / 2 / kept_factor
+    rate = f"--base-lr {config.optimizer.base_lr * half:g}"
+    if has_own_optimizer:
+        factor = "half" if math.isclose(half, 0.5) else f"{half:g} ×"
+        rate = f"{factor} the learning rate in the task's optimizer()"
+    tried = [rate, clip] if diverged.kind != "lost" else [rate]
+    if plan.precision == "fp16" and diverged.kind == "loss":
+        tried.insert(0, "--precision bf16 (or fp32)")
+    if diverged.kind in ("exploded", "lost"):
+        tried.append("or --on-divergence ignore if the loss is meant to rise")
+    return tried, clip if has_own_optimizer else rate

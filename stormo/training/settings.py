@@ -1,42 +1,116 @@
-"""Reads and checks the settings of a training: defaults, the resumed run, a file, flags."""
+"""Reads and checks the settings of a training: defaults, the task's, the resumed run's, a file's, flags."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import dataclasses
+import json
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from stormo.config import options
 from stormo.config.layout import Layout, resolve_layout
 from stormo.config.plan import check_settings
-from stormo.config.schema import TrainConfig
-from stormo.errors import SettingError
+from stormo.config.schema import Change, Effective, TrainConfig
 from stormo.launch import Place
 from stormo.launch.nodes import launched_by
 from stormo.system.hardware import visible_gpus
-from stormo.system.masking import MASK
 from stormo.tasks.check import check_made, check_options
 from stormo.tasks.find import TASKS, find_task
 from stormo.tasks.task import Task
-from stormo.training import dry_run, staging
-from stormo.training.resuming.changes import changes, require_task
-from stormo.training.resuming.finding import require_own, run_to_resume
-from stormo.training.resuming.inherited import (
-    OF_COPIES,
-    inherited_effect,
-    inherited_workers,
-    lost_with_strategy,
-    place_of,
-    require_few_processes,
-)
+from stormo.training import staging
+from stormo.training.resume import ResumedRun, read_resumed_run, require_own
+
+_HANDED = "STORMO_SETTINGS"
+
+
+def read_settings(arguments: list[str]) -> tuple[TrainConfig, type[Task]]:
+    """The configuration that a command line asks for, and the class of its task, whose module is imported."""
+    settings, task_class = merged_settings(arguments)
+    return settings.config(task_class.Options), task_class
+
+
+def merged_settings(arguments: list[str]) -> tuple[Settings, type[Task]]:
+    """The settings of a command line with those of all files it names."""
+    peeked = options.peek_flags(arguments, options.train_options(), _looks_like_task)
+    source = peeked.get("config", "")
+    document = options.read_toml(Path(source)) if source else {}
+    resumed = read_resumed_run(document, peeked)
+    task_class = _find_task(peeked.get("task"), document.get("task"), resumed)
+    check_options(task_class)
+    defaults = options.train_options(task_class.Options)
+    of_task, shown = options.defaults_of_task(task_class.defaults, defaults, task_class.name)
+    flags = options.parse_flags("stormo train", arguments, shown, f"Task {task_class.name}")
+    options.check_masked(document, flags, source)
+    return merge(defaults, of_task, resumed, options.asked_by_file(document, defaults, source), flags), task_class
+
+
+def merge(
+    defaults: list[options.Option],
+    of_task: dict[str, Any],
+    resumed: ResumedRun | None,
+    in_file: dict[str, Any],
+    flags: dict[str, Any],
+) -> Settings:
+    """One set of settings, in which the later source wins: defaults, task, resumed run, file, flags."""
+    given = options.left_below(in_file, flags) | flags
+    if resumed is None:
+        return Settings(values=given, of_task=of_task, given=sorted(given))
+    effective = resumed.effective()
+    kept, changed = resumed.merge(given, defaults)
+    given |= resumed.location()
+    given.setdefault("resume", "")  # torchrun's next round resumes without being told to
+    return Settings(
+        values=kept | given,
+        # The file of the run holds the task's defaults too, except the number that --batch-size auto starts from.
+        of_task={key: value for key, value in of_task.items() if key == "batch_size"},
+        given=sorted(given),
+        resumed=dataclasses.asdict(effective),
+        changed=[dataclasses.asdict(change) for change in changed],
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Merged settings as plain values: the process that the user started hands them to its ranks as JSON."""
+
+    values: dict[str, Any]
+    of_task: dict[str, Any]  # the task's defaults
+    given: list[str]  # keys that the user has set, by flag or file
+    resumed: dict[str, Any] | None = None
+    changed: list[dict[str, Any]] = field(default_factory=list)
+
+    def config(self, task_options: type[Any]) -> TrainConfig:
+        """The configuration, with the task's options."""
+        return dataclasses.replace(
+            options.make_config(self.values, task_options, self.of_task),
+            given=frozenset(self.given),
+            resumed=None if self.resumed is None else Effective(**self.resumed),
+            changed=tuple(Change(**change) for change in self.changed),
+        )
+
+    def to_environment(self) -> dict[str, str]:
+        """The variable that a rank reads with `handed_settings`."""
+        return {_HANDED: json.dumps(dataclasses.asdict(self))}
+
+
+def handed_settings(environ: MutableMapping[str, str]) -> tuple[TrainConfig, type[Task]] | None:
+    """What the agent that started this rank has read; taken out of the environment, as child processes are no ranks."""
+    text = environ.pop(_HANDED, None)
+    if text is None:
+        return None
+    settings = Settings(**json.loads(text))
+    task_class = find_task(settings.values.get("task", TrainConfig.task))
+    return settings.config(task_class.Options), task_class
 
 
 def checked(config: TrainConfig, task_class: type[Task], place: Place | None = None) -> tuple[Layout, Task]:
-    """Refuse, before any process starts, what cannot hold whatever the data are; give who takes part, and the task."""
+    """The layout and the task; refuses, before any process starts, settings that hold for no data."""
     layout = resolve_layout(config, visible_gpus(), launched_by(place))
     check_settings(config, layout)
     task = task_class(config.task_options)
     check_made(task)
-    dry_run.check(config)
     staging.check(config.command, task)
     if config.run.prometheus is not None:
         from stormo.telemetry import prometheus
@@ -45,53 +119,12 @@ def checked(config: TrainConfig, task_class: type[Task], place: Place | None = N
     return layout, task
 
 
-def read_settings(arguments: list[str]) -> tuple[TrainConfig, type[Task]]:
-    """Defaults, then the settings of a resumed run, then a TOML file's, then flags: the later wins."""
-    peeked = options.peek_flags(arguments, options.train_options(), _looks_like_task)
-    document = options.read_toml(Path(peeked["config"])) if "config" in peeked else {}
-    run = document.get("run")
-    resumed = run_to_resume((run if isinstance(run, dict) else {}) | peeked)
-    inherited = options.read_toml(resumed.config, f"{resumed.config} is of the run to resume") if resumed else {}
-    workers = inherited.get("workers", {})
-    if not isinstance(workers, dict):
-        raise SettingError(
-            f"{inherited['workers']!r:.40} are the workers in the config.toml of the run to resume",
-            "they are no section",
-            "restore that file, or start a new run",
-        )
-    inherited["workers"] = inherited_workers(workers, document.get("workers"), peeked)
-    said = next((name for name in (peeked.get("task"), document.get("task")) if isinstance(name, str)), None)
-    if resumed is not None and said is None:
-        require_own(resumed, inherited.get("task"), is_built_in=inherited.get("task") in TASKS)
-    names = (said, inherited.get("task"), TrainConfig.task)
-    task_class = find_task(next(name for name in names if isinstance(name, str)))
-    check_options(task_class)
-    plain = options.train_options(task_class.Options)
-    defaults, every = options.defaults_of_task(task_class.defaults, plain, task_class.name)
-    flags = options.parse_flags("stormo train", arguments, every, f"Task {task_class.name}")
-    options.check_masked(document, flags, peeked.get("config", ""))
-    in_file = options.asked_by_file(document, every, peeked.get("config", ""))
-    settings = options.left_below(in_file, flags) | flags
-    if resumed is None:
-        return options.make_config(settings, task_class.Options, defaults), task_class
-    require_task(settings.get("task"), inherited.get("task"), resumed)
-    # The file holds whatever was in force, the task's defaults of that day among it; what is not there was not set.
-    options.check_masked(inherited, settings, str(resumed.config))
-    before = options.settings_from_toml(inherited, every, str(resumed.config))
-    before |= {key: settings[key] for key, value in before.items() if value == MASK and key in settings}
-    require_few_processes(before, settings)
-    effective = inherited_effect(inherited, resumed)
-    keys = ("strategy", "staleness", *OF_COPIES)  # also where they are others now
-    spread = {key: workers[key] for key in keys if key in workers}
-    left = options.left_unasked(before, settings)
-    gone = {key: None for key in before if key not in left} | lost_with_strategy(workers, before | settings)
-    changed = changes(settings | gone, spread | before, plain, resumed)
-    settings |= place_of(resumed)
-    settings.setdefault("resume", "")  # a round of torchrun that goes on without being told to
-    # What --batch-size auto rests on is not in the file, which says auto.
-    number = {"batch_size": defaults["batch_size"]} if "batch_size" in defaults else {}
-    config = options.make_config(left | settings, task_class.Options, number)
-    return replace(config, given=frozenset(settings), resumed=effective, changed=changed), task_class
+def _find_task(by_flag: Any, in_file: Any, resumed: ResumedRun | None) -> type[Task]:
+    of_run = resumed.document.get("task") if resumed else None
+    named = next((name for name in (by_flag, in_file) if isinstance(name, str)), None)
+    if resumed is not None and named is None:
+        require_own(resumed.folder, of_run, is_built_in=of_run in TASKS)
+    return find_task(named or (of_run if isinstance(of_run, str) else TrainConfig.task))
 
 
 def _looks_like_task(argument: str) -> bool:

@@ -1,7 +1,7 @@
-"""`--stage`: the data of a task copied to the nodes, and the task told to read it there.
+"""`--stage`: copies the data of a task to every node, and lets the task read it there.
 
-Which data: that of the option `data_folder`, or the folder that `fetch` returns. The task of each worker is made once
-more with the copy as its `data_folder`; the settings of the run keep the original.
+The data is that of the option `data_folder`, or the folder that `fetch` returns. Each rank makes its task again with
+the copy as `data_folder`; the settings of the run keep the original.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OPTION = "data_folder"
 
 
 def check(command: Command, task: Task) -> None:
-    """Refuse, before anything is started, a staging that cannot be."""
+    """Refuse, before anything starts, a staging that cannot work."""
     if command.stage is None:
         if command.keep_staged:
             raise SettingError("--keep-staged was set", "nothing is staged", "set --stage too")
@@ -49,14 +49,14 @@ def check(command: Command, task: Task) -> None:
 def staged_task(
     command: Command, task: Task, fetched: Path | None, world: World, stop: Callable[[], int]
 ) -> Iterator[tuple[Task, list[str]]]:
-    """The task that reads the copy of this node, and what to tell of it; the last worker to leave removes the copy.
+    """The task that reads this node's copy, and what to say of it; the last rank to leave removes the copy.
 
     Args:
-        command: says whether and where to.
+        command: says whether and where to stage.
         task: as it is set.
-        fetched: what `fetch` has returned in the one process of each node that called it.
-        world: all workers, which enter together.
-        stop: gives the signal that ends the job, or 0; all workers raise `StoppedError` then.
+        fetched: what `fetch` returned in the one process of each node that called it.
+        world: all ranks, which enter together.
+        stop: gives the signal that ends the job, or 0; all ranks raise `StoppedError` then.
     """
     if command.stage is None:
         yield task, []
@@ -78,7 +78,7 @@ def staged_task(
 
 @contextlib.contextmanager
 def cleaned_up(command: Command) -> Iterator[None]:
-    """For the process that starts the workers of a node: however they end, what they have left is removed."""
+    """For the process that starts the workers of a node: removes what they leave, however they end."""
     try:
         yield
     finally:

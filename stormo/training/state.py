@@ -1,11 +1,9 @@
-"""Everything a run needs to go on, collected from all workers into one checkpoint and handed out again.
+"""The state of a run: collected from all ranks into a checkpoint, and restored from it on any number of ranks.
 
-Where every worker has the whole model, the main one writes and reads; what each worker has of its own (random
-generators, running statistics that differ) travels to and from it. So any worker count can resume what any other has
-saved, and no worker but the main one needs to see the run folder. Where the model is spread, every worker writes and
-reads its own boxes of it and what it has of its own, and any mesh can resume what any other has saved. Workers that
-step by themselves each write what they have, and the mean of all of them besides; so do those that keep a part of
-their gradients back.
+Where every rank has the whole model, rank 0 writes and reads; what each rank has of its own (random generators, running
+statistics that differ) is sent to and from it, so that no other rank needs to see the run folder. Of a sharded model
+every rank writes and reads its own boxes. Ranks with local updates, or with error feedback, each write their own
+values, and the mean of the weights besides.
 """
 
 from __future__ import annotations
@@ -59,30 +57,30 @@ _RANDOM, _LOSS, _ITEMS = "random/", "loss", "items"
 
 @dataclass(kw_only=True)
 class RunState:
-    """What changes while a run goes on."""
+    """What changes while a run trains."""
 
     progress: Progress
     strategy: Strategy
-    loss_sum: Tensor  # this worker's part of the epoch's summed loss, on the device
-    num_items: Tensor = field(init=False)  # and of what the loss is a mean of: samples, tokens and the like
+    loss_sum: Tensor  # this rank's part of the epoch's summed loss, on the device
+    num_items: Tensor = field(init=False)  # and of the items that the loss is a mean of: samples, tokens
 
     def __post_init__(self) -> None:
         self.num_items = torch.zeros_like(self.loss_sum)
         self.strategy.clock = self.progress
 
     def add_loss(self, part: Tensor, num_samples: int) -> Tensor:
-        """Take in a step's loss, of which this worker's passes have this part; return its part of the mean loss."""
+        """Add this rank's part of a step's loss; return its part of the mean loss."""
         mean, loss_sum, num_items = self.strategy.weighing.of_step(part, num_samples)
         self.loss_sum += loss_sum
         self.num_items += num_items
         return mean
 
     def content(self, world: World, seed: int) -> Snapshot | Shard | None:
-        """What this worker gives to a checkpoint; every worker must call it."""
+        """What this rank gives to a checkpoint. All ranks call it."""
         return self.shard(world, seed) if self.strategy.saves_apart else self.snapshot(world, seed)
 
     def snapshot(self, world: World, seed: int) -> Snapshot | None:
-        """The state of all workers, on the main one; None on the others. Every worker must call it."""
+        """The state of all ranks, on rank 0; None on the others. All ranks call it."""
         strategy, buffers = self.strategy, stored_buffers(world, self.strategy)
         random_tensors, state = self._plain(world, seed, buffers.sources)
         own = random_tensors | {BUFFER + name: tensor for name, tensor in buffers.own.items()}
@@ -100,7 +98,7 @@ class RunState:
         )
 
     def shard(self, world: World, seed: int) -> Shard:
-        """This worker's boxes of a checkpoint; the main one has the plain values besides."""
+        """This rank's boxes of a checkpoint; rank 0 has the plain values besides."""
         strategy, buffers = self.strategy, stored_buffers(world, self.strategy)
         random_tensors, state = self._plain(world, seed, buffers.sources)
         if strategy.steps_alone:
@@ -122,7 +120,7 @@ class RunState:
     def _plain(
         self, world: World, seed: int, sources: Mapping[str, int]
     ) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-        """This worker's generators as tensors, and all plain values on the main one."""
+        """This rank's generators as tensors, and all plain values on rank 0."""
         strategy = self.strategy
         noise_scale = strategy.noise_scale.state() if strategy.noise_scale is not None else None
         random_tensors, random_json = collect_random_state()
@@ -145,9 +143,9 @@ class RunState:
         }
 
     def take_up(self, world: World, path: Path, seed: int) -> None:
-        """Go on from a checkpoint of either version, whatever mesh has saved it. Every worker calls it.
+        """Restore a checkpoint of either version, whatever mesh has saved it. All ranks call it.
 
-        Only where every worker saves its own part must one besides the main one see the path.
+        Only ranks that save their own part must see the path; else rank 0 is enough.
         """
         if self.strategy.saves_apart:
             state, own = take_checkpoint(world, path, self.strategy, lambda state: _is_same_mesh(state, world))
@@ -160,7 +158,7 @@ class RunState:
             self.restore(world, checkpoint.load(path) if world.is_main else None, seed)
 
     def restore(self, world: World, snapshot: Snapshot | None, seed: int) -> None:
-        """Take over a saved state; the main worker gives it, and every worker must call it."""
+        """Restore a snapshot that rank 0 has. All ranks call it."""
         state = world.share_json(None if snapshot is None else {LOSSES: losses_of(snapshot.ranks), **snapshot.state})
         model = world.share_tensors(snapshot.model if snapshot else None)
         optimizer = world.share_tensors(snapshot.optimizer if snapshot else None)
@@ -171,7 +169,7 @@ class RunState:
         self._restore_rest(world, state, own, seed)
 
     def _restore_rest(self, world: World, state: Mapping[str, Any], own: Mapping[str, Tensor], seed: int) -> None:
-        """All but the weights and the optimizer's state; `own` is what this worker had, if it is where it was."""
+        """All but the weights and the optimizer's state; `own` is what this rank had, on the same mesh."""
         strategy = self.strategy
         if problem := _problem(state):
             raise StormoError(f"The checkpoint cannot be resumed: its state.json {problem}.")
@@ -179,7 +177,7 @@ class RunState:
         if "local" in state and state["world_size"] > 1 and not is_own:
             strategy.notices.append(
                 f"The checkpoint is of {counted(state['world_size'], 'worker')} that stepped by themselves: the run "
-                "goes on from the mean of their weights and of the state of their optimizers."
+                "resumes from the mean of their weights and of the state of their optimizers."
             )
         if state["scaler"]:
             strategy.scaler.load_state_dict(dict(state["scaler"]))
@@ -190,23 +188,23 @@ class RunState:
         self.progress.num_resumes += 1
         if _is_same_mesh(state, world):
             for name, buffer in strategy.named_buffers():
-                if BUFFER + name in own:  # all other workers have those of the model's state alike
+                if BUFFER + name in own:  # the others are in the model's state
                     buffer.copy_(own[BUFFER + name])
             self.loss_sum.fill_(float(own[_LOSS]) if _LOSS in own else state[LOSSES][world.rank])
             self.num_items.fill_(state[_ITEMS][world.rank] if _ITEMS in state else self.progress.position / world.size)
             random_tensors = {n.removeprefix(_RANDOM): t for n, t in own.items() if n.startswith(_RANDOM)}
             restore_random_state(random_tensors, state["random"][world.rank])
         else:
-            # Other workers: their generators start anew, from the same seed and this very step.
+            # Another mesh: new generators, from the same seed and this very step.
             seed_generators(derive_seed(seed, "resume", self.progress.step, world.draws))
             self.loss_sum.fill_(math.fsum(state[LOSSES]) / world.size)
-            # Checkpoints of former releases do not tell: losses were means over samples.
+            # Older releases did not save it: losses were means over samples.
             num_items = math.fsum(state[_ITEMS]) if _ITEMS in state else self.progress.position
             self.num_items.fill_(num_items / world.size)
 
 
 def _problem(state: Mapping[str, Any]) -> str | None:
-    """What of the plain values is not what a run has saved."""
+    """What is wrong with the plain values."""
     hints = {"world_size": int, "progress": dict[str, Any], "random": list[Any], "scaler": dict[str, Any] | None}
     for key, hint in hints.items():
         if key not in state or not fits(state[key], hint):
@@ -227,7 +225,7 @@ def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _handed_out(world: World, snapshot: Snapshot | None, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What this worker had of its own, which the main one has read: replicas for all, the rest to each alone."""
+    """What this rank had of its own, read by rank 0: replicas for all, the rest to each alone."""
     by_rank: dict[int, dict[str, Tensor]] = {}
     for full_name, tensor in (snapshot.ranks if snapshot else {}).items():
         rank, _, name = full_name.partition("/")
@@ -241,12 +239,12 @@ def _handed_out(world: World, snapshot: Snapshot | None, state: Mapping[str, Any
 
 
 def _mesh(world: World) -> dict[str, int]:
-    """How the workers are arranged, and among how many a batch is divided."""
+    """The mesh, and among how many ranks a batch is divided."""
     return {**dataclasses.asdict(world.mesh), "data_size": world.data.size}
 
 
 def _is_same_mesh(state: Mapping[str, Any], world: World) -> bool:
-    """Whether every worker is where it was: those of a run without a mesh were copies."""
+    """Whether the mesh is the saved one; a run without a mesh had replicas."""
     size = state["world_size"]
     copies = {**dataclasses.asdict(Mesh(replicate=size)), "data_size": size}
     return bool(state.get("mesh", copies) == _mesh(world))

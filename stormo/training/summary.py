@@ -1,4 +1,4 @@
-"""What `summary.json` holds: the result of a run over all its attempts. The main worker makes it."""
+"""Makes `summary.json`: the result of a run over all its attempts. Rank 0 writes it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stormo.training.state import RunState
 
 
 def make_summary(config: TrainConfig, plan: Plan, state: RunState, run_folder: Path, stopped_by: str) -> dict[str, Any]:
-    """What the settings, the counters and the files of the run tell; a figure that was not measured is None."""
+    """The summary from the settings, counters and files of the run; a figure that was not measured is None."""
     progress = state.progress
     validation, best = progress.validation or {}, progress.best_validation or {}
     trained_s = progress.train_time_s
@@ -65,7 +65,7 @@ def make_summary(config: TrainConfig, plan: Plan, state: RunState, run_folder: P
 
 
 def _speed(plan: Plan, samples_per_s: float | None) -> dict[str, Any]:
-    """Samples and the task's own units per second, and how much of the devices' peak that is."""
+    """Samples and the task's own units per second, and the share of the devices' peak."""
     facts = plan.facts
     figures: dict[str, Any] = {"samples_per_s": samples_per_s, "unit": facts.unit}
     figures[f"{facts.unit}_per_s"] = None if samples_per_s is None else samples_per_s * facts.units_per_sample
@@ -76,7 +76,7 @@ def _speed(plan: Plan, samples_per_s: float | None) -> dict[str, Any]:
 
 
 def _noise_scale(config: TrainConfig, plan: Plan, state: RunState, stopped_by: str) -> dict[str, Any]:
-    """The batch beyond which more workers stop paying, its range, and what that means for this run."""
+    """The gradient noise scale, its range, and what it means for this run."""
     meter, found, advice = state.strategy.noise_scale, NoiseScale(value=None), None
     if meter is None:
         found = replace(found, reason=state.strategy.noise_scale_reason)
@@ -95,7 +95,7 @@ def _noise_scale(config: TrainConfig, plan: Plan, state: RunState, stopped_by: s
 
 
 def _staleness(config: TrainConfig, plan: Plan, state: RunState) -> dict[str, Any]:
-    """How old the gradients were that servers stepped with, in steps that they had taken since with those of others."""
+    """The age of the gradients that servers used, in steps taken since with those of other workers."""
     seen = state.strategy.stale_gradients
     if not seen:
         return {"staleness_mean": None, "staleness_max": None, "staleness_bound": None}
@@ -107,7 +107,7 @@ def _staleness(config: TrainConfig, plan: Plan, state: RunState) -> dict[str, An
 
 
 def staleness_sentence(summary: Mapping[str, Any]) -> str | None:
-    """How old gradients were, beside what the settings allow."""
+    """The age of gradients, beside what the settings allow."""
     if summary["staleness_mean"] is None:
         return None
     return (
@@ -117,11 +117,11 @@ def staleness_sentence(summary: Mapping[str, Any]) -> str | None:
 
 
 def pipeline_sentence(summary: Mapping[str, Any]) -> str | None:
-    """How much of its workers' time a pipeline leaves idle, beside what its schedule must leave."""
+    """The measured bubble of a pipeline, beside that of its schedule."""
     seen = summary["pipeline"]
     if seen is None:
         return None
     return (
-        f"Pipeline: its workers were idle for {seen['measured_bubble']:.0%} of a pass, {seen['predicted_bubble']:.0%} "
+        f"Pipeline: its workers were idle for {seen['measured_bubble']:.0%} of a step, {seen['predicted_bubble']:.0%} "
         f"by the schedule ({seen['schedule']}, {counted(seen['micro_batches'], 'micro-batch')})."
     )

@@ -18,9 +18,9 @@ from stormo.errors import StormoError
 from stormo.telemetry.events import read_events
 from stormo.telemetry.folder import RunFolder, read_summary
 from stormo.telemetry.record import Notice
-from stormo.training.journal import Journal
 from stormo.training.loop import Training, train
-from stormo.training.metrics import Validation
+from stormo.training.records import RunRecorder
+from stormo.training.validation import Validation
 from tests.tiny_run import Parts, assert_same_bits
 from tests.tiny_task import Tiny
 from tests.training.test_divergence import _lost, _rolled_back, put_together
@@ -28,7 +28,7 @@ from tests.training.test_divergence import _lost, _rolled_back, put_together
 Ranks = Callable[..., list[Any]]
 
 
-def run_of(world: World, folder: str, **flags: Any) -> tuple[Parts, Training, Journal, list[Any]]:
+def run_of(world: World, folder: str, **flags: Any) -> tuple[Parts, Training, RunRecorder, list[Any]]:
     parts, training, (journal, _, records) = put_together(world, folder, Tiny, **flags)
     data, together = parts.task.validation_data(), parts.strategy.is_spread
     training.validation = Validation(parts.task, data, 10, world, together=together)

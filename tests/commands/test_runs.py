@@ -18,7 +18,7 @@ from stormo.telemetry.events import EventFile
 from stormo.telemetry.files import write_json
 from stormo.telemetry.folder import RunFolder
 from stormo.telemetry.record import EpochDone, Record, RunEnded, RunStarted, StepDone
-from stormo.training.journal.opening import lock_folder
+from stormo.training.run_folder import lock_folder
 
 NOW_UNIX_S = 1_700_000_000.0
 

@@ -304,8 +304,8 @@ def test_sigusr1_exits_with_75_and_ctrl_c_with_130_both_saved(tmp_path: Path, fa
     assert "Traceback" not in stopped.stderr
     run = tmp_path / "runs" / "a"
     assert summary(run)["stopped_by"] == "signal"
-    # The first call is the rehearsal's, the sixth is in step 5; the signal is seen at the start of the next step, and
-    # that step is finished.
+    # The first call is the sanity check's, the sixth is in step 5; the signal is seen at the start of the next step,
+    # and that step is finished.
     assert checkpoints(run)[-1] == "step-00000006"
 
 

@@ -384,7 +384,7 @@ def test_flags_win_over_the_file_the_file_over_the_run_the_run_over_the_defaults
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("stormo.training.resuming.inherited.visible_gpus", list)
+    monkeypatch.setattr("stormo.training.resume.visible_gpus", list)
     _stored_run(tmp_path / "runs", "old", patience=5, epochs=6, keep_checkpoints=7, num_gpus=2, timeout=9.0)
     file = write(tmp_path / "my.toml", "[stop]\nepochs = 8\n[run]\nkeep_checkpoints = 9\n")
     config, _ = read_settings(["--resume", "old", "--config", file, "--keep-checkpoints", "10"])
@@ -396,12 +396,12 @@ def test_flags_win_over_the_file_the_file_over_the_run_the_run_over_the_defaults
     assert config.run.run_name == "old"
     assert config.resumed == EFFECT
     assert {"epochs", "keep_checkpoints"} <= config.given
-    monkeypatch.setattr("stormo.training.resuming.inherited.visible_gpus", lambda: [object()])
+    monkeypatch.setattr("stormo.training.resume.visible_gpus", lambda: [object()])
     assert read_settings(["--resume", "old"])[0].workers.num_gpus is None  # all GPUs that are there now
     assert "patience" not in config.given
     assert read_settings(["--config", file])[0].resumed is None
     write(tmp_path / "runs" / "old" / "config.toml", "")
-    with pytest.raises(SettingError, match=r"run old was to go on, but .*config\.toml has no valid section \["):
+    with pytest.raises(SettingError, match=r"run old was to be resumed, but .*config\.toml has no valid section \["):
         read_settings(["fashion-mnist", "--run-name", "old", "--resume"])
 
 

@@ -150,7 +150,7 @@ IN_THE_CLASS = [
         change=("def model(self):", "def model(self)"),
         before_workers=True,
         says=(
-            "the task my_task.py was named, but line 8 of my_task.py raised SyntaxError: expected ':'; mend "
+            "the task my_task.py was named, but line 8 of my_task.py raised SyntaxError: expected ':'; fix "
             "that line.\n"
             '  File "{folder}/my_task.py", line 8\n'
             "    def model(self)\n"
@@ -383,7 +383,7 @@ IN_THE_FIRST_BATCH = [
         change=("x, y = batch", "model.eval()\n        x, y = batch"),
         says=(
             "Net.loss() leaves the model as model.eval() makes it, but dropout and batch norm would not train from "
-            "then on; leave model.eval() out of it: every pass begins in the mode that it needs."
+            "then on; leave model.eval() out of it: every micro-batch begins in the mode that it needs."
         ),
     ),
     Mistake(

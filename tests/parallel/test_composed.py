@@ -16,7 +16,7 @@ from stormo.errors import SettingError
 from stormo.launch import alone
 from stormo.parallel.parts import chunk
 from stormo.tasks.task import Task
-from stormo.training.metrics import Validation
+from stormo.training.validation import Validation
 from tests.spread import Images, Plain, Words, assert_close, trained
 from tests.tiny_run import build, steps
 from tests.tiny_task import Tiny

@@ -269,7 +269,7 @@ def test_other_workers_and_other_strategies_go_on_from_the_mean_and_say_so(
                 np.testing.assert_allclose(state[f"{name}/exp_avg_sq"], second, rtol=1e-5)
                 assert state[f"{name}/step"] == 3
         assert len(notices) == 1
-        assert "3 workers that stepped by themselves: the run goes on from the mean" in notices[0]
+        assert "3 workers that stepped by themselves: the run resumes from the mean" in notices[0]
         if anchor is not None:  # the outer step goes on from where all were equal last
             assert not np.array_equal(anchor["anchor"], weights["0.weight"])
             assert anchor["velocity"].any()

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.launch import alone
-from stormo.training.rehearsal import explained
+from stormo.training.sanity_check import explain_errors
 from tests.tiny_run import Parts, arrays, assert_same_bits, build, steps
 from tests.tiny_task import Tiny
 
@@ -133,7 +133,7 @@ def _refused(world: World) -> str:
     with (
         pytest.warns(UserWarning, match="Grad strides do not match"),
         pytest.raises(SettingError) as refused,
-        explained(parts.task, "train_data", "loss", world.device),
+        explain_errors(parts.task, "train_data", "loss"),
     ):
         parts.strategy.warm_up(parts.loader)
     return str(refused.value)

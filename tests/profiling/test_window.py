@@ -137,7 +137,7 @@ def test_what_the_profiler_takes_for_itself_is_no_training(
             real(profiler)
 
         monkeypatch.setattr(profile, name, slow)
-    monkeypatch.setattr("stormo.training.stopwatch.time.perf_counter", desk.clock)
+    monkeypatch.setattr("stormo.training.clock.time.perf_counter", desk.clock)
 
     def take_time(run: Run, step: int) -> None:  # six steps, and four rounds of validation
         desk.after(1.0, 300.0)

@@ -33,7 +33,7 @@ from stormo.telemetry.environment import mask_secrets
 from stormo.telemetry.events import EventFile
 from stormo.telemetry.files import write_whole
 from stormo.telemetry.folder import RunFolder
-from stormo.training.journal.opening import lock_folder
+from stormo.training.run_folder import lock_folder
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link", "folder", "sparse", "device"])

@@ -12,7 +12,7 @@ from torch import nn
 
 from stormo.config import options
 from stormo.errors import SettingError
-from stormo.tasks.check import check_made, check_options, check_task, looks_like_task, note_method
+from stormo.tasks.check import add_method_note, check_made, check_options, check_task, looks_like_task
 from stormo.tasks.find import TASKS, find_task
 from stormo.tasks.task import Task
 
@@ -129,10 +129,8 @@ def test_an_unrelated_method_is_not_pointed_at() -> None:
         ({"metrics": lambda self, batch: None}, "Net.metrics(self, batch) was written, but it is called as metrics("),
         ({"augment": lambda self, batch: None}, "Net.augment(self, batch) was written, but it is called as augment(b"),
         ({"collate": lambda self: None}, "Net.collate(self) was written, but it is called as collate(samples); write "),
-        ({"name": 3}, 'Net.name is 3, but it is shown as text; set something like "my-task".'),
         ({"num_draws": -1}, "Net.num_draws is -1, but it counts "),
         ({"num_draws": True}, "Net.num_draws is True, but it counts "),
-        ({"find_unused": "yes"}, "Net.find_unused is 'yes', but it is a switch; set it to True or False."),
         ({"defaults": ["adamw"]}, "Net.defaults is a list, but it holds settings by name; "),
     ],
 )
@@ -188,9 +186,9 @@ class Factory:
     [
         (Undecorated, "Net.Options was written, but it is not a dataclass; put @dataclass above class Undecorated."),
         (Nameless, "Net.Options was written, but it is not a dataclass; put @dataclass above class Nameless."),
-        (Plain(), "Net.Options is a Plain, but it must be a class; "),
-        (Several, "an option of Net.Options is declared as one of several types, but an option is int, float, "),
-        (Unknown, "an option of Net.Options is declared with a type that is not there, but name 'Whatever' is not "),
+        (Plain(), "Net.Options was written, but it is not a dataclass; "),
+        (Several, "an option of Net.Options has a type that cannot be read, but it is one of several types; "),
+        (Unknown, "an option of Net.Options has a type that cannot be read, but name 'Whatever' is not "),
         (Factory, "option width of Net.Options has no default, but a run must be able to start without it; "),
     ],
 )
@@ -221,12 +219,12 @@ def test_an_error_of_the_users_own_ends_with_the_method_it_came_from() -> None:
     task = Raising(None)
     with pytest.raises(ZeroDivisionError) as caught:
         task.loss(None, 0)
-    note_method(caught.value, task)
+    add_method_note(caught.value, task)
     line = Raising.loss.__code__.co_firstlineno + 1
     assert caught.value.__notes__ == [f"stormo: it was raised in Raising.loss(), test_check.py, line {line}."]
 
 
 def test_an_error_from_elsewhere_is_left_alone() -> None:
     error = ValueError("not of the task")
-    note_method(error, Raising(None))
+    add_method_note(error, Raising(None))
     assert not hasattr(error, "__notes__")

@@ -73,12 +73,12 @@ def test_whatever_gives_samples_is_a_data_set(data: Any) -> None:
         ),
         (
             3,
-            "Net.train_data() returned an int, but a data set has __len__ and __getitem__, and it lacks __len__ and __",
+            "Net.train_data() returned an int, but a data set has __len__ and __getitem__; ",
         ),
-        (Empty(), "Net.train_data() returned an Empty, but a data set has __len__ and __getitem__, and it lacks __get"),
+        (Empty(), "Net.train_data() returned an Empty, but a data set has __len__ and __getitem__; "),
         (
             Endless(),
-            "Net.train_data() returned an Endless, but a data set has __len__ and __getitem__, and it lacks __l",
+            "Net.train_data() returned an Endless, but a data set has __len__ and __getitem__; ",
         ),
         (Endless, "Net.train_data() returned the class Endless, but a data set has __len__ and __getitem__"),
         (iter([1]), "Net.train_data() returned a list_iterator, which can be read once, but every epoch reads it anew"),

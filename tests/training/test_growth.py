@@ -69,8 +69,8 @@ def test_a_batch_grows_by_passes_or_at_once_with_the_same_result(train: Train, m
         if event["event"] == "notice" and "grown" in event["text"]
     ]
     assert said == [
-        "The batch has grown to 16 samples in 2 passes.",
-        "The batch has grown to 32 samples in 4 passes.",
+        "The batch has grown to 16 samples in 2 micro-batches.",
+        "The batch has grown to 32 samples in 4 micro-batches.",
     ]
 
 
@@ -148,6 +148,6 @@ def test_a_batch_that_will_not_fit_is_told_before_the_first_step(
 ) -> None:
     monkeypatch.setenv("TINY_MEMORY", "* 20")
     assert main(["train", TASK, *ALWAYS, *GROWS, "--max-batch-size", "32"]) == 2
-    assert "a pass of 32 samples of the batch that has grown does not fit in memory" in capsys.readouterr().err
+    assert "a micro-batch of 32 samples, once the batch has grown, does not fit in memory" in capsys.readouterr().err
     assert not Path("runs").exists()
     assert train("small", *GROWS, "--max-batch-size", "16", "--epochs", "3")["steps"] == 67

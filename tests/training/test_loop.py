@@ -21,9 +21,9 @@ from stormo.profiling.window import ProfileWindow
 from stormo.tasks.task import Task
 from stormo.telemetry.record import EpochDone, Notice, Record, StepDone, ValidationProgress
 from stormo.training import loop
+from stormo.training.clock import TrainingClock
 from stormo.training.loop import Outcome, Training, train
-from stormo.training.metrics import Validation
-from stormo.training.stopwatch import Stopwatch
+from stormo.training.validation import Validation
 from tests.energy.test_keeper import Desk
 from tests.tiny_run import Parts, build
 from tests.tiny_task import Tiny
@@ -212,7 +212,7 @@ def test_short_epochs_have_a_record_of_all_their_steps_now_and_then(monkeypatch:
             now_s += 100.0
             return super().metrics(model, batch)
 
-    monkeypatch.setattr("stormo.training.stopwatch.time.perf_counter", lambda: now_s)
+    monkeypatch.setattr("stormo.training.clock.time.perf_counter", lambda: now_s)
     run = prepare(task_class=Timed, epochs=5, checkpoint_every="2")
     train(run.training)
     monkeypatch.undo()
@@ -341,7 +341,7 @@ def test_saving_and_validation_are_not_training_time(monkeypatch: pytest.MonkeyP
             spend(100.0)
             return super().metrics(model, batch)
 
-    monkeypatch.setattr("stormo.training.stopwatch.time.perf_counter", lambda: now_s)
+    monkeypatch.setattr("stormo.training.clock.time.perf_counter", lambda: now_s)
     run = prepare(task_class=Timed, checkpoint_every="1", on_save=lambda run: spend(1000.0))
     train(run.training)
     monkeypatch.undo()
@@ -569,10 +569,10 @@ def test_a_signal_during_the_last_save_changes_nothing_any_more() -> None:
 
 def test_an_interval_counts_what_came_since_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
-    monkeypatch.setattr("stormo.training.stopwatch.time.perf_counter", lambda: now_s)
+    monkeypatch.setattr("stormo.training.clock.time.perf_counter", lambda: now_s)
     parts = build(World(alone(), torch.device("cpu")))
     progress = parts.state.progress
-    watch = Stopwatch(parts.world, parts.loader, progress, parts.strategy, NoKeeper())
+    watch = TrainingClock(parts.world, parts.loader, progress, parts.strategy, NoKeeper())
     watch.start()
     now_s, parts.loader.wait_s = 2.0, 0.5
     assert watch.since_last_s() == 2.0
@@ -596,7 +596,7 @@ def test_an_interval_counts_what_came_since_the_one_before(monkeypatch: pytest.M
 def test_energy_of_epochs_too_short_for_the_counters_is_told_together() -> None:
     desk = Desk()
     parts = build(World(alone(), torch.device("cpu")))
-    watch = Stopwatch(parts.world, parts.loader, parts.state.progress, parts.strategy, desk.keeper)
+    watch = TrainingClock(parts.world, parts.loader, parts.state.progress, parts.strategy, desk.keeper)
     told = []
     for _ in range(5):
         watch.start()

@@ -13,7 +13,7 @@ from stormo.system.files import BadFileError
 from stormo.telemetry import finding
 from stormo.telemetry.finding import forget_launch, launched_run, note_launch
 from stormo.telemetry.folder import RunFolder
-from stormo.training.resuming.finding import run_to_resume
+from stormo.training.resume import run_to_resume
 
 RANK = {
     **{"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_MAX_RESTARTS": "2"},

@@ -23,7 +23,7 @@ def test_every_verb_works_where_runs_is_a_link_and_no_note_of_the_launch_can_be_
     assert main(["train", TASK, *SMALL, "--run-name", "a", "--epochs", "1"]) == 0
     # The rest of the test is of a torchrun whose note would go through a link that somebody else has made.
     Path("scratch", f".launches-{os.geteuid()}").symlink_to(tmp_path)
-    monkeypatch.setattr("stormo.training.journal.journal.launch_id", lambda environ: "job")
+    monkeypatch.setattr("stormo.training.records.launch_id", lambda environ: "job")
     assert main(["train", "--resume", "a", "--epochs", "2"]) == 0
     assert "A restart by torchrun would not find this run" in "".join(capfd.readouterr())
     assert (read_summary(RunFolder(Path("scratch/a"))) or {})["stopped_by"] == "epochs"

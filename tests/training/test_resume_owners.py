@@ -14,9 +14,8 @@ from stormo.errors import EXIT_USAGE, SettingError
 from stormo.submit import submitted
 from stormo.system.files import BadFileError
 from stormo.telemetry.folder import RunFolder
-from stormo.training.resuming import finding
-from stormo.training.resuming.finding import require_own
-from stormo.training.resuming.inherited import require_few_processes
+from stormo.training import resume
+from stormo.training.resume import require_few_processes, require_own
 
 
 @pytest.mark.parametrize("foreign", ["run", "run/config.toml", "task.py"])
@@ -29,14 +28,14 @@ def test_the_task_of_a_run_of_somebody_elses_must_be_named(
     if os.geteuid() == 0:
         os.chown(tmp_path / "task.py", 12345, -1)  # what root owns, everybody may run
     (tmp_path / "run" / "config.toml").write_text('task = "task.py"\n')
-    monkeypatch.setattr(finding, "is_own", lambda path: path.resolve() != tmp_path / foreign)
+    monkeypatch.setattr(resume, "is_own", lambda path: path.resolve() != tmp_path / foreign)
     run = RunFolder(tmp_path / "run")
     with pytest.raises(SettingError, match="belongs to another account"):
         require_own(run, "task.py", is_built_in=False)
     require_own(run, "fashion-mnist", is_built_in=True)
     assert main(["train", "--resume", "run"]) == EXIT_USAGE
     assert not Path("code-was-run").exists()
-    monkeypatch.setattr(finding, "is_own", lambda _: True)
+    monkeypatch.setattr(resume, "is_own", lambda _: True)
     require_own(run, "task.py", is_built_in=False)
 
 

@@ -26,10 +26,11 @@ from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.launch import alone
 from stormo.parallel.table import strategy_class
-from stormo.training.metrics import Validation
 from stormo.training.progress import Progress
+from stormo.training.sanity_check import check_streams
 from stormo.training.state import RunState
-from stormo.training.worker import _require_same_streams, make_batch, make_loader
+from stormo.training.trainer import make_batch, make_loader
+from stormo.training.validation import Validation
 from tests import programs
 from tests.stream_task import InOrder, Streamed, StreamOptions
 from tests.tiny_run import Parts, arrays, assert_same_bits, steps, whole_state
@@ -129,7 +130,7 @@ def _validate(world: World, task_options: dict[str, Any], batch_size: int, epoch
     data = task.validation_data()
     validation = Validation(task, data, batch_size, world, make_batch=make_batch(task))
     found = []
-    next(iter(validation.run(model, nullcontext)))  # given up after the first round, as the rehearsal does
+    next(iter(validation.run(model, nullcontext)))  # given up after the first round, as the sanity check does
     for _ in range(epochs):
         *rounds, metrics = validation.run(model, nullcontext)
         assert rounds == [None] * (validation.num_rounds - 1)
@@ -284,7 +285,7 @@ def _same_streams(world: World, kind: type[Streamed]) -> str:
     loader = IterableLoader(task.train_data(), 24, *how)
     validation = Validation(task, task.validation_data(), 8, world, make_batch=task.collate)
     try:
-        _require_same_streams(task, world, loader, validation)
+        check_streams(task, world, loader, validation)
     except SettingError as error:
         return str(error)
     # It is read from its beginning afterwards.

@@ -1,6 +1,6 @@
-"""Training time, waiting, memory and energy of a run, taken when the device has finished its work.
+"""Measures training time, waiting, memory and energy, once the device has finished its work.
 
-The time of a run is that of its slowest worker; those of every worker are told by the epoch.
+The time of a run is that of its slowest rank; every epoch reports those of each rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _UNKNOWN = -1.0  # in a row of figures, where no figure is negative
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpochFigures:
-    """What all workers and nodes did since the epoch before."""
+    """Times of all ranks and energy of all nodes since the epoch before."""
 
     workers: tuple[dict[str, Any], ...]
     energy_j: float | None
@@ -33,10 +33,10 @@ class EpochFigures:
 
 
 class GpuPeak:
-    """The most that this process has held on a GPU, with what a captured pass holds; made once that is captured.
+    """The most GPU memory of this process, with that of a captured CUDA graph; made after the capture.
 
-    While a graph is replayed, the allocator counts as allocated what was so when its capture ended. All the rest of the
-    graph's own memory is idle by that count, and in use.
+    While a graph is replayed, the allocator counts only what was allocated when its capture ended. The rest of the
+    graph's pool counts as idle, but is in use.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -45,17 +45,17 @@ class GpuPeak:
         self._before = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
         torch.cuda.reset_peak_memory_stats(device)
 
-    def held_bytes(self) -> int:
-        """By tensors, and by graphs."""
+    def used_bytes(self) -> int:
+        """Of tensors and graphs."""
         return max(self._before[0], torch.cuda.max_memory_allocated(self._device) + self._uncounted_bytes)
 
-    def taken_bytes(self) -> int:
-        """By the allocator, with what it keeps for later use."""
+    def reserved_bytes(self) -> int:
+        """What the allocator has taken, with what it keeps for later."""
         return max(self._before[1], torch.cuda.max_memory_reserved(self._device))
 
 
 def _idle_in_pools(device: torch.device) -> int:
-    """Bytes of the pools of graphs that no tensor has."""
+    """Bytes of the graphs' pools that no tensor uses."""
     if torch.cuda.get_allocator_backend() != "native":  # CUDA's own shows no pools
         return 0
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -66,7 +66,7 @@ def _idle_in_pools(device: torch.device) -> int:
     )
 
 
-class Stopwatch:
+class TrainingClock:
     """Runs while the model trains; stands still for validation and checkpoints."""
 
     def __init__(self, world: World, loader: Loader, progress: Progress, strategy: Strategy, keeper: AnyKeeper) -> None:
@@ -75,17 +75,17 @@ class Stopwatch:
         self._progress = progress
         self._strategy = strategy
         self._keeper = keeper
-        self._input_s = 0.0  # this worker's waiting for its loader, up to the last pause
-        self._own = [0.0, 0.0]  # of this worker since the last epoch: training time, input wait
+        self._input_s = 0.0  # that this rank waited for its loader, up to the last pause
+        self._own = [0.0, 0.0]  # of this rank since the last epoch: training time, input wait
         self._exposed_mark_s = strategy.exposed_s or 0.0
-        self._energy_mark: Mark | None = None  # where the window of energy that is open began
+        self._energy_mark: Mark | None = None  # where the open window of energy began
         self._started_s: float | None = None
-        # Of the last interval's end, by counters that neither a pause nor a rollback sets back.
+        # At the end of the last interval, by counters that neither a pause nor a rollback resets.
         self._mark_s, self._mark_samples, self._mark_wait_s = progress.train_time_s, progress.samples_trained, 0.0
         self._memory = GpuPeak(world.device) if world.device.type == "cuda" else None
 
     def start(self) -> None:
-        """Begin to count."""
+        """Start to count."""
         self._synchronize()
         self._started_s = time.perf_counter()
         self._loader.wait_s = 0.0
@@ -94,7 +94,7 @@ class Stopwatch:
             self._energy_mark = self._keeper.mark()
 
     def pause(self) -> None:
-        """Add the time since `start`, as the slowest worker saw it, to the progress. All workers must call it."""
+        """Add the time since `start`, of the slowest rank, to the progress. All ranks call it."""
         self._synchronize()
         assert self._started_s is not None
         own_s, own_wait_s = time.perf_counter() - self._started_s, self._loader.wait_s
@@ -109,17 +109,17 @@ class Stopwatch:
         self._started_s = None
 
     def waiting_s(self) -> dict[str, float | None]:
-        """Seconds that this worker has waited since the run was started, by what for."""
+        """Seconds that this rank has waited since its start, by what for."""
         return {"input": self._input_s + self._loader.wait_s, "communication": self._strategy.exposed_s}
 
-    def note_step(self) -> None:
-        """A step is done: whoever keeps the node's account hears how far it is."""
+    def step_done(self) -> None:
+        """Tell the node's recorder how far the run is."""
         self._keeper.advance(self._progress.step, self.waiting_s())
 
     def end_of_epoch(self) -> EpochFigures:
-        """What every worker did since the epoch before, and what all nodes drew meanwhile. All workers must call it.
+        """What every rank did since the epoch before, and what all nodes drew. All ranks call it.
 
-        Where that is too short for the counters, it is told together with the epochs after it.
+        An epoch too short for the energy counters is counted with those after it.
         """
         exposed_s, place = self._strategy.exposed_s, self._world.place
         exposed = _UNKNOWN if exposed_s is None else exposed_s - self._exposed_mark_s
@@ -170,19 +170,19 @@ class Stopwatch:
         return rate, wait
 
     def wait_fraction(self) -> float:
-        """Share of all training time that the slowest loader kept its worker waiting."""
+        """Share of the training time that ranks waited for their loaders."""
         return self._progress.wait_s / max(self._progress.train_time_s, 1e-9)
 
     def peak_memory_bytes(self) -> tuple[int, int | None]:
-        """The most memory any worker has held, on its GPU or of its process, and has taken of a GPU for that.
+        """The most memory of any rank: used (GPU, or process without one), and reserved on the GPU or None.
 
-        The second is None without a GPU. All workers must call it.
+        All ranks call it.
         """
-        held, taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, 0
+        used, reserved = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, 0
         if self._memory is not None:
-            held, taken = self._memory.held_bytes(), self._memory.taken_bytes()
-        held, taken = self._world.max(torch.tensor([held, taken], dtype=torch.int64)).tolist()
-        return held, None if self._memory is None else taken
+            used, reserved = self._memory.used_bytes(), self._memory.reserved_bytes()
+        used, reserved = self._world.max(torch.tensor([used, reserved], dtype=torch.int64)).tolist()
+        return used, None if self._memory is None else reserved
 
     def _synchronize(self) -> None:
         if self._world.device.type == "cuda":

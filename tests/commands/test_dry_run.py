@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from stormo.cli import main
+from stormo.commands.dry_run import draw, planned_steps
 from stormo.config.layout import resolve_layout
 from stormo.config.plan import resolve
 from stormo.tasks.find import find_task
-from stormo.training.dry_run import draw, planned_steps
 from stormo.training.settings import read_settings
 
 FLAGS = ["--device", "cpu", "--num-gpus", "2", "--epochs", "6", "--warmup-epochs", "2", "--decay", "cosine"]

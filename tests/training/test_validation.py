@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from stormo.distributed.world import World
 from stormo.launch import alone
 from stormo.tasks.task import Task, batch_length
-from stormo.training.metrics import Validation
+from stormo.training.validation import Validation
 from tests.tiny_task import Tiny, TinyOptions
 
 Ranks = Callable[..., list[Any]]

@@ -1,9 +1,10 @@
-"""The rehearsal finds a task's mistakes and leaves no trace; the table in tests/mistakes has what it says of most."""
+"""The sanity check finds a task's mistakes and leaves no trace; tests/mistakes has what it says of most."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,18 +17,19 @@ from torch.nn.functional import cross_entropy
 from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.launch import alone
-from stormo.training.metrics import Validation
 from stormo.training.progress import Progress
-from stormo.training.rehearsal import Steps, _leaves_one, rehearse, rehearse_lone_samples
+from stormo.training.sanity_check import Steps, _leaves_one, check_lone_samples, sanity_check
+from stormo.training.validation import Validation
+from tests.commands.test_train import TASK, here, in_ranks, summary
 from tests.tiny_run import Parts, assert_same_bits, build, steps, whole_state
 from tests.tiny_task import Tiny
 
 Ranks = Callable[..., list[Any]]
 
 
-def _rehearse(parts: Parts, *, every_shape: bool = True, may_diverge: bool = False) -> Steps:
+def _check(parts: Parts, *, every_shape: bool = True, may_diverge: bool = False) -> Steps:
     validation = Validation(parts.task, parts.task.validation_data(), 64, parts.world)
-    return rehearse(parts.strategy, parts.loader, validation, every_shape=every_shape, may_diverge=may_diverge)
+    return sanity_check(parts.strategy, parts.loader, validation, every_shape=every_shape, may_diverge=may_diverge)
 
 
 class Drawing(Tiny):
@@ -51,7 +53,7 @@ def _leaves_no_trace(world: World, every_shape: bool) -> None:
         steps(parts, num_steps)
         before = whole_state(parts)
         generators = random.getstate(), repr(np.random.get_state())
-        _rehearse(parts, every_shape=every_shape)
+        _check(parts, every_shape=every_shape)
         assert_same_bits(whole_state(parts), before)
         assert generators == (random.getstate(), repr(np.random.get_state()))
         assert all(parameter.grad is None for parameter in parts.strategy.module.parameters())
@@ -61,7 +63,7 @@ def _leaves_no_trace(world: World, every_shape: bool) -> None:
 
 
 @pytest.mark.parametrize(("size", "every_shape"), [(1, False), (1, True), (3, True)])
-def test_a_rehearsal_leaves_no_trace(run_ranks: Ranks, size: int, every_shape: bool) -> None:
+def test_a_sanity_check_leaves_no_trace(run_ranks: Ranks, size: int, every_shape: bool) -> None:
     run_ranks(_leaves_no_trace, size, every_shape)
 
 
@@ -69,7 +71,7 @@ def _num_passes(world: World) -> list[int]:
     counts = []
     for every_shape in (False, True):
         parts = build(world, {"num_train": 40}, global_batch_size=16)
-        _rehearse(parts, every_shape=every_shape)
+        _check(parts, every_shape=every_shape)
         assert isinstance(parts.task, Tiny)
         counts.append(parts.task.num_calls)
     return counts
@@ -83,10 +85,10 @@ def _passes_for_lone_samples(world: World, num_train: int) -> list[int]:
     counts = []
     for every_shape in (False, True):
         parts = build(world, {"num_train": num_train, "norm": False}, global_batch_size=16)
-        rehearsed = _rehearse(parts, every_shape=every_shape)
+        checked = _check(parts, every_shape=every_shape)
         assert isinstance(parts.task, Tiny)
         before = parts.task.num_calls
-        rehearse_lone_samples(parts.strategy, parts.loader, parts.plan, Progress(), rehearsed)
+        check_lone_samples(parts.strategy, parts.loader, parts.plan, Progress(), checked)
         counts.append(parts.task.num_calls - before)
     return counts
 
@@ -135,13 +137,13 @@ class SpareAllowed(Spare):
 
 def _unused(world: World) -> str:
     with pytest.raises(SettingError) as caught:
-        _rehearse(build(world, task_class=Spare))
+        _check(build(world, task_class=Spare))
     return str(caught.value)
 
 
 def _unused_allowed(world: World) -> list[float]:
     parts = build(world, task_class=SpareAllowed, global_batch_size=100)
-    _rehearse(parts)
+    _check(parts)
     return steps(parts, 12)
 
 
@@ -176,9 +178,9 @@ class WideComplex(Complex):
 
 def test_a_type_that_no_checkpoint_can_hold_is_refused_before_training() -> None:
     world = World(alone(), torch.device("cpu"))
-    _rehearse(build(world, task_class=Complex))
+    _check(build(world, task_class=Complex))
     with pytest.raises(SettingError, match=r"WideComplex.model\(\) has wave of type complex128, but a checkpoint"):
-        _rehearse(build(world, task_class=WideComplex))
+        _check(build(world, task_class=WideComplex))
 
 
 class NotANumber(Tiny):
@@ -192,16 +194,15 @@ class NotANumber(Tiny):
 
 def _notices_of_nan(world: World) -> list[str]:
     parts = build(world, task_class=NotANumber)
-    _rehearse(parts, may_diverge=True)
+    _check(parts, may_diverge=True)
     return parts.strategy.notices
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_loss_that_is_not_finite_is_warned_of_on_the_main_worker(run_ranks: Ranks, size: int) -> None:
     for notices in run_ranks(_notices_of_nan, size):
-        assert notices == [
-            "NotANumber.loss() is not a finite number in the very first batch: look for a division by zero, a log of "
-            "zero, and inputs that are not scaled."
+        assert [text.partition(":")[0] for text in notices] == [
+            "NotANumber.loss() returned a number that is not finite in the very first batch"
         ]
 
 
@@ -217,21 +218,21 @@ class BadInputs(Tiny):
 def _refusal(world: World, task_class: type[Tiny]) -> str:
     parts = build(world, {"num_train": 32}, task_class=task_class, global_batch_size=32)
     with pytest.raises(SettingError) as caught:
-        _rehearse(parts)
+        _check(parts)
     return str(caught.value)
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_first_loss_that_is_not_finite_is_refused_by_all_workers(run_ranks: Ranks, size: int) -> None:
     of_loss = (
-        "NotANumber.loss() returned a number that is not finite in the very first batch, but its inputs are finite, "
-        "and no step can be learned from it; look for a division by zero, a log of zero, inputs that are not scaled "
-        "or overflow in fp16, or set --on-divergence ignore to train all the same."
+        "NotANumber.loss() returned a number that is not finite in the very first batch, but no step can be learned "
+        "from it; look for a division by zero, a log of zero, inputs that are not scaled or overflow in fp16, or set "
+        "--on-divergence ignore to train all the same."
     )
     of_inputs = (
-        "BadInputs.train_data() gave inputs that are not finite numbers in the very first batch, but "
-        "BadInputs.loss() of them is not finite either, and no step can be learned from it; clean the data "
-        "(torch.isfinite finds such values), or set --on-divergence ignore to train all the same."
+        "BadInputs.train_data() gave inputs that are not finite numbers in the very first batch, but no step can be "
+        "learned from it; clean the data (torch.isfinite finds such values), or set --on-divergence ignore to train "
+        "all the same."
     )
     assert run_ranks(_refusal, size, NotANumber) == [of_loss] * size
     assert run_ranks(_refusal, size, BadInputs) == [of_inputs] * size
@@ -250,27 +251,8 @@ def _failing(world: World, error: Exception) -> tuple[str, str]:
     parts = build(world, task_class=Failing)
     parts.task.error = error  # type: ignore[attr-defined]
     with pytest.raises(Exception) as caught:  # noqa: PT011
-        _rehearse(parts)
+        _check(parts)
     return type(caught.value).__name__, str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!",
-        "indices should be either on cpu or on the same device as the indexed tensor (cuda)",
-        "Input type (torch.FloatTensor) and weight type (torch.cuda.FloatTensor) should be the same",
-    ],
-)
-def test_tensors_on_several_devices_are_explained(run_ranks: Ranks, text: str) -> None:
-    ((kind, said),) = run_ranks(_failing, 1, RuntimeError(text))
-    line = Failing.loss.__code__.co_firstlineno + 1
-    assert kind == "SettingError"
-    assert said == (
-        f"Failing.loss() mixes tensors (test_rehearsal.py, line {line}: {text}), but the model and the batch are on "
-        "cpu, and whatever meets them must be there too; make it with device= of one of the batch's tensors, or in a "
-        "module by register_buffer()."
-    )
 
 
 @pytest.mark.parametrize(
@@ -293,13 +275,13 @@ class Halved(Tiny):
 
 def _mixed_types(world: World) -> str:
     with pytest.raises(SettingError) as caught:
-        _rehearse(build(world, task_class=Halved))
+        _check(build(world, task_class=Halved))
     return str(caught.value)
 
 
 def test_numbers_of_several_types_are_explained(run_ranks: Ranks) -> None:
     (said,) = run_ranks(_mixed_types, 1)
-    assert said.startswith("Halved.loss() mixes tensors (test_rehearsal.py, line ")
+    assert said.startswith("Halved.loss() mixes tensors (test_sanity_check.py, line ")
     assert "must be of one type; let the data set give torch.float32 (.float())" in said
 
 
@@ -324,7 +306,7 @@ class Whole(Means):
 
 def _found_means(world: World, task_class: type[Tiny]) -> list[str]:
     parts = build(world, task_class=task_class, global_batch_size=64)
-    _rehearse(parts)
+    _check(parts)
     return parts.strategy.notices
 
 
@@ -338,3 +320,41 @@ def test_a_mean_among_the_metrics_is_noticed_and_a_sum_is_not(run_ranks: Ranks) 
     )
     assert run_ranks(_found_means, 1, Tiny) == [[]]
     assert run_ranks(_found_means, 1, Whole) == [[]]
+
+
+# --- out of memory ----------------------------------------------------------------------------------------------------
+
+ADVICE = "a smaller --batch-size (with --accumulate the global batch stays) or "
+
+
+def test_a_pass_that_does_not_fit_is_a_setting_that_cannot_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TINY_MEMORY", "* 20")
+    assert here("--batch-size", "32") == 2
+    assert capfd.readouterr().err.splitlines()[-1] == (
+        "stormo: micro-batches of 32 samples were set, but one does not fit into the memory of this host (CUDA out of "
+        f"memory, on purpose, with 32 samples); set {ADVICE}--checkpoint-activations or --strategy fsdp --offload; "
+        f"stormo predict {TASK} says before a start what fits."
+    )
+    assert not list(tmp_path.glob("runs/*"))
+
+
+def test_the_worker_that_runs_out_is_heard_and_ends_the_job(tmp_path: Path) -> None:
+    flags = ["--batch-size", "32", "--checkpoint-activations", "--run-name", "one"]
+    done = in_ranks(tmp_path, *flags, TINY_MEMORY="1 20")
+    assert done.returncode == 2
+    assert "micro-batches of 32 samples were set, but one does not fit" in done.stderr
+    assert f"set {ADVICE}--strategy fsdp; stormo predict " in done.stderr
+    assert not (tmp_path / "runs" / "one").exists()
+
+
+def test_a_run_that_runs_out_on_its_way_says_how_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TINY_FAULT", "memory 0 4")
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        here("--run-name", "one", "--checkpoint-every", "1")
+    advice = f"{ADVICE}--checkpoint-activations or --strategy fsdp --offload"
+    assert f"Out of memory: resume with --resume and {advice}." in caught.value.__notes__
+    assert summary(tmp_path / "runs" / "one")["stopped_by"] == "error"

@@ -1,4 +1,4 @@
-"""What `stormo train --dry-run` shows: every effective value, and the rate and batch of every step as a curve."""
+"""What `stormo train --dry-run` shows: every effective value; learning rate and batch of every step as a curve."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from stormo.optim.schedule import make_schedule
 _COLUMNS, _ROWS = 72, 10
 _MOST_POINTS = 20_000  # of a drawing, which shows no more; a table has every step
 _BLOCKS = " ▁▂▃▄▅▆▇█"
-_OWN = ", to be multiplied by the rate of the task's own optimizer over --base-lr"
+_OWN = ", times the learning rate of the task's own optimizer over --base-lr"
 _KINDS = (".png", ".svg", ".csv")
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One optimizer step as it is planned."""
+    """One planned optimizer step."""
 
     step: int
     epoch: float  # how many are done when it begins
@@ -32,7 +32,7 @@ class Point:
 
 
 def show(config: TrainConfig, plan: Plan, out: TextIO, *, has_own: bool = False, loss_reduction: str = "mean") -> None:
-    """Write the plan and, where it was asked for, the curve; `has_own` for a task that may bring an optimizer."""
+    """Print the plan and, if asked, the curve; `has_own`: the task may bring its own optimizer."""
     facts, told = plan.facts, with_own_optimizer(config, plan) if has_own else plan
     told = with_layers(
         config,
@@ -67,7 +67,7 @@ def show(config: TrainConfig, plan: Plan, out: TextIO, *, has_own: bool = False,
 
 
 def check(config: TrainConfig) -> None:
-    """Refuse a drawing that cannot be made, before anything is done for it."""
+    """Refuse a drawing that cannot be made, before anything starts."""
     asked = config.command.plot_schedule
     if asked is None:
         return
@@ -89,7 +89,7 @@ def check(config: TrainConfig) -> None:
 
 
 def planned_steps(config: TrainConfig, plan: Plan, most: int | None = None) -> Iterator[Point]:
-    """Every step of all epochs in order, or about `most` of them, evenly."""
+    """Every step in order, or about `most` of them, evenly spaced."""
     schedule = make_schedule(config, plan)
     stride = 1 if most is None else max(1, plan.total_steps // most)
     for step in range(0, plan.total_steps, stride):
@@ -101,7 +101,7 @@ def planned_steps(config: TrainConfig, plan: Plan, most: int | None = None) -> I
 
 
 def draw(values: Sequence[float], at: Sequence[float], end: float, *, plain: bool = False) -> list[str]:
-    """A curve as text, from 0 to its peak: values at places from 0 to `end`, in one column for each stretch of them."""
+    """A curve as text, from 0 to its peak: the values at places from 0 to `end`, averaged in columns."""
     peak = max(values)
     columns: list[list[float]] = [[] for _ in range(_COLUMNS)]
     for value, place in zip(values, at, strict=True):

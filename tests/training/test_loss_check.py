@@ -16,7 +16,7 @@ from stormo.data.loaders import Batch
 from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.tasks.task import Task
-from stormo.training.loss_parts import _compared, _Seen, check_parts
+from stormo.training.loss_check import _compared, _Evaluation, check_loss_parts
 from tests.spread import Plain, Words
 from tests.tiny_run import build
 from tests.tiny_task import Tiny, TinyOptions
@@ -186,7 +186,7 @@ def _refusals(world: World, tasks: list[type[Task]], flags: Mapping[str, Any]) -
         parts = build(world, {"num_train": 40}, task_class=task, **{**FLAGS, **flags})
         batch = next(parts.loader.first_and_last())
         try:
-            check_parts(parts.strategy, batch, parts.plan.accumulate)
+            check_loss_parts(parts.strategy, batch, parts.plan.accumulate)
             found[task.__name__] = ""
         except SettingError as error:
             found[task.__name__] = str(error)
@@ -289,7 +289,7 @@ def test_a_loss_of_the_batch_as_a_whole_is_told_of(run_ranks: Ranks) -> None:
 
 def _notices(world: World, task: type[Task]) -> list[str]:
     parts = build(world, {"num_train": 40}, task_class=task, strategy="ddp", **FLAGS)
-    check_parts(parts.strategy, next(parts.loader.first_and_last()), 1)
+    check_loss_parts(parts.strategy, next(parts.loader.first_and_last()), 1)
     return [notice for notice in parts.strategy.notices if '"local"' in notice]
 
 
@@ -323,7 +323,7 @@ def _odd_batches(world: World, task: type[Task], change: str) -> None:
     batch = next(parts.loader.first_and_last())
     time_first = [tensor[None].repeat_interleave(3, 0) for tensor in batch.data]
     data: Any = Opaque(batch.data) if change == "opaque" else time_first
-    check_parts(parts.strategy, Batch(data, batch.span, is_ghost=False), 1)
+    check_loss_parts(parts.strategy, Batch(data, batch.span, is_ghost=False), 1)
 
 
 def test_batches_that_cannot_be_cut_say_nothing(run_ranks: Ranks) -> None:
@@ -362,7 +362,7 @@ def _remembered(world: World) -> None:
     parts.strategy.forward_backward(batch)
     before = _books(task), [tensor.clone() for tensor in itertools.chain(module.buffers(), task.teacher.buffers())]
     state, gradients = torch.get_rng_state(), [parameter.grad for parameter in module.parameters()]
-    check_parts(parts.strategy, batch, 1)
+    check_loss_parts(parts.strategy, batch, 1)
     assert _books(task) == before[0]
     now = [*module.buffers(), *task.teacher.buffers()]
     assert all(torch.equal(a, b) for a, b in zip(now, before[1], strict=True))
@@ -381,8 +381,8 @@ def test_looking_leaves_no_trace_in_the_task_nor_in_the_model(run_ranks: Ranks) 
 
 
 def test_beside_a_part_without_any_loss_a_mean_is_not_taken_for_a_sum() -> None:
-    def seen(num_samples: int, loss: float) -> _Seen:
-        return _Seen(num_samples=num_samples, loss=loss, count=None, rounding=1e-11, rows=None)
+    def seen(num_samples: int, loss: float) -> _Evaluation:
+        return _Evaluation(num_samples=num_samples, loss=loss, count=None, rounding=1e-11, rows=None)
 
     task = Plain(TinyOptions())
     masked = _compared(task, 0.0, seen(5, 0.4), seen(1, 0.0), seen(4, 0.4))

@@ -1,8 +1,7 @@
-"""What `Task.metrics` returns: sums over samples, means over other items with their counts, and objects that keep a
-state of their own, such as torchmetrics'.
+"""Reads what `Task.metrics` returns: sums over samples, means with their counts, and metrics with a state.
 
-Sums are added by `training.metrics`. An object's state is gathered here: torchmetrics' own exchange takes states of any
-length, but fails where a worker has had no batch at all, and counts workers that share their samples several times.
+`training/validation.py` adds the sums. The state of a metric (torchmetrics') is gathered here: torchmetrics' own sync
+fails where a rank had no batch, and counts ranks that share their samples several times.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.tasks.returned import read_count
 
-COUNT_OF = "count of "  # before the name of a mean over other items: the name of the number of these
+COUNT_OF = "count of "  # prefix of the name of a mean: its number of items
 _METHODS = ("update", "compute", "reset", "to")
-_MOST_PARTS = 1000  # of a list that is looked through: longer ones are data
+_MOST_PARTS = 1000  # a longer list holds data, not metrics
 
 
 def is_metric(value: Any) -> bool:
-    """Whether a value is a metric that keeps a state: it has update, compute, reset and to."""
+    """Whether a value is a metric with a state: it has update, compute, reset and to."""
     return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in _METHODS)
 
 
@@ -56,9 +55,9 @@ def _metrics_in(value: Any) -> Iterator[Any]:
 
 
 def read_metrics(task: Any, returned: Any, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The sums of a batch as float64 scalars and the metric objects, by name; a mistake gets a sentence.
+    """The sums of a batch as float64 scalars and the metric objects, by name; a mistake raises a sentence.
 
-    A mean over other items is a sum over these, and their number is another one, under `COUNT_OF` its name.
+    A mean becomes a sum over its items, and their number another sum, named with `COUNT_OF`.
     """
     said = f"{type(task).__name__}.metrics()"
     if not isinstance(returned, Mapping):
@@ -114,9 +113,9 @@ def _scalar(value: Tensor | float, device: torch.device) -> Tensor:
 
 
 def compute(name: str, metric: Any, world: World) -> dict[str, float]:
-    """What a metric has found over the batches of all workers, as numbers by name. All workers must call it."""
+    """What a metric computes over the batches of all ranks, as numbers by name. All ranks call it."""
     with _all_states(name, metric, world), warnings.catch_warnings():
-        # A worker that has had no batch computes from the states of the others.
+        # A rank without a batch computes from the states of the others.
         warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
         found = metric.compute()
     return dict(_numbers(name, found, type(metric).__name__))
@@ -141,7 +140,7 @@ def _numbers(name: str, value: Any, origin: str) -> Iterator[tuple[str, float]]:
 
 @contextmanager
 def _all_states(name: str, metric: Any, world: World) -> Iterator[None]:
-    """While it is open, parts of a metric that ask the other workers for their states get all of them."""
+    """Inside, torchmetrics gathers the states of all ranks through `_gather`."""
     if world.size == 1:
         yield
         return
@@ -154,7 +153,7 @@ def _all_states(name: str, metric: Any, world: World) -> Iterator[None]:
             "return sums over the samples, or a metric of torchmetrics",
         )
     asking = {part: part._to_sync for part in parts}
-    plain = [part for part in parts if type(part)._sync_dist is base._sync_dist]  # others gather in a way of their own
+    plain = [part for part in parts if type(part)._sync_dist is base._sync_dist]  # others sync in their own way
     try:
         for part in parts:
             part._to_sync = True
@@ -169,7 +168,7 @@ def _all_states(name: str, metric: Any, world: World) -> Iterator[None]:
 
 
 def _gather(part: Any, world: World, *_: Any, **__: Any) -> None:
-    """Set each state to what its reduction makes of all workers' states."""
+    """Set each state to the reduction of all ranks' states."""
     names = list(part._reductions)
     own: dict[str, Tensor] = {}
     for index, name in enumerate(names):
@@ -194,7 +193,7 @@ def _gather(part: Any, world: World, *_: Any, **__: Any) -> None:
         if isinstance(part._defaults[name], list):
             value = [tensor for rank in world.samplers for tensor in _entries(shared, f"{rank}/{index}")]
         else:
-            # A state may take its shape with the first batch; one that has had none is spread over it.
+            # A state may take its shape with the first batch; one without a batch is broadcast to it.
             states = [shared[f"{rank}/{index}"] for rank in world.samplers]
             value = torch.stack(torch.broadcast_tensors(*states))
         reduction = part._reductions[name]

@@ -1,4 +1,4 @@
-"""The folder of a run, opened for one process alone, and what only torch can say of the machine it runs on."""
+"""Opens and locks the folder of a run for one process, and describes torch's environment."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from stormo.system.files import open_own
 from stormo.telemetry.finding import default_run_name, require_new_run
 from stormo.telemetry.folder import RunFolder
 
-_NUM_LOOKS = 5
-_NOT_MINE = (errno.EACCES, errno.EPERM, errno.EROFS)
+_NUM_TRIES = 5
+_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def open_folder(config: TrainConfig) -> RunFolder:
-    """The folder of a run that goes on, or a new one under a name that nobody has."""
+    """The folder of a resumed run, or a new one with a free name."""
     run = config.run
     parent = Path(run.runs_folder)
     if run.resume is not None and run.run_name is not None:
         path = parent / run.run_name
         if not path.is_dir():
-            _make(path)  # it never began
+            _make(path)  # the run never began
         return RunFolder(path)
     name = run.run_name or default_run_name(config.task)
     for attempt in range(1, 1000):
@@ -39,18 +39,18 @@ def open_folder(config: TrainConfig) -> RunFolder:
         if folder.is_dir() or not _make(folder):
             if run.run_name is not None:
                 require_new_run(parent, name)
-                return RunFolder(folder)  # killed before it wrote anything; the lock keeps others out
+                return RunFolder(folder)  # its run was killed before it wrote anything; the lock keeps others out
             continue
         return RunFolder(folder)
     raise AssertionError("a thousand runs in one second")
 
 
 def _make(folder: Path) -> bool:
-    """Make a folder; False where somebody else was faster."""
+    """Make a folder; False where another process was faster."""
     try:
         if not folder.parent.exists():
             folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700)  # settings, command lines and weights are nobody else's, unless the user shares them
+        folder.mkdir(mode=0o700)  # private: settings, command lines, weights
     except OSError as error:
         if isinstance(error, FileExistsError) and folder.is_dir():
             return False
@@ -63,11 +63,11 @@ def _make(folder: Path) -> bool:
 
 
 def lock_folder(folder: RunFolder) -> IO[bytes] | None:
-    """Hold the run for this process alone, until it ends however it ends; None where the file system has no locks."""
+    """Lock the run for this process, until it ends however it ends; None where the file system has no locks."""
     try:
         file = open_own(folder.lock, os.O_RDWR | os.O_CREAT)
     except OSError as error:
-        if error.errno not in _NOT_MINE:
+        if error.errno not in _NOT_WRITABLE:
             raise
         raise SettingError(
             f"{folder.path} was to hold the run",
@@ -79,7 +79,9 @@ def lock_folder(folder: RunFolder) -> IO[bytes] | None:
     except BlockingIOError:
         file.close()
         raise SettingError(
-            f"run {folder.name} was to go on", "another process is training it", "wait for its end, or stop it first"
+            f"run {folder.name} was to be resumed",
+            "another process is training it",
+            "wait for its end, or stop it first",
         ) from None
     except OSError:
         file.close()
@@ -88,18 +90,18 @@ def lock_folder(folder: RunFolder) -> IO[bytes] | None:
 
 
 def _flock(file: IO[bytes]) -> None:
-    for look in range(_NUM_LOOKS):
+    for number in range(_NUM_TRIES):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
-        except BlockingIOError:  # `stormo runs` holds it too, for as long as it takes to see whether another does
-            if look == _NUM_LOOKS - 1:
+        except BlockingIOError:  # `stormo runs` may hold it for a moment, to see whether the run is alive
+            if number == _NUM_TRIES - 1:
                 raise
             time.sleep(0.05)
 
 
 def remove_unbegun(folder: RunFolder) -> None:
-    """Remove what the start of a new run has left that came to nothing; what others put there stays."""
+    """Remove what a new run that failed to start has written; other files stay."""
     shutil.rmtree(folder.nodes, ignore_errors=True)
     shutil.rmtree(folder.tensorboard, ignore_errors=True)
     with contextlib.suppress(OSError):
@@ -108,8 +110,8 @@ def remove_unbegun(folder: RunFolder) -> None:
         folder.path.rmdir()
 
 
-def versions_of(world: World) -> dict[str, Any]:
-    """What only torch knows of the environment of a run."""
+def torch_environment(world: World) -> dict[str, Any]:
+    """Versions, threads and devices as torch reports them."""
     versions: dict[str, Any] = {
         "torch": torch.__version__,
         "world_size": world.size,

@@ -1,8 +1,8 @@
-"""Whether the loss of a batch follows from those of its parts, as a step of several workers or passes takes it to.
+"""Checks that the loss of a batch follows from those of its parts, as several workers or micro-batches assume.
 
 The loss of a first batch is compared with those of two parts of it. A mean over tokens, a sum, or a loss of the batch
-as a whole would train to another result on every number of workers, without a word. How far rounding goes is seen from
-the same batch in another order, and from what the model makes of one sample in batches of different sizes.
+as a whole would silently train to another result on every number of workers. The same batch in another order, and one
+sample in batches of different sizes, show how far rounding goes.
 """
 
 from __future__ import annotations
@@ -19,28 +19,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from stormo.data.batches import batch_length, cut, rotated
+from stormo.data.batches import batch_length, cut, rotated, tensors_in
 from stormo.data.loaders import Batch
 from stormo.errors import SettingError, counted
 from stormo.parallel.halves import HALVES
 from stormo.parallel.pipeline.trial import trial
 from stormo.parallel.strategy import Strategy
-from stormo.tasks.measured import held_metrics
+from stormo.tasks.metrics import held_metrics
 from stormo.tasks.task import Task
 
 # How far the rounding of a loss of each type may take it, as a share of it.
 _ROUNDING = {torch.float64: 1e-11, torch.float32: 1e-5}
 _ROUNDING_OF_HALVES = 2e-2
-_MOST_SAMPLES = 32  # that are looked at: many take time, and are more alike in their parts
+_MOST_SAMPLES = 32  # that are compared: many take time, and their parts are more alike
 _MOST_BYTES = 2**20  # of a tensor of the task that a loss may change
-_MUCH = 0.05  # by which a loss or an output differs for another reason than rounding
+_MUCH = 0.05  # a larger difference is not rounding
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
-    """A batch whose loss does not follow from its parts."""
+class _Mismatch:
+    """A loss that does not follow from its parts."""
 
     is_sum: bool
     is_mean: bool
@@ -49,46 +48,46 @@ class _Found:
     num_samples: Sequence[int]  # of both parts
 
 
-def check_parts(strategy: Strategy, batch: Batch | None, num_passes: int) -> None:
-    """Refuse, on all workers alike, a loss whose result would depend on their number. All workers call it.
+def check_loss_parts(strategy: Strategy, batch: Batch | None, num_passes: int) -> None:
+    """Refuse, on all ranks alike, a loss whose result would depend on their number. All ranks call it.
 
     Args:
         strategy: holds the task and the model.
-        batch: a pass of this worker, as the task gets it.
-        num_passes: into which a step of a worker is cut at most.
+        batch: a micro-batch of this rank, as the task gets it.
+        num_passes: the most micro-batches of a rank in a step.
     """
     task, plan = strategy.task, strategy._plan
-    is_own = strategy.steps_alone or strategy.staleness > 0  # each worker's gradient is stepped with by itself
+    is_own = strategy.steps_alone or strategy.staleness > 0  # each rank's gradient makes a step of its own
     num_parts = (1 if is_own else strategy.world.data.size) * num_passes * plan.micro_batches
     if num_parts == 1:
         return
     if task.loss_reduction == "local":
         strategy.notices.append(
             f'{type(task).__name__}.loss_reduction is "local": a step is the mean of the losses of '
-            f"{counted(num_parts, 'part')}, and another number of workers or passes gives another result."
+            f"{counted(num_parts, 'part')}, and another number of workers or micro-batches gives another result."
         )
         return
     parts = None if batch is None else _parts(batch)
     can = torch.tensor([float(parts is not None)])
-    # Workers of a model that is spread call it equally often: all of them look, or none.
+    # Ranks of a sharded model must call it equally often: all of them check, or none.
     if strategy.is_spread and strategy.world.max(1 - can).item():
         parts = None
-    found = None if parts is None else _look(strategy, *parts)
-    told = strategy.world.gather_json(None if found is None else [getattr(found, name) for name in _Found.__slots__])
+    found = None if parts is None else _find(strategy, *parts)
+    told = strategy.world.gather_json(None if found is None else [getattr(found, name) for name in _Mismatch.__slots__])
     first = strategy.world.share_json(next((each for each in told or [] if each is not None), None))
     if first is not None:
-        raise _refusal(task, _Found(*first), num_parts)
+        raise _refusal(task, _Mismatch(*first), num_parts)
 
 
 def _parts(batch: Batch) -> tuple[Any, ...] | None:
-    """Samples of a batch, the same in another order, and several times two parts of them; None if it cannot be cut."""
+    """Samples of a batch, the same in another order, and three splits in two parts; None if it cannot be split."""
     try:
         length = batch_length(batch.data)
         if batch.is_ghost or length < 2 or length != batch.span.num_samples:
             return None
         length = min(length, _MOST_SAMPLES)
         data = cut(batch.data, 0, length)
-        # Several, as two parts may be alike by chance: as many words a sentence, or the same share of each class.
+        # Several splits, as two parts may be alike by chance: as many words a sentence, or the same classes.
         cuts = (max(1, length // 3), length // 2, 1)
         pairs = ((cut(data, 0, at), cut(data, at, length)) for at in cuts)
         return data, rotated(data, cuts[0]), *itertools.chain(*pairs)
@@ -97,8 +96,8 @@ def _parts(batch: Batch) -> tuple[Any, ...] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
-    """One evaluation."""
+class _Evaluation:
+    """The loss of one batch."""
 
     num_samples: int
     loss: float
@@ -107,12 +106,12 @@ class _Seen:
     rows: tuple[Tensor, Tensor] | None  # the first and the last of what the model returned
 
 
-def _look(strategy: Strategy, *batches: Any) -> _Found | None:
+def _find(strategy: Strategy, *batches: Any) -> _Mismatch | None:
     model, task = strategy.validated, strategy.task
-    with trial([strategy.module], strategy.world.device), _task_kept(task), _exact(strategy):
+    with trial([strategy.module], strategy.world.device), _task_restored(task), _exact(strategy):
         model.eval()
-        # All of them, also after one has failed: others may wait in the model.
-        evaluated = [_seen(strategy, model, data) for data in batches]
+        # All of them, also after one has failed: other ranks may wait in the model.
+        evaluated = [_evaluate(strategy, model, data) for data in batches]
     whole, again, *parts = evaluated
     if whole is None or again is None:
         return None
@@ -127,7 +126,9 @@ def _look(strategy: Strategy, *batches: Any) -> _Found | None:
     return None
 
 
-def _compared(task: Task, noise: float, whole: _Seen, first: _Seen, second: _Seen) -> _Found | None:
+def _compared(
+    task: Task, noise: float, whole: _Evaluation, first: _Evaluation, second: _Evaluation
+) -> _Mismatch | None:
     losses = whole.loss, first.loss, second.loss
     drift = _drift(whole, first, second)
     size = max(abs(loss) for loss in losses if math.isfinite(loss))
@@ -137,8 +138,8 @@ def _compared(task: Task, noise: float, whole: _Seen, first: _Seen, second: _See
     off_mean, off_sum = abs(whole.loss - _mean(losses[1:], by)), abs(whole.loss - (first.loss + second.loss))
     if drift > _MUCH or (off_sum if task.loss_reduction == "sum" else off_mean) <= slack:
         return None
-    return _Found(
-        # Beside a part without any loss, as one that is masked, a mean looks like a sum.
+    return _Mismatch(
+        # Beside a part whose loss is 0, such as a masked one, a mean looks like a sum.
         is_sum=off_sum <= slack < min(abs(first.loss), abs(second.loss)),
         is_mean=off_mean <= slack,
         is_counted=whole.count is not None,
@@ -147,8 +148,8 @@ def _compared(task: Task, noise: float, whole: _Seen, first: _Seen, second: _See
     )
 
 
-def _drift(whole: _Seen, first: _Seen, second: _Seen) -> float:
-    """By how much the model's outputs of a sample depend on the batch that it is in, where they can be seen."""
+def _drift(whole: _Evaluation, first: _Evaluation, second: _Evaluation) -> float:
+    """By how much the model's output for a sample depends on the rest of its batch, where that can be told."""
     if whole.rows is None or first.rows is None or second.rows is None:
         return 0.0
     size = max(float(row.abs().max()) for row in whole.rows)
@@ -165,7 +166,7 @@ def _mean(losses: Sequence[float], weights: Sequence[float]) -> float:
 
 @contextmanager
 def _exact(strategy: Strategy) -> Iterator[None]:
-    """Compute in the format of the weights, which shows more than one of 16 bits, and without compiling anything."""
+    """Compute in the weights' own precision, which shows more than 16 bits would, and without compiling."""
     matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
     formats = matmul.fp32_precision, conv.fp32_precision
     with warnings.catch_warnings(), ExitStack() as stack:
@@ -182,16 +183,15 @@ def _exact(strategy: Strategy) -> Iterator[None]:
             matmul.fp32_precision, conv.fp32_precision = formats
 
 
-def _seen(strategy: Strategy, model: nn.Module, data: Any) -> _Seen | None:
-    """The loss of a batch; None where there is none to be had.
+def _evaluate(strategy: Strategy, model: nn.Module, data: Any) -> _Evaluation | None:
+    """The loss of a batch; None if it cannot be computed.
 
-    Workers of a model that is spread go into it together or not at all, and an error inside it ends the job: others
-    wait there.
+    Ranks of a sharded model call it together or not at all; an error inside it ends the job, as other ranks wait there.
     """
     outputs: list[Any] = []
     is_inside = is_over = False
 
-    def go_in(module: nn.Module, inputs: Any) -> None:
+    def enter(module: nn.Module, inputs: Any) -> None:
         nonlocal is_inside, is_over
         if strategy.is_spread:
             is_over = bool(strategy.world.max(torch.zeros(1)).item())
@@ -199,17 +199,17 @@ def _seen(strategy: Strategy, model: nn.Module, data: Any) -> _Seen | None:
                 raise _OutsideError
         is_inside = True
 
-    def come_out(module: nn.Module, inputs: Any, output: Any) -> None:
+    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
         nonlocal is_inside
         is_inside = False
         outputs.append(output)
 
-    hooks = model.register_forward_pre_hook(go_in, prepend=True), model.register_forward_hook(come_out)
+    hooks = model.register_forward_pre_hook(enter, prepend=True), model.register_forward_hook(leave)
     try:
         with torch.no_grad():
             returned: Any = strategy.task.loss(model, data)
         loss, count = returned if isinstance(returned, tuple) else (returned, None)
-        seen = _Seen(
+        found = _Evaluation(
             num_samples=batch_length(data),
             loss=float(loss),
             count=None if count is None else float(count),
@@ -219,29 +219,29 @@ def _seen(strategy: Strategy, model: nn.Module, data: Any) -> _Seen | None:
     except Exception:
         if strategy.is_spread and is_inside:
             raise
-        seen = None  # a task may take whole batches only, or give no loss in a validation
+        found = None  # a task may take whole batches only, or give no loss in a validation
     finally:
         for hook in hooks:
             hook.remove()
     if strategy.is_spread and not is_over:
-        strategy.world.max(torch.ones(1))  # whoever would call the model once more does not
-    return seen
+        strategy.world.max(torch.ones(1))  # a rank that would call the model once more does not
+    return found
 
 
 class _OutsideError(Exception):
-    """Another worker does not call the model."""
+    """Another rank does not call the model."""
 
 
 def _rows(outputs: list[Any], length: int) -> tuple[Tensor, Tensor] | None:
-    for leaf in tree_leaves(outputs):
-        if isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == length and leaf.is_floating_point():
-            return leaf[0].double(), leaf[-1].double()
+    for output in tensors_in(outputs):
+        if output.ndim and len(output) == length and output.is_floating_point():
+            return output[0].double(), output[-1].double()
     return None
 
 
 @contextmanager
-def _task_kept(task: Task) -> Iterator[None]:
-    """Afterwards the task has what it had: numbers, containers, small tensors, metrics and buffers of its modules."""
+def _task_restored(task: Task) -> Iterator[None]:
+    """Restore the task afterwards: numbers, containers, small tensors, metrics and buffers of its modules."""
     attributes = {name: value for name, value in vars(task).items() if name != "_datasets"}
     contents = {name: _copied(value) for name, value in attributes.items()}
     metrics = [(metric, copy.deepcopy(metric.__dict__)) for metric in held_metrics(task)]
@@ -263,7 +263,7 @@ def _task_kept(task: Task) -> Iterator[None]:
 
 
 def _copied(value: Any) -> Any:
-    """What a container or a tensor holds; None for others, which are not looked into, and for data sets in tensors."""
+    """A copy of a container or a small tensor; None for anything else."""
     if isinstance(value, Tensor):
         return value.detach().clone() if value.nbytes <= _MOST_BYTES else None
     return copy.copy(value) if isinstance(value, list | dict | set | deque) else None
@@ -283,7 +283,7 @@ def _put_back(value: Any, content: Any) -> None:
         value.extend(content)
 
 
-def _refusal(task: Task, found: _Found, num_parts: int) -> SettingError:
+def _refusal(task: Task, found: _Mismatch, num_parts: int) -> SettingError:
     name = type(task).__name__
     whole, a, b = (f"{loss:.6g}" for loss in found.losses)
     first, second = found.num_samples

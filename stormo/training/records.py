@@ -1,6 +1,6 @@
-"""What a run leaves behind: its folder, its records, its checkpoints and its summary.
+"""Writes what a run leaves behind: its folder, records, checkpoints and summary.
 
-Only the main worker writes, but for checkpoints of a model that is spread, into which every worker writes its part.
+Only rank 0 writes; a sharded model is the exception: every rank writes its part of the checkpoint.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from stormo.config.plan import Plan
 from stormo.config.schema import TrainConfig
 from stormo.distributed.world import World
 from stormo.energy.summary import energy_sentence
-from stormo.errors import StormoError
+from stormo.errors import StormoError, counted
 from stormo.launch.environments.torchrun import launch_id
 from stormo.profiling.ranges import range_of
 from stormo.system.process import SetUp
@@ -35,15 +35,15 @@ from stormo.telemetry.prometheus import PrometheusSink
 from stormo.telemetry.record import CheckpointSaved, Notice, Record, RunEnded, RunStarted, Sink
 from stormo.telemetry.tensorboard import TensorBoardFile
 from stormo.telemetry.text import run_reference
-from stormo.training.journal.beginning import notices_of_start, past_end
-from stormo.training.journal.opening import lock_folder, open_folder, remove_unbegun, versions_of
 from stormo.training.measuring import AnyKeeper
+from stormo.training.progress import Progress
+from stormo.training.run_folder import lock_folder, open_folder, remove_unbegun, torch_environment
 from stormo.training.state import RunState
 from stormo.training.summary import make_summary, pipeline_sentence, staleness_sentence
 
 
-class Journal:
-    """Opens or goes on with the folder of a run."""
+class RunRecorder:
+    """Opens the folder of a run, new or resumed, and writes into it until the end."""
 
     def __init__(
         self, config: TrainConfig, plan: Plan, world: World, state: RunState, set_up: SetUp, keeper: AnyKeeper
@@ -57,26 +57,25 @@ class Journal:
         self._began_unix_s = set_up.began_unix_s
         self._wall_before_s = 0.0
         self._sinks: list[Sink] = []
-        self._launches: Collection[str] = ()  # the torchruns that this round is of
+        self._launches: Collection[str] = ()  # ids of the torchruns that started these ranks
         self._weights_sha256: str | None = None
-        self._goes_on_from: Path | None = None  # a checkpoint, on the main worker
-        self._is_told_to_end = False  # by the summary of the run that goes on
+        self._resumed_from: Path | None = None  # a checkpoint, on rank 0
+        self._has_summary_of_end = False  # the resumed run ended, and wrote it
         self._saver = checkpoint.Saver(world, in_background=config.run.async_checkpoint)
-        self._saving: CheckpointSaved | None = None  # what is to be told of the save under way, on the main worker
-        # Whatever goes wrong with the folder must end all workers alike, so the main one speaks for all.
+        self._saving: CheckpointSaved | None = None  # the record of the save under way, on rank 0
         if world.is_main:
-            self._metrics = self._open_metrics()  # first: a port that is taken must not leave a folder behind
+            self._prometheus = self._open_prometheus()  # first: a port that is taken must not leave a folder behind
             self.folder = open_folder(config)
             self._lock = lock_folder(self.folder)
 
-    def _open_metrics(self) -> PrometheusSink | None:
+    def _open_prometheus(self) -> PrometheusSink | None:
         run = self._config.run
         if run.prometheus is None:
             return None
         return PrometheusSink(run.prometheus, run.prometheus_host, strategy=self._plan.layout.strategy)
 
-    def resume(self) -> None:
-        """Take over the newest checkpoint of a run that goes on, or the one that was named. All workers call it."""
+    def restore(self) -> None:
+        """Restore the newest checkpoint of a resumed run, or the one that was named. All ranks call it."""
         run = self._config.run
         if run.resume is None:
             return
@@ -86,44 +85,46 @@ class Journal:
             return
         self._state.take_up(self._world, path or Path(shared), run.seed)
         if path is not None:
-            self._goes_on_from = path
+            self._resumed_from = path
             self._weights_sha256 = checkpoint.read_manifest(path).weights_sha256
         self._wall_before_s = self._state.progress.wall_time_s
-        self._is_told_to_end = self._world.share_json(self._has_ended() if self._world.is_main else None)
+        self._has_summary_of_end = self._world.share_json(self._has_ended() if self._world.is_main else None)
 
     def _has_ended(self) -> bool:
-        """Whether the summary says so; a run that was killed before it wrote one has yet to end."""
-        with contextlib.suppress(StormoError):  # one that cannot be read is to be replaced
-            summary = read_summary(self.folder) or {}
-            # It may be of an ending before the last: of other steps.
-            return summary.get("stopped_by") == "epochs" and summary.get("steps") == self._state.progress.step
-        return False
+        """Whether the summary says so, of this very step; a run that was killed has none."""
+        summary = self._last_summary()
+        return summary.get("stopped_by") == "epochs" and summary.get("steps") == self._state.progress.step
+
+    def _last_summary(self) -> Mapping[str, Any]:
+        with contextlib.suppress(StormoError):  # one that cannot be read is replaced at the end
+            return read_summary(self.folder) or {}
+        return {}
 
     @property
     def is_past_end(self) -> bool:
-        """Whether the run that goes on has nothing left to do: no epoch, and no other settings to keep."""
+        """Whether the resumed run has nothing left to do: no epoch, and no changed settings to save."""
         progress, plan = self._state.progress, self._plan
         if not progress.num_resumes or progress.epoch - 1 > plan.epochs:
             return bool(progress.num_resumes)
-        return progress.epoch > plan.epochs and self._is_told_to_end and not self._config.changed
+        return progress.epoch > plan.epochs and self._has_summary_of_end and not self._config.changed
 
-    def leave(self) -> None:
-        """Say that there is nothing to train, and leave the folder of the run as it is."""
+    def close_untouched(self) -> None:
+        """Say that there is nothing to train, and leave the run folder as it is."""
         if not self._world.is_main:
             return
         self._sinks = self._console()
-        self.record(past_end(self.folder.name, self._state.progress, self._plan))
+        self.record(_past_end(self.folder.name, self._state.progress, self._plan))
         self.close()
 
     def close(self) -> None:
-        """Let go of the folder of the run, whatever was written."""
+        """Close the sinks and unlock the run folder."""
         if not self._world.is_main:
             return
         sinks, self._sinks = self._sinks, []
         for sink in sinks:
             sink.close()
-        if self._metrics is not None:
-            self._metrics.close()
+        if self._prometheus is not None:
+            self._prometheus.close()
         if self._lock is not None:
             self._lock.close()
 
@@ -133,11 +134,8 @@ class Journal:
         published = checkpoint.find(self.folder.checkpoints)
         return published[0].path if published else None
 
-    def set_aside_later_than(self, path: Path | None) -> None:
-        """Going on from an older checkpoint makes the later ones history: they are kept, but not resumed from.
-
-        None stands for the beginning of the run.
-        """
+    def supersede_after(self, path: Path | None) -> None:
+        """Rename the checkpoints later than this one, so that no resume finds them; None: all of them."""
         step = -1 if path is None else checkpoint.read_manifest(path).step
         for found in checkpoint.find(self.folder.checkpoints):
             if found.step < step or (path is not None and found.path.resolve() == path.resolve()):
@@ -145,13 +143,13 @@ class Journal:
             found.path.rename(found.path.with_name(f"superseded-{found.path.name}-{time.time_ns()}"))
 
     def start(self) -> None:
-        """Write the settings and open every sink. All workers call it."""
-        self._open_account()
+        """Write the settings and open every sink. All ranks call it."""
+        self._open_node_files()
         launches = {one for one in self._world.gather_json(launch_id(os.environ)) or [] if one is not None}
         if not self._world.is_main:
             return
-        if self._goes_on_from is not None:
-            self.set_aside_later_than(self._goes_on_from)
+        if self._resumed_from is not None:
+            self.supersede_after(self._resumed_from)
         folder = self.folder
         is_new = not (folder.is_run or folder.checkpoints.exists() or folder.tensorboard.exists())
         try:
@@ -174,19 +172,17 @@ class Journal:
     def _open_sinks(self, launches: Collection[str]) -> None:
         config, plan, progress = self._config, self._plan, self._state.progress
         named = replace(config, run=replace(config.run, run_name=self.folder.name))
-        summary: Mapping[str, Any] = {}
-        with contextlib.suppress(StormoError):  # one that cannot be read is about to be replaced
-            summary = read_summary(self.folder) or {}
+        summary = self._last_summary()
         write_whole(self.folder.config, to_toml(named, plan.beginning))
         before = (read_environment(self.folder) or {}).get("launches") or []
         known = sorted({*before, *launches})
-        environment = collect_environment(versions_of(self._world) | ({"launches": known} if known else {}))
+        environment = collect_environment(torch_environment(self._world) | ({"launches": known} if known else {}))
         write_json(self.folder.environment, environment)
         self._sinks = [*self._console(), EventFile(self.folder)]
         if config.run.tensorboard:
             self._sinks.append(TensorBoardFile(self.folder.tensorboard))
-        if self._metrics is not None:
-            self._sinks.append(self._metrics)
+        if self._prometheus is not None:
+            self._sinks.append(self._prometheus)
         self.record(
             RunStarted(
                 run_name=self.folder.name,
@@ -201,31 +197,31 @@ class Journal:
                 job=scheduler_job(os.environ),
             )
         )
-        if self._metrics is not None:
-            self.record(Notice(kind="info", text=f"Prometheus finds this run at {self._metrics.address}"))
-        for notice in notices_of_start(config, plan, progress, self.folder.name, summary):
+        if self._prometheus is not None:
+            self.record(Notice(kind="info", text=f"Prometheus finds this run at {self._prometheus.address}"))
+        for notice in _start_notices(config, plan, progress, self.folder.name, summary):
             self.record(notice)
 
     def _console(self) -> list[Sink]:
-        if sys.stdout is None:  # it may have been closed
+        if sys.stdout is None:  # it was closed
             return []
-        # mpirun gives rank 0 a terminal of its own making, whatever the user looks at.
+        # mpirun gives rank 0 a pseudo-terminal, whatever the user looks at.
         return [PlainConsole(sys.stdout) if self._world.place.launcher == "mpi" else make_console(sys.stdout)]
 
-    def _open_account(self) -> None:
-        """Tell the keepers of all nodes where their file is: in the run folder, as far as a node sees that."""
+    def _open_node_files(self) -> None:
+        """Tell every node's recorder where its file is: in the run folder, where the node sees it."""
         shared = self._world.share_json(str(self.folder.path.resolve()) if self._world.is_main else "")
         self.run_folder = Path(shared)
         if self._state.strategy.saves_apart:
-            checkpoint.require_seen(self._world, self.run_folder)  # now, not when the first checkpoint is due
+            checkpoint.require_seen(self._world, self.run_folder)  # now, not at the first checkpoint
         progress = self._state.progress
         if self.run_folder.is_dir():
             path = RunFolder(self.run_folder).nodes / f"{self._world.place.node_id}.jsonl"
             self.keeper.attach(path, progress.step if progress.num_resumes else None, progress.step)
 
     def record(self, record: Record) -> None:
-        """Hand a record to every sink; on other workers there is none."""
-        self._tell_saved()
+        """Write a record to every sink; only rank 0 has any."""
+        self._record_saved()
         self._write(record)
 
     def _write(self, record: Record) -> None:
@@ -233,16 +229,16 @@ class Journal:
             sink.write(record)
 
     def save(self, metric: float | None) -> None:
-        """Publish a checkpoint, or begin to, where that is done in the background. All workers call it."""
+        """Publish a checkpoint, or start to, where that is done in the background. All ranks call it."""
         progress = self._state.progress
         began = time.perf_counter()
         self.keeper.enter("checkpoint", progress.step)
         with range_of("checkpoint"):
-            self.settle()
+            self.wait_for_save()
             progress.wall_time_s = self._wall_before_s + time.time() - self._began_unix_s
             if not progress.trend.num_uneasy:
-                calm = [step for step in progress.calm_steps if step < progress.step]
-                progress.calm_steps = [*calm[-1:], progress.step]
+                stable = [step for step in progress.calm_steps if step < progress.step]
+                progress.calm_steps = [*stable[-1:], progress.step]
             self._save(metric, began)
         self.keeper.enter("idle", progress.step)
 
@@ -254,7 +250,7 @@ class Journal:
             keep_last=run.keep_checkpoints,
             keep_best=1,
             metric=metric,
-            keep_steps=self._steps_to_go_back_to(),
+            keep_steps=self._steps_to_keep(),
         )
         folder = self.folder.checkpoints if world.is_main else None
         self._saver.begin(self._state.content(world, run.seed), folder, saving)
@@ -268,14 +264,14 @@ class Journal:
                 weights_sha256="",
                 save_time_s=time.perf_counter() - began,
             )
-        self._tell_saved()
+        self._record_saved()
 
-    def settle(self) -> None:
-        """Wait for a checkpoint that is being written; one that failed is raised by all workers, who all call it."""
+    def wait_for_save(self) -> None:
+        """Wait for a checkpoint that is being written; all ranks call it, and all raise if it failed."""
         self._saver.settle()
-        self._tell_saved()
+        self._record_saved()
 
-    def _tell_saved(self) -> None:
+    def _record_saved(self) -> None:
         """Record a checkpoint once it is published."""
         if self._saving is None or (done := self._saver.finished()) is None:
             return
@@ -288,23 +284,23 @@ class Journal:
         for notice in done.saved.notices:
             self._write(Notice(kind="warning", text=notice))
 
-    def _steps_to_go_back_to(self) -> list[int]:
-        """Of the checkpoints that a divergence may need, however many newer ones there are."""
+    def _steps_to_keep(self) -> list[int]:
+        """Steps of the checkpoints that a divergence may need, however many newer ones there are."""
         on_divergence, progress = self._config.stop.on_divergence, self._state.progress
         if on_divergence == "ignore":
             return []
-        # A loss that turns out to be lost may have been high for longer than the last checkpoints reach back, and the
-        # newest calm one may be to blame. Rollbacks in a row go further and further back, to the beginning at last.
+        # The loss may have been high for longer than the last checkpoints reach back, and the newest stable one may be
+        # to blame. Rollbacks in a row go further and further back, at last to the initial weights.
         return [*([0] if on_divergence == "rollback" else []), *progress.calm_steps]
 
     def end(self, stopped_by: str, **more: Any) -> None:
-        """Write the summary and close every sink. All workers call it, but after an error."""
-        if stopped_by == "error":  # others may be gone
+        """Write the summary and close every sink. All ranks call it, except after an error."""
+        if stopped_by == "error":  # other ranks may be gone
             self._saver.abandon()
-            self._tell_saved()
+            self._record_saved()
         else:
             try:
-                self.settle()
+                self.wait_for_save()
             except BaseException:
                 with contextlib.suppress(OSError):  # a full disk must not hide what went wrong
                     self.end("error")
@@ -312,11 +308,11 @@ class Journal:
         if stopped_by == "signal" and self._world.is_main:
             reference = run_reference(self.folder.name, str(self.folder.path))
             step = self._state.progress.step
-            text = f"stopped at step {step}, saved; go on with: stormo train --resume {reference}"
+            text = f"stopped at step {step}, saved; resume with: stormo train --resume {reference}"
             self.record(Notice(kind="info", text=text))
         self.keeper.close()
-        if stopped_by != "error":  # others may be gone
-            self._world.barrier()  # all files of all nodes are closed
+        if stopped_by != "error":
+            self._world.barrier()  # all nodes have closed their files
         if not self._world.is_main:
             return
         summary = {
@@ -330,11 +326,50 @@ class Journal:
         }
         figures = pipeline_sentence(summary), staleness_sentence(summary), energy_sentence(summary)
         for said in (*figures, summary["noise_scale_advice"]):
-            if said is not None and stopped_by != "error":  # what went wrong is the first thing to be seen
+            if said is not None and stopped_by != "error":  # the user must see the error first
                 self.record(Notice(kind="info", text=said))
         if self.keeper.failure is not None:
-            self.record(Notice(kind="warning", text=f"The account of this node is not whole: {self.keeper.failure}."))
+            self.record(
+                Notice(kind="warning", text=f"The energy account of this node is incomplete: {self.keeper.failure}.")
+            )
         self.record(RunEnded(summary=summary))
         for launch in self._launches if stopped_by in ("target", "epochs") else ():
             forget_launch(self.folder.path.parent, launch)
         self.close()
+
+
+def _past_end(name: str, progress: Progress, plan: Plan) -> Notice:
+    """What to say of a run that has nothing left to do."""
+    done = progress.epoch - 1
+    if done == plan.epochs:
+        return _all_done(name, plan)
+    text = f"{name} has done {counted(done, 'epoch')} already, of {plan.epochs} now; it is left as it is"
+    return Notice(kind="info", text=f"{text}: set --epochs above {done} to train on")
+
+
+def _all_done(name: str, plan: Plan) -> Notice:
+    return Notice(kind="info", text=f"{name} has done its {counted(plan.epochs, 'epoch')}; raise --epochs to train on")
+
+
+def _start_notices(
+    config: TrainConfig, plan: Plan, progress: Progress, name: str, summary: Mapping[str, Any]
+) -> Iterator[Notice]:
+    """What the user should know of a resumed run; `summary` is that of its last end, empty where there is none."""
+    is_resume = config.run.resume is not None
+    if progress.num_resumes and progress.epoch > plan.epochs:
+        yield _all_done(name, plan)
+    diverged_at = summary.get("diverged_at_step") if summary.get("stopped_by") == "divergence" else None
+    if is_resume and not progress.num_resumes and diverged_at is None:
+        yield Notice(kind="info", text=f"{name} has no checkpoint yet: it starts from the beginning")
+    if progress.num_rollbacks:
+        times = counted(progress.num_rollbacks, "rollback")
+        text = f"after {times} the learning rate is × {progress.rate_factor:g} of the schedule"
+        yield Notice(kind="info", text=text)
+    if is_resume and diverged_at is not None:
+        where = f"; it resumes from step {progress.step}"
+        if not progress.num_resumes:
+            where = " and has no good checkpoint: it starts from the beginning"
+        text = f"{name} diverged at step {diverged_at}{where}"
+        if not config.changed:
+            text += " with the same settings and would diverge there again: set a lower --base-lr, or --clip-norm"
+        yield Notice(kind="warning", text=text)

@@ -12,7 +12,7 @@ import pytest
 from stormo.config import options
 from stormo.errors import SettingError
 from stormo.telemetry.folder import RunFolder
-from stormo.training.journal.opening import lock_folder, open_folder, remove_unbegun
+from stormo.training.run_folder import lock_folder, open_folder, remove_unbegun
 
 
 def _opened(runs_folder: Path, **flags: Any) -> RunFolder:
@@ -47,7 +47,7 @@ def test_a_folder_is_one_process_s_and_one_that_cannot_be_written_is_named(
     folder = _opened(tmp_path, run_name="a")
     held = lock_folder(folder)
     assert held is not None
-    with pytest.raises(SettingError, match="run a was to go on, but another process is training it"):
+    with pytest.raises(SettingError, match="run a was to be resumed, but another process is training it"):
         lock_folder(folder)
     held.close()
 

@@ -18,9 +18,9 @@ from stormo.data.tensors import TensorData
 from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.launch import alone
-from stormo.tasks.measured import held_metrics, is_metric
+from stormo.tasks.metrics import held_metrics, is_metric
 from stormo.tasks.task import Task
-from stormo.training.metrics import Validation
+from stormo.training.validation import Validation
 
 Ranks = Callable[..., list[Any]]
 

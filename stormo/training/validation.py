@@ -1,7 +1,7 @@
-"""Validation, exact: every sample counts once, and the result does not depend on the number of workers.
+"""Exact validation: every sample counts once, and the result does not depend on the number of workers.
 
-The validation set is cut into batches once and for all; the workers take them in turn, and each batch's sums go into
-a slot of their own. Adding the workers' tables then only fills slots, and the final sum is exact (`math.fsum`).
+The validation set has fixed batches, which the ranks take in turn. Each batch's sums go into a slot of their own, so
+that adding the ranks' tables only fills slots; the final sum is exact (`math.fsum`).
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from stormo.data.streaming import answered, shut_down, stream
 from stormo.data.tensors import TensorData
 from stormo.distributed.world import World
 from stormo.errors import SettingError
-from stormo.tasks.measured import COUNT_OF, compute, held_metrics, read_metrics
+from stormo.tasks.metrics import COUNT_OF, compute, held_metrics, read_metrics
 from stormo.tasks.task import Task
 
-# A batch's slot and its data; no slot for a stand-in, from which a worker without a batch learns what is measured.
+# A batch's slot and its data; a rank without a batch gets a stand-in without a slot, to learn what is measured.
 _Turn = tuple[int | None, Any]
 Sums = dict[str, Tensor]
 
 
 class Validation:
-    """The validation set as fixed batches, of which this worker computes every world-size-th."""
+    """The validation set as fixed batches, of which this rank computes every world-size-th."""
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class Validation:
         together: bool = False,
     ) -> None:
         self._task = task
-        self._together = together  # a model that is spread is called by all workers at once, or by none
+        self._together = together  # a sharded model is called by all ranks at once, or by none
         self._world = world
         self._is_stream = is_stream(data)
-        self._objects: dict[str, Any] = {}  # metrics with a state of their own, as they were last returned
-        self.num_samples = known_length(data) or 0  # of a stream it is counted anew whenever it is read
+        self._objects: dict[str, Any] = {}  # metrics with a state, as last returned
+        self.num_samples = known_length(data) or 0  # a stream is counted whenever it is read
         self.num_batches = math.ceil(self.num_samples / batch_size)
         self._batches: Iterable[Any]
         if self._is_stream:
@@ -71,7 +71,7 @@ class Validation:
 
     @property
     def num_rounds(self) -> int:
-        """Batches of the busiest worker, as far as they are known: all workers go through as many rounds."""
+        """Batches of the busiest rank, as far as known; all ranks take part in as many rounds."""
         return math.ceil(self.num_batches / self._world.data.size)
 
     def run(
@@ -79,8 +79,8 @@ class Validation:
     ) -> Iterator[dict[str, float] | None]:
         """Yield None after every round but the last, and the metrics of all samples after the last.
 
-        The caller may give up between rounds; every worker yields equally often. `look` is shown every batch and its
-        sums, while the model is as it is for a validation.
+        The caller may stop between rounds; all ranks yield equally often. `look` gets every batch and its sums, while
+        the model is in eval mode.
         """
         rows: dict[int, Tensor] = {}  # slot -> sums
         last: Any = None
@@ -94,7 +94,7 @@ class Validation:
                     yield None
                 if turn is None:
                     if self._together:
-                        self._keep_company(model, autocast, last)
+                        self._call_along(model, autocast, last)
                     continue
                 slot, data = turn
                 with torch.no_grad(), autocast():
@@ -113,8 +113,8 @@ class Validation:
         assert names is not None
         yield self._total(names, rows)
 
-    def _keep_company(self, model: nn.Module, autocast: Callable[[], Any], batch: Any) -> None:
-        """Compute a batch once more for those who have one left, and forget the result."""
+    def _call_along(self, model: nn.Module, autocast: Callable[[], Any], batch: Any) -> None:
+        """Compute a batch again, without effect, for the ranks that have one left."""
         metrics = [*held_metrics(self._task), *self._objects.values()]
         before = [copy.deepcopy(metric.__dict__) for metric in metrics]
         with torch.no_grad(), autocast():
@@ -123,7 +123,7 @@ class Validation:
             metric.__dict__.update(state)
 
     def close(self) -> None:
-        """End worker processes, where there are any."""
+        """End loading processes."""
         if isinstance(self._batches, DataLoader):
             shut_down(self._batches)
 
@@ -133,12 +133,12 @@ class Validation:
         return self._is_stream
 
     def start(self) -> Any:
-        """The first batch of a stream, on every worker; None where it has none."""
+        """The first batch of a stream, on every rank; None if it is empty."""
         _, data = next(iter(self._batches), (0, None))
         return answered(data)
 
     def _turns(self) -> Iterator[_Turn | None]:
-        """This worker's batch of every round, None where the round has none for it."""
+        """This rank's batch of every round, None where the round has none for it."""
         if self._is_stream:
             yield from self._turns_of_stream()
             return
@@ -155,7 +155,7 @@ class Validation:
         num_samples, first, own = 0, None, None
         index = -1
         for index, (length, data) in enumerate(self._batches):
-            if index and index % size == 0:  # only now is it known that the round before was not the last
+            if index and index % size == 0:  # so the round before was not the last
                 self.num_batches = max(self.num_batches, index + 1)
                 yield own
                 own = None
@@ -170,7 +170,7 @@ class Validation:
         yield (None, first) if rank > index else own
 
     def _reset(self) -> None:
-        """Empty every metric that keeps a state; before the first batch they are found among the task's attributes."""
+        """Reset every metric with a state; before the first batch they are found among the task's attributes."""
         for metric in [*held_metrics(self._task), *self._objects.values()]:
             metric.to(self._world.device)
             metric.reset()
@@ -213,7 +213,7 @@ class Validation:
         }
         for name in names[1]:
             found |= compute(name, self._objects[name], world)
-        # Workers that compute the same may round otherwise, and all must decide alike whether training goes on.
+        # Ranks that share a model may round differently, and all must decide alike when to stop.
         return dict(world.share_json(found)) if self._together else found
 
 

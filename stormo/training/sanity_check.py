@@ -1,12 +1,10 @@
-"""The first passes of a run, whose effect is thrown away: what a task does wrong shows here, in one sentence.
+"""Runs the first batches and undoes them: what a task does wrong shows here, in one sentence.
 
-Every worker rehearses alike, before the run has a folder. Afterwards the weights, buffers, gradients and random
-generators are what they were.
+All ranks do it together, before the run has a folder. Weights, buffers, gradients and random generators are restored.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import pickle
@@ -16,6 +14,7 @@ import warnings
 from collections.abc import Generator, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,37 +25,32 @@ from stormo.checkpoint import collect_random_state, restore_random_state
 from stormo.checkpoint.tensors import DTYPE_NAMES
 from stormo.config.plan import Plan
 from stormo.config.plan.stages import steps_to_come
+from stormo.config.schema import TrainConfig
 from stormo.data.batches import batch_length, cut, tensors_in
+from stormo.data.iterables import IterableLoader
 from stormo.data.loaders import Batch, Loader, Share
+from stormo.data.sample_check import require_same_start
+from stormo.distributed.world import World
 from stormo.errors import SettingError, counted
+from stormo.parallel.fit import is_out_of_memory
 from stormo.parallel.strategy import Strategy
 from stormo.parallel.undo import Before
-from stormo.tasks.measured import COUNT_OF, read_metrics
+from stormo.tasks.metrics import COUNT_OF, read_metrics
 from stormo.tasks.returned import unused_parameters
 from stormo.tasks.task import Task
-from stormo.training.loss_parts import check_parts
-from stormo.training.metrics import Sums, Validation
+from stormo.training.loss_check import check_loss_parts
 from stormo.training.progress import Progress
+from stormo.training.validation import Sums, Validation
 
-Steps = Set[tuple[int, int]]  # samples and passes of each
+Steps = Set[tuple[int, int]]  # samples and micro-batches of each
+_GIB = 2**30
+_NUM_COMPARED = 4  # samples at the start of a stream
 _PICKLE_ERRORS = (pickle.PicklingError, AttributeError, TypeError)
 _PICKLING = str(Path("multiprocessing", "reduction.py"))
-_NOT_A_PLACE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_NOT_USER_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _EXPLAINED = (RuntimeError, AttributeError, TypeError)
 # What torch or Python say of a mistake; what was done, why it cannot be, what to write instead.
 _MEANINGS = (
-    (
-        r"backward through the graph a second time",
-        "calls backward() itself",
-        "its gradient is taken, and weighed, once it is returned",
-        "leave backward() and step() out of it",
-    ),
-    (
-        r"on the same device|indices should be either on|Input type \(.*weight type",
-        "mixes tensors",
-        "the model and the batch are on {device}, and whatever meets them must be there too",
-        "make it with device= of one of the batch's tensors, or in a module by register_buffer()",
-    ),
     (
         r"same dtype|scalar type|Found dtype",
         "mixes tensors",
@@ -78,7 +72,7 @@ _MEANINGS = (
 )
 
 
-def rehearse(
+def sanity_check(
     strategy: Strategy,
     loader: Loader,
     validation: Validation,
@@ -86,40 +80,36 @@ def rehearse(
     every_shape: bool,
     may_diverge: bool = False,
     largest: Share | None = None,
-    goes_on: bool = False,
+    is_resumed: bool = False,
 ) -> Steps:
-    """Run the first training passes and the first validation batch, and leave no trace of them.
-
-    Returns the samples and passes of the steps that were run whole.
+    """Run the first micro-batches and the first validation batch, and undo them; return the steps that were run whole.
 
     Args:
         strategy: holds the task and the model.
         loader: of the run.
         validation: of the run.
-        every_shape: also run the short last batch, and make ready whatever the first steps would stumble over.
-        may_diverge: only warn of a first loss that is not a finite number.
-        largest: of the batch once it has grown, where its passes are larger than the first ones: it must fit now, and
-            not after a night of training.
-        goes_on: the run may be beyond its first batches: those with a single sample for a worker are left to
-            `rehearse_lone_samples`.
+        every_shape: also run the short last batch, so that kernels and buffers for it are ready.
+        may_diverge: only warn where the first loss is not finite.
+        largest: the share of a batch that grows, where its micro-batches become larger: it must fit now.
+        is_resumed: the run may be beyond its first batches; `check_lone_samples` checks those with a single sample.
     """
-    task, look = strategy.task, _FirstLook(strategy, may_diverge=may_diverge)
+    task, look = strategy.task, _FirstPass(strategy, may_diverge=may_diverge)
     _check_types(strategy)
     # torch's own words on what is explained below
     warnings.filterwarnings("ignore", "Got pickle error when attempting to start")
     share, random_state = loader.share, collect_random_state()
-    if goes_on:
+    if is_resumed:
         loader.share = _first_of_several(strategy._plan, share)
     try:
-        with explained(task, "train_data", "loss", strategy.world.device):
-            batches = _checked(strategy, loader, look, goes_on=goes_on)
+        with explain_errors(task, "train_data", "loss"):
+            batches = _checked(strategy, loader, look, is_resumed=is_resumed)
             strategy.warm_up(loader, batches if every_shape else itertools.islice(batches, 1), look)
             stages = [loader.share.accumulate, *(stage.accumulate for stage in strategy._plan.stages)]
-            check_parts(strategy, look.first, max(stages))
+            check_loss_parts(strategy, look.first, max(stages))
             if largest is not None:
                 _try_largest(strategy, loader, largest)
-        with explained(task, "validation_data", "metrics", strategy.world.device):
-            rounds = validation.run(strategy.validated, strategy.autocast, functools.partial(_look_for_means, strategy))
+        with explain_errors(task, "validation_data", "metrics"):
+            rounds = validation.run(strategy.validated, strategy.autocast, partial(_find_means, strategy))
             next(rounds)
             cast("Generator[object]", rounds).close()
     finally:
@@ -142,7 +132,7 @@ def _check_types(strategy: Strategy) -> None:
 
 
 def _try_largest(strategy: Strategy, loader: Loader, largest: Share) -> None:
-    """Take a step with the largest pass, with the optimizer's state beside it, and undo it."""
+    """Take a step with the largest micro-batch, with the optimizer's state in memory, and undo it."""
     share, before = loader.share, Before(strategy)
     loader.share = largest
     batch = next(loader.first_and_last())
@@ -152,7 +142,7 @@ def _try_largest(strategy: Strategy, loader: Loader, largest: Share) -> None:
         size = batch.span.num_samples
         raise SettingError(
             "--grow-batch was set with --max-batch-size",
-            f"a pass of {counted(size, 'sample')} of the batch that has grown does not fit in memory "
+            f"a micro-batch of {counted(size, 'sample')}, once the batch has grown, does not fit in memory "
             f"({next(iter(str(error).splitlines()), '').rstrip('.')})",
             f"set --max-batch-size below {size}, or leave it out to grow by accumulation",
         ) from error
@@ -161,30 +151,52 @@ def _try_largest(strategy: Strategy, loader: Loader, largest: Share) -> None:
     before.put_back()
 
 
-def rehearse_lone_samples(
-    strategy: Strategy, loader: Loader, plan: Plan, progress: Progress, rehearsed: Steps = frozenset()
+def check_lone_samples(
+    strategy: Strategy, loader: Loader, plan: Plan, progress: Progress, checked: Steps = frozenset()
 ) -> None:
-    """Run a step that leaves a worker a single sample, where one is to come, and leave no trace of it.
+    """Run a step that leaves a rank a single sample, where one is to come, and undo it. All ranks call it.
 
-    Batch norm may refuse it, and would do so at the end of an epoch, or after a night of training. What was rehearsed
-    before is not run again. All workers call it.
+    Batch norm may refuse a single sample, and would do so only at the end of an epoch. `checked` steps are not run
+    again.
     """
     steps = steps_to_come(plan.stages, plan.epochs, progress.epoch, progress.position)
-    found = next((step for step in steps if step not in rehearsed and _leaves_one(plan, *step)), None)
+    found = next((step for step in steps if step not in checked and _leaves_one(plan, *step)), None)
     if found is None:
         return
     share, random_state = loader.share, collect_random_state()
     loader.share = replace(share, global_batch_size=found[0], accumulate=found[1])
     try:
-        with explained(strategy.task, "train_data", "loss", strategy.world.device):
+        with explain_errors(strategy.task, "train_data", "loss"):
             strategy.warm_up(loader, (batch for batch in loader.first_and_last() if not batch.span.step_start))
     finally:
         loader.share = share
         restore_random_state(*random_state)
 
 
+def check_streams(task: Task, world: World, loader: Loader, validation: Validation) -> None:
+    """Refuse a stream of which every rank reads another part. All ranks call it."""
+    if world.size == 1:
+        return
+
+    def refusal(method: str, rank: int) -> SettingError:
+        return SettingError(
+            f"{type(task).__name__}.{method}() gave a stream that starts with other samples on rank {rank} than on "
+            "rank 0",
+            "each worker reads the whole stream and takes its share of every batch, so that samples would be left out",
+            "let the stream give all samples to every worker, whatever its rank: do not shard it",
+        )
+
+    if isinstance(loader, IterableLoader):
+        read = partial(loader.start, _NUM_COMPARED)
+        with explain_errors(task, "train_data", "loss"):
+            require_same_start(world, read(), read, partial(refusal, "train_data"))
+    if validation.is_stream:
+        with explain_errors(task, "validation_data", "metrics"):
+            require_same_start(world, validation.start(), validation.start, partial(refusal, "validation_data"))
+
+
 def _first_of_several(plan: Plan, share: Share) -> Share:
-    """The share in the first batch that leaves nobody a single sample, if one of a batch that grows does."""
+    """The share of the first batch size that leaves no rank a single sample, if there is one."""
     cuts = [(share.global_batch_size, share.accumulate), *((s.global_batch_size, s.accumulate) for s in plan.stages)]
     fitting = (cut for cut in cuts if not _leaves_one(plan, min(cut[0], plan.facts.num_train), cut[1]))
     size, accumulate = next(fitting, cuts[0])
@@ -192,29 +204,29 @@ def _first_of_several(plan: Plan, share: Share) -> Share:
 
 
 def _leaves_one(plan: Plan, num_samples: int, accumulate: int) -> bool:
-    """Whether a step of so many samples has a pass in which a device computes on one of them alone."""
+    """Whether a device gets a single sample in a micro-batch of such a step."""
     shares = {num_samples // plan.layout.data_size, math.ceil(num_samples / plan.layout.data_size)}
     passes = {share // accumulate for share in shares} | {math.ceil(share / accumulate) for share in shares}
-    # DataParallel cuts a pass into pieces of one size, and what is left.
+    # DataParallel splits a micro-batch into equal pieces, and a smaller last one.
     pieces = {size: math.ceil(size / plan.layout.devices_per_worker) for size in passes if size}
     return any(piece <= plan.micro_batches or size % piece == 1 for size, piece in pieces.items())
 
 
-class _FirstLook:
-    """Sees, after the first pass, what no type can tell: parameters without a gradient, a loss that is no number."""
+class _FirstPass:
+    """Checks the first micro-batch: parameters without a gradient, a model in eval mode, a loss that is not finite."""
 
     def __init__(self, strategy: Strategy, *, may_diverge: bool) -> None:
         self._strategy = strategy
         self._may_diverge = may_diverge
-        self._has_looked = False
-        self.data: Any = None  # of the pass under way
-        self.first: Batch | None = None  # pass of all
-        self.steps: set[tuple[int, int]] = set()  # of which the last pass is under way, or was
+        self._is_done = False
+        self.data: Any = None  # of the current micro-batch
+        self.first: Batch | None = None
+        self.steps: set[tuple[int, int]] = set()  # those run whole, the current one included
 
     def __call__(self, loss: Tensor) -> None:
-        if self._has_looked:
+        if self._is_done:
             return
-        self._has_looked = True
+        self._is_done = True
         strategy = self._strategy
         names = strategy.without_gradient()
         if names and not strategy.task.find_unused:
@@ -224,46 +236,35 @@ class _FirstLook:
             raise SettingError(
                 f"{type(strategy.task).__name__}.loss() leaves the model as model.eval() makes it",
                 "dropout and batch norm would not train from then on",
-                "leave model.eval() out of it: every pass begins in the mode that it needs",
+                "leave model.eval() out of it: every micro-batch begins in the mode that it needs",
             )
-        # All workers ask, whatever their own loss is, and answer alike.
+        # A collective: all ranks take part, whatever their own loss is, and decide alike.
         floats = [tensor for tensor in tensors_in(self.data) if tensor.is_floating_point()]
         has_bad_inputs = not all(bool(tensor.isfinite().all()) for tensor in floats)
         seen = torch.tensor([float(not torch.isfinite(loss)), float(has_bad_inputs)])
         is_bad, has_bad_inputs = (bool(flag) for flag in strategy.world.max(seen).tolist())
-        if is_bad and self._may_diverge:
-            strategy.notices.append(
-                f"{type(strategy.task).__name__}.loss() is not a finite number in the very first batch: look for a "
-                "division by zero, a log of zero, and inputs that are not scaled."
-            )
-        elif is_bad:
-            raise _not_finite(strategy.task, has_bad_inputs)
+        if not is_bad:
+            return
+        name = type(strategy.task).__name__
+        what = f"{name}.loss() returned a number that is not finite in the very first batch"
+        fix = "look for a division by zero, a log of zero, inputs that are not scaled or overflow in fp16"
+        if has_bad_inputs:
+            what = f"{name}.train_data() gave inputs that are not finite numbers in the very first batch"
+            fix = "clean the data (torch.isfinite finds such values)"
+        if not self._may_diverge:
+            instead = f"{fix}, or set --on-divergence ignore to train all the same"
+            raise SettingError(what, "no step can be learned from it", instead)
+        strategy.notices.append(f"{what}: {fix}.")
 
 
-def _not_finite(task: Task, has_bad_inputs: bool) -> SettingError:
-    name = type(task).__name__
-    if has_bad_inputs:
-        return SettingError(
-            f"{name}.train_data() gave inputs that are not finite numbers in the very first batch",
-            f"{name}.loss() of them is not finite either, and no step can be learned from it",
-            "clean the data (torch.isfinite finds such values), or set --on-divergence ignore to train all the same",
-        )
-    return SettingError(
-        f"{name}.loss() returned a number that is not finite in the very first batch",
-        "its inputs are finite, and no step can be learned from it",
-        "look for a division by zero, a log of zero, inputs that are not scaled or overflow in fp16, or set "
-        "--on-divergence ignore to train all the same",
-    )
-
-
-def _look_for_means(strategy: Strategy, batch: Any, whole: Sums) -> None:
-    """Warn of values that are no sums: of a batch that is cut in two, a sum is that of both halves, a mean is not."""
+def _find_means(strategy: Strategy, batch: Any, whole: Sums) -> None:
+    """Warn of metrics that are means: the sum of a batch is that of its two halves, a mean is not."""
     task = strategy.task
     if type(task).metrics is Task.metrics:
         return
     length = _num_rows(batch)
     is_short = length < 2
-    if strategy.is_spread:  # its workers call the model equally often: with halves all of them, or none
+    if strategy.is_spread:  # ranks that share a model must call it equally often
         is_short = bool(strategy.world.max(torch.tensor([float(is_short)])).item())
     if is_short:
         return
@@ -274,13 +275,13 @@ def _look_for_means(strategy: Strategy, batch: Any, whole: Sums) -> None:
             for half in ((0, middle), (middle, length))
         )
     except Exception:
-        return  # a batch that cannot be cut, or a task that takes whole batches only
+        return  # the batch cannot be split, or the task takes whole batches only
     with_count = {name for name in whole if COUNT_OF + name in whole or name.startswith(COUNT_OF)}
     for name in sorted((whole.keys() & first.keys() & second.keys()) - with_count):
         total, a, b = (float(sums[name]) for sums in (whole, first, second))
         largest = max(abs(total), abs(a), abs(b))
         mean = (middle * a + (length - middle) * b) / length
-        # The bounds are wide apart, for numbers of 16 bits.
+        # Wide bounds: 16-bit numbers round coarsely.
         if abs(total - mean) <= 0.01 * largest and abs(total - (a + b)) > 0.1 * largest:
             strategy.notices.append(
                 f"{type(task).__name__}.metrics() returned {name!r} as {total:.4g} for the first batch, and as {a:.4g} "
@@ -290,18 +291,18 @@ def _look_for_means(strategy: Strategy, batch: Any, whole: Sums) -> None:
 
 
 def _num_rows(batch: Any) -> int:
-    """How many samples a batch shows; 0 where it shows none."""
+    """Samples of a batch; 0 where that cannot be told."""
     try:
         return batch_length(batch)
     except SettingError:
         return 0
 
 
-def _checked(strategy: Strategy, loader: Loader, look: _FirstLook, *, goes_on: bool) -> Iterator[Batch]:
+def _checked(strategy: Strategy, loader: Loader, look: _FirstPass, *, is_resumed: bool) -> Iterator[Batch]:
     name, accumulate = type(strategy.task).__name__, loader.share.accumulate
     for batch in loader.first_and_last():
         span = batch.span
-        if goes_on and span.step_start and _leaves_one(strategy._plan, span.step_samples, accumulate):
+        if is_resumed and span.step_start and _leaves_one(strategy._plan, span.step_samples, accumulate):
             continue
         look.data = batch.data
         look.first = look.first or batch
@@ -317,8 +318,8 @@ def _checked(strategy: Strategy, loader: Loader, look: _FirstLook, *, goes_on: b
 
 
 @contextmanager
-def explained(task: Task, data_method: str, method: str, device: torch.device) -> Iterator[None]:
-    """Put what torch and Python say of well-known mistakes into a sentence; all else goes up as it is."""
+def explain_errors(task: Task, data_method: str, method: str) -> Iterator[None]:
+    """Explain well-known errors of torch and Python in a sentence; raise all others as they are."""
     name = type(task).__name__
     try:
         yield
@@ -335,18 +336,64 @@ def explained(task: Task, data_method: str, method: str, device: torch.device) -
             ) from error
         for pattern, what, why, instead in _MEANINGS if isinstance(error, _EXPLAINED) else ():
             if re.search(pattern, text):
-                said = f"{name}.{method}() {what} ({_place(frames)}{text})"
-                raise SettingError(said, why.format(device=device), instead.format(numbers=_numbers())) from error
+                said = f"{name}.{method}() {what} ({_location(frames)}{text})"
+                raise SettingError(said, why, instead.format(numbers=_numbers())) from error
         raise
 
 
 def _numbers() -> str:
-    """The type of the weights, and how a tensor is given it."""
+    """The weights' type, and how to convert a tensor to it."""
     if torch.get_default_dtype() == torch.float64:
         return "torch.float64 (.double()) for --precision fp64"
     return "torch.float32 (.float())"
 
 
-def _place(frames: traceback.StackSummary) -> str:
-    own = [frame for frame in frames if not frame.filename.startswith(_NOT_A_PLACE)]
+def _location(frames: traceback.StackSummary) -> str:
+    own = [frame for frame in frames if not frame.filename.startswith(_NOT_USER_CODE)]
     return f"{Path(own[-1].filename).name}, line {own[-1].lineno}: " if own else ""
+
+
+@contextmanager
+def explain_out_of_memory(config: TrainConfig, plan: Plan, device: torch.device, *, has_model: bool) -> Iterator[None]:
+    """Explain, before the first step, an error of too little memory; `has_model`: the model is on the device."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        samples = counted(plan.batch_per_pass, "sample")
+        text = next(iter(str(error).splitlines()), "").split(". ")[0].rstrip(".") or type(error).__name__
+        raise SettingError(
+            f"micro-batches of {samples} were set" if has_model else f"the model of {config.task} was to be made",
+            f"{'one' if has_model else 'it'} does not fit into {_memory_of(device)} ({text})",
+            f"set {_advice(config, plan, has_model)}; stormo predict {config.task} says before a start what fits",
+        ) from error
+
+
+def add_memory_note(config: TrainConfig, plan: Plan, error: BaseException) -> None:
+    """Say below an error of too little memory, once training has begun, what would need less."""
+    if is_out_of_memory(error):
+        error.add_note(f"Out of memory: resume with --resume and {_advice(config, plan, has_model=True)}.")
+
+
+def _memory_of(device: torch.device) -> str:
+    if device.type != "cuda":
+        return "the memory of this host"
+    properties = torch.cuda.get_device_properties(device)
+    return f"the {properties.total_memory / _GIB:.1f} GiB of {properties.name}"
+
+
+def _advice(config: TrainConfig, plan: Plan, has_model: bool) -> str:
+    """What would need less memory, the cheapest first."""
+    advice, layout, sharding = [], plan.layout, config.sharding
+    if has_model and plan.batch_per_pass > 1:
+        advice.append("a smaller --batch-size (with --accumulate the global batch stays)")
+    if has_model and not sharding.checkpoint_activations:
+        advice.append("--checkpoint-activations")
+    if not layout.is_spread:
+        advice.append("--strategy fsdp" + " --offload" * (layout.world_size == 1))
+    elif layout.zero and not sharding.offload:
+        advice.append("--offload")
+    if layout.is_spread or not advice:
+        advice.append("more GPUs")
+    return " or ".join(advice)

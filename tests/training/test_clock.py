@@ -10,7 +10,7 @@ import torch
 from stormo.distributed.world import World
 from stormo.energy.keeper import NoKeeper
 from stormo.launch import alone
-from stormo.training.stopwatch import GpuPeak, Stopwatch
+from stormo.training.clock import GpuPeak, TrainingClock
 from tests.tiny_run import build
 
 GPU = torch.device("cuda", 1)
@@ -43,10 +43,10 @@ class Allocator:
         self.segments.append(named)
 
 
-def captured(monkeypatch: pytest.MonkeyPatch, rehearsed: int) -> Allocator:
+def captured(monkeypatch: pytest.MonkeyPatch, checked: int) -> Allocator:
     """10 of weights; a pass of 70, of which 10 are the gradients that stay; other memory that is kept for later."""
     allocator = Allocator(monkeypatch)
-    allocator.hold(rehearsed, rehearsed + 5)
+    allocator.hold(checked, checked + 5)
     allocator.add((0, 0), 40, 10)
     allocator.add((0, 1), 50, 10)
     allocator.add((0, 1), 20, 0)
@@ -56,34 +56,34 @@ def captured(monkeypatch: pytest.MonkeyPatch, rehearsed: int) -> Allocator:
 
 
 def test_what_a_captured_pass_holds_is_counted_beside_what_came_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    allocator = captured(monkeypatch, rehearsed=90)
+    allocator = captured(monkeypatch, checked=90)
     peak = GpuPeak(GPU)
-    assert (peak.held_bytes(), peak.taken_bytes()) == (90, 110)
+    assert (peak.used_bytes(), peak.reserved_bytes()) == (90, 110)
     allocator.hold(40, 130)  # a step: the optimizer's state of 20 is there
     allocator.hold(47, 137)  # a validation
     allocator.hold(40, 137)
-    assert (peak.held_bytes(), peak.taken_bytes()) == (47 + 60, 137)
+    assert (peak.used_bytes(), peak.reserved_bytes()) == (47 + 60, 137)
 
 
 def test_passes_before_the_capture_may_have_held_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    captured(monkeypatch, rehearsed=500)
+    captured(monkeypatch, checked=500)
     peak = GpuPeak(GPU)
-    assert (peak.held_bytes(), peak.taken_bytes()) == (500, 505)
+    assert (peak.used_bytes(), peak.reserved_bytes()) == (500, 505)
 
 
 def test_an_allocator_without_pools_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    allocator = captured(monkeypatch, rehearsed=15)
+    allocator = captured(monkeypatch, checked=15)
     allocator.backend = "cudaMallocAsync"
-    assert GpuPeak(GPU).held_bytes() == 20
+    assert GpuPeak(GPU).used_bytes() == 20
 
 
 def test_a_worker_tells_the_most_of_all_and_without_a_gpu_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = build(World(alone(), torch.device("cpu")), {"num_train": 8, "num_validation": 8}, global_batch_size=4)
-    watch = Stopwatch(parts.world, parts.loader, parts.state.progress, parts.strategy, NoKeeper())
+    watch = TrainingClock(parts.world, parts.loader, parts.state.progress, parts.strategy, NoKeeper())
     held, taken = watch.peak_memory_bytes()
     assert held > 2**20
     assert taken is None
-    captured(monkeypatch, rehearsed=90)
+    captured(monkeypatch, checked=90)
     watch._memory = GpuPeak(GPU)
     monkeypatch.setattr(parts.world, "max", lambda row: torch.maximum(row, torch.tensor([80, 600])))
     assert watch.peak_memory_bytes() == (90, 600)

@@ -1,0 +1,362 @@
+"""One rank of a training, from joining the others to leaving them: `setup`, `run`, `close`."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import ExitStack, closing, nullcontext, suppress
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from stormo.config.layout import Layout
+from stormo.config.plan import Plan, resolve, with_layers, with_own_optimizer
+from stormo.config.plan.profile import parse_profile
+from stormo.config.schema import TrainConfig
+from stormo.data.batches import Collate, collate
+from stormo.data.iterables import IterableLoader
+from stormo.data.loaders import Loader, ResidentLoader, Share, StreamedLoader
+from stormo.data.order import derive_seed, seed_generators
+from stormo.data.reading import is_stream
+from stormo.data.staging.copying import StoppedError
+from stormo.data.tensors import TensorData
+from stormo.distributed.devices import device_of, share_cores
+from stormo.distributed.signals import StopFlag, stop_flag
+from stormo.distributed.store import Store
+from stormo.distributed.world import World
+from stormo.errors import EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_RESUMABLE
+from stormo.launch import Lifeline, Place
+from stormo.optim.schedule import make_schedule
+from stormo.parallel.fit import find_passes
+from stormo.parallel.table import strategy_class
+from stormo.profiling.ranges import record_for_nsight
+from stormo.profiling.window import ProfileWindow
+from stormo.system.cache import keep_compiled
+from stormo.system.hardware import num_cores
+from stormo.system.process import SetUp
+from stormo.tasks.task import Task
+from stormo.telemetry.record import Notice
+from stormo.training.loop import Outcome, Training, train
+from stormo.training.measuring import open_keeper
+from stormo.training.progress import Progress
+from stormo.training.records import RunRecorder
+from stormo.training.recovery import Recovery
+from stormo.training.sanity_check import (
+    add_memory_note,
+    check_lone_samples,
+    check_streams,
+    explain_errors,
+    explain_out_of_memory,
+    sanity_check,
+)
+from stormo.training.staging import staged_task
+from stormo.training.state import RunState
+from stormo.training.validation import Validation
+
+
+def run_worker(
+    config: TrainConfig, layout: Layout, task: Task, place: Place, store: Store | None, lifeline: Lifeline
+) -> int:
+    """Train as one rank of the job; return its exit code."""
+    set_up = SetUp()
+    set_up.done("imports")
+    share_cores(place)
+    with stop_flag(announces=place.launcher == "alone", is_last=True) as flag, ExitStack() as resources:
+        trainer = Trainer(config, lifeline, flag, set_up, resources)
+        try:
+            trainer.setup(layout, task, place, store)
+            code = trainer.run()
+        except StoppedError as stopped:  # while data was staged; on all ranks alike
+            code = stopped.exit_code
+        # Only after success: nothing may stand between a failure and its report, and the process ends anyway.
+        trainer.close()
+    return code
+
+
+class Trainer:
+    """Sets a run up, trains, and closes what it opened. Every rank makes one, and all take every step together."""
+
+    world: World
+    plan: Plan
+    task: Task
+
+    def __init__(
+        self, config: TrainConfig, lifeline: Lifeline, flag: StopFlag, set_up: SetUp, resources: ExitStack
+    ) -> None:
+        self.config = config
+        self._lifeline = lifeline
+        self._flag = flag
+        self._set_up = set_up  # times of each part
+        self._resources = resources  # closed after a failure too
+        self._closing = ExitStack()  # closed after success alone
+        self._notices: list[Notice] = []  # for the run's records, once they are open
+
+    def setup(self, layout: Layout, task: Task, place: Place, store: Store | None) -> None:
+        """Join, fetch and stage the data, resolve the plan, build, try the first batches, open the run folder."""
+        self._join(layout, place, store)
+        self._prepare_data(task)
+        self.plan = resolve(self.config, layout, self.task.facts())
+        _require_same_plan(self.plan, self.world)
+        set_arithmetic(self.config, self.plan)
+        self._build()
+        self._check()
+        self._open_run()
+
+    def run(self) -> int:
+        """Train to the end; return the exit code."""
+        if self._has_nothing_to_do:
+            return 0
+        config, plan, records = self.config, self.plan, self._records
+        records.start()
+        recovery = Recovery(config, plan, self.world, self._state, records)
+        profile = ProfileWindow(self._profile_spec, self.world, records.run_folder)
+        warnings = (Notice(kind="warning", text=text) for text in self._strategy.notices)
+        for notice in (*self._notices, *warnings):
+            records.record(notice)
+        try:
+            recovery.prepare()
+            self._flag.is_training = True
+            self._lifeline.alive(self._state.progress.step)
+            outcome = train(
+                Training(
+                    world=self.world,
+                    plan=plan,
+                    settings=config,
+                    state=self._state,
+                    loader=self._loader,
+                    validation=self._validation,
+                    schedule=make_schedule(config, plan, self._strategy.rate_factor),
+                    flag=self._flag,
+                    record=records.record,
+                    save=records.save,
+                    sign_of_life=self._lifeline.alive,
+                    keeper=self._keeper,
+                    profile=profile,
+                    recover=recovery.roll_back,
+                )
+            )
+        except BaseException as error:
+            add_memory_note(config, plan, error)
+            with suppress(OSError):  # a full disk must not hide what went wrong
+                records.end("error")
+            raise
+        for text in profile.close():
+            records.record(Notice(kind="info", text=text))
+        if outcome.diverged is not None:
+            recovery.give_up(outcome.diverged)
+            records.end(outcome.stopped_by, diverged_at_step=outcome.diverged.step)
+        else:
+            records.end(outcome.stopped_by)
+        return _exit_code(outcome)
+
+    def close(self) -> None:
+        """End loading processes, remove staged data, close the energy account and leave the process group."""
+        self._closing.close()
+        self._resources.close()
+        self.world.close()
+
+    def _join(self, layout: Layout, place: Place, store: Store | None) -> None:
+        config = self.config
+        device = device_of(layout.device_type, place, store, may_share=layout.backend == "gloo")
+        join = partial(
+            World,
+            place,
+            device,
+            store=store,
+            backend=layout.backend,
+            timeout_s=config.workers.timeout,
+            mesh=layout.mesh,
+            data_axes=layout.data_axes,
+            needs_group=layout.is_spread,
+        )
+        if config.command.preflight:
+            from stormo.doctor.training import join_after_preflight
+
+            self.world, notices = join_after_preflight(join, device, config, layout, place, store, self._lifeline)
+            self._notices += notices
+        else:
+            self.world = join()
+        keeper = open_keeper(self.world, devices_per_worker=layout.devices_per_worker, is_on=config.energy.energy)
+        self._keeper = self._resources.enter_context(closing(keeper))
+        self._set_up.done("joining")
+
+    def _prepare_data(self, task: Task) -> None:
+        """Fetch the task's data once on each node, and stage it where that is asked for."""
+        fetched = None
+        with self.world.once_per_node() as is_fetcher:
+            if is_fetcher:
+                fetched = task.fetch()
+        self._set_up.done("fetching")
+        staged = staged_task(self.config.command, task, fetched, self.world, lambda: self._flag.signal_number)
+        self.task, sentences = self._resources.enter_context(staged)
+        self._notices += [Notice(kind="info", text=text) for text in sentences]
+        self._set_up.done("staging")
+
+    def _build(self) -> None:
+        """Build the model with its optimizer, the loader and the validation; find the batch that fits."""
+        config, world, task, seed = self.config, self.world, self.task, self.config.run.seed
+        torch.manual_seed(derive_seed(seed, "model"))  # every rank builds the same model
+        explain = partial(explain_errors, task, "train_data", "loss")
+        # A pipeline calls the model once, to split its layers into stages.
+        calls_model = self.plan.layout.mesh.pipeline > 1
+        with (
+            explain_out_of_memory(config, self.plan, world.device, has_model=False),
+            explain() if calls_model else nullcontext(),
+        ):
+            strategy = strategy_class(self.plan.layout)(world, self.plan, task, config)
+        seed_generators(derive_seed(seed, "worker", world.draws))  # each rank draws its own dropout
+        self._set_up.done("model")
+        self._loader = loader = make_loader(config, self.plan, task, world)
+        self._set_up.done("data")
+        self._state = RunState(
+            progress=Progress(),
+            strategy=strategy,
+            loss_sum=torch.zeros((), dtype=torch.float64, device=world.device),
+        )
+        self._strategy = strategy
+        self._validation = Validation(
+            task,
+            task.datasets()[1],
+            config.speed.validation_batch_size,
+            world,
+            resident=self.plan.loader == "resident",
+            num_loader_workers=_num_loader_workers(config, world),
+            make_batch=make_batch(task),
+            together=strategy.is_spread,
+        )
+        self._closing.callback(self._validation.close)
+        self._closing.callback(loader.close)
+        plan = self.plan
+        if strategy.has_own_optimizer:
+            plan = with_own_optimizer(config, plan, type(strategy.optimizer).__name__)
+        if config.batch.batch_size == "auto":
+            with explain():
+                plan = find_passes(config, plan, strategy, loader)
+            self._set_up.done("batch size")
+        self.plan = with_layers(config, plan, **strategy.layers_it_has(), loss_reduction=task.loss_reduction)
+
+    def _check(self) -> None:
+        """Run the first batches and undo them, before the run has a folder."""
+        config, plan, strategy, loader = self.config, self.plan, self._strategy, self._loader
+        grown = max(map(plan.at_epoch, (stage.first_epoch for stage in plan.stages)), key=lambda at: at.batch_per_pass)
+        largest = replace(loader.share, global_batch_size=grown.global_batch_size, accumulate=grown.accumulate)
+        is_larger = grown.batch_per_pass > plan.batch_per_pass and not strategy.is_spread
+        check_streams(self.task, self.world, loader, self._validation)
+        with explain_out_of_memory(config, plan, self.world.device, has_model=True):
+            needs_no_warm_up = self.world.size == 1 and self.world.device.type == "cpu" and not plan.compile
+            self._checked_steps = sanity_check(
+                strategy,
+                loader,
+                self._validation,
+                every_shape=not needs_no_warm_up or plan.loader == "streamed",
+                may_diverge=config.stop.on_divergence == "ignore",
+                largest=largest if is_larger else None,
+                is_resumed=config.resumed is not None,
+            )
+        if config.resumed is None:
+            check_lone_samples(strategy, loader, plan, Progress(), self._checked_steps)
+        self._set_up.done("first passes")
+
+    def _open_run(self) -> None:
+        """Open the run folder, and restore the checkpoint of a run that is resumed."""
+        config, profile = self.config, self.config.command.profile
+        self._profile_spec = spec = None if profile is None else parse_profile(profile)
+        record_for_nsight(is_asked=spec is not None and spec.nvtx)  # refuses before there is a run folder
+        self._records = RunRecorder(config, self.plan, self.world, self._state, self._set_up, self._keeper)
+        try:
+            self._records.restore()
+            self._has_nothing_to_do = self._records.is_past_end
+            if self._has_nothing_to_do:
+                self._records.close_untouched()
+                return
+            if config.resumed is not None:
+                progress = self._state.progress
+                check_lone_samples(self._strategy, self._loader, self.plan, progress, self._checked_steps)
+        except BaseException:
+            self._records.close()
+            raise
+        self._set_up.done("run folder")
+
+
+def _exit_code(outcome: Outcome) -> int:
+    if outcome.diverged is not None:
+        return EXIT_DIVERGED
+    if outcome.signal_number == signal.SIGINT:
+        return EXIT_INTERRUPTED
+    return EXIT_RESUMABLE if outcome.signal_number else 0
+
+
+def _require_same_plan(plan: Plan, world: World) -> None:
+    """What follows from a node's own devices must follow on every node."""
+    layout = plan.layout
+    world.require_same(
+        {
+            "device": layout.device_type,
+            "strategy": layout.strategy,
+            "mesh": str(layout.mesh),
+            "precision": plan.precision,
+            "SHA-256 of the data": plan.facts.data_sha256,
+            "global batch": plan.global_batch_size,
+            "learning rate": plan.learning_rate,
+            "steps an epoch": plan.steps_per_epoch,
+            "number of training samples": plan.facts.num_train,
+            "number of validation samples": plan.facts.num_validation,
+        }
+    )
+
+
+def set_arithmetic(config: TrainConfig, plan: Plan) -> None:
+    """Set torch to the number formats and algorithms of the plan."""
+    if plan.compile:
+        keep_compiled(os.environ)
+    tf32 = "ieee" if plan.precision in ("fp32", "fp64") else "tf32"
+    torch.backends.cuda.matmul.fp32_precision = tf32
+    torch.backends.cudnn.conv.fp32_precision = tf32  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = plan.autotune
+    torch.set_default_dtype(torch.float64 if plan.precision == "fp64" else torch.float32)
+    if config.run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is not repeatable without it
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+
+
+def make_loader(config: TrainConfig, plan: Plan, task: Task, world: World) -> Loader:
+    """The loader that the plan names, with this rank's share of every batch."""
+    data = task.datasets()[0]
+    share = Share(
+        global_batch_size=plan.global_batch_size,
+        accumulate=plan.accumulate,
+        worker=world.data.rank,
+        num_workers=world.data.size,
+    )
+    seed, num_draws = config.run.seed, task.num_draws
+    if plan.loader == "resident":
+        assert isinstance(data, TensorData)
+        return ResidentLoader(data, share, seed, num_draws, task.augment, world.device)
+    num_workers = _num_loader_workers(config, world)
+    if is_stream(data):
+        return IterableLoader(
+            data,
+            plan.facts.num_train,
+            share,
+            seed,
+            num_draws,
+            task.augment,
+            world.device,
+            min(1, num_workers),
+            make_batch(task),
+            goes_on=config.batch.epoch_samples is not None,
+        )
+    return StreamedLoader(data, share, seed, num_draws, task.augment, world.device, num_workers, make_batch(task))
+
+
+def make_batch(task: Task) -> Collate:
+    """How samples become a batch; the task itself is sent to loading processes only where it says how."""
+    return collate if type(task).collate is Task.collate else task.collate
+
+
+def _num_loader_workers(config: TrainConfig, world: World) -> int:
+    if config.speed.loader_workers is not None:
+        return config.speed.loader_workers
+    return min(8, max(1, num_cores() // world.place.local_size - 1))
