@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from stormo.errors import EXIT_INTERRUPTED, StormoError, full_disk, unknown_name
+from stormo.errors import EXIT_INTERRUPTED, SettingError, StormoError, full_disk, unknown_name
 from stormo.system.early_signals import hold_warning, leave_when_interrupted, leave_when_told
 from stormo.system.files import printable
 from stormo.telemetry.text import discard, open_closed_streams
@@ -29,9 +29,7 @@ Trains a PyTorch model on one device or on thousands: fast, exact, and with its 
   stormo export RUN [FILE]        the weights of a run as one safetensors file
   stormo predict [TASK] [options] will it fit on GPUs that are not here, by which strategy and at which batch?
   stormo scale [TASK] [options]   train on more and more workers: do they pay, for time and for energy?
-  stormo submit [TASK] [options]  train as a Slurm job, which goes on over its time limit until it is done
-  stormo status [RUN]             how submitted runs are doing
-  stormo cancel RUN               end the job of a submitted run
+  stormo submit [TASK] [options]  train as a Slurm job, which resumes after each time limit until it is done
   stormo monitor                  GPUs, processors, memory, disks and network of this node, live or as CSV
   stormo doctor                   what of this machine, or of a job, would cost hours, and how to mend it
 
@@ -73,6 +71,8 @@ def _dispatch(arguments: list[str]) -> int:
     if arguments[0] in ("-V", "--version"):
         print(f"stormo {__version__}")  # noqa: T201
         return 0
+    if arguments[0] in _REMOVED:
+        raise SettingError(f"the verb {arguments[0]} was typed", "stormo no longer has it", _REMOVED[arguments[0]])
     verb = _VERBS.get(arguments[0])
     if verb is None:
         raise unknown_name("verb", arguments[0], _VERBS)
@@ -187,18 +187,6 @@ def _submit(arguments: list[str]) -> int:
     return command.main(arguments)
 
 
-def _status(arguments: list[str]) -> int:
-    from stormo.submit import status
-
-    return status.main(arguments)
-
-
-def _cancel(arguments: list[str]) -> int:
-    from stormo.submit import status
-
-    return status.cancel(arguments)
-
-
 _VERBS: dict[str, Callable[[list[str]], int]] = {
     "new": _new,
     "train": _train,
@@ -211,8 +199,10 @@ _VERBS: dict[str, Callable[[list[str]], int]] = {
     "predict": _predict,
     "scale": _scale,
     "submit": _submit,
-    "status": _status,
-    "cancel": _cancel,
     "monitor": _monitor,
     "doctor": _doctor,
+}
+_REMOVED = {
+    "status": "squeue --me shows the jobs, tail -F runs/NAME/slurm.log the output of one",
+    "cancel": "scancel JOB ends a job; its number is in runs/NAME/slurm.json",
 }

@@ -33,9 +33,6 @@ RUN_BY = {
     "srun stormo train": ("tests/system/test_slurm.py", '"srun"'),
     "stormo train --dry-run": ("tests/system/test_slurm.py", '"--dry-run"'),
     "stormo submit my_task.py --device cpu --num-gpus 2 --time": ("tests/system/test_submit.py", '"--warn-s"'),
-    "stormo submit my_task.py --device cpu --num-gpus 1 --run-name rates": ("tests/system/test_submit.py", '"--sweep"'),
-    "stormo status": ("tests/system/test_submit.py", '"status"'),
-    "stormo cancel": ("tests/system/test_submit.py", '"cancel"'),
     "stormo train --num-gpus 2 --task.width 1": ("tests/data/staging/test_training.py", '"--stage"'),
 }
 MARK = "not run here"
