@@ -140,9 +140,9 @@ def _listing(verb: str, description: str, arguments: list[str], *, wants_name: b
 
 
 def _monitor(arguments: list[str]) -> int:
-    from stormo.commands.monitor import command
+    from stormo.commands import monitor
 
-    return command.main(arguments)
+    return monitor.main(arguments)
 
 
 def _report(arguments: list[str]) -> int:
