@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from statistics import median_high
+from dataclasses import replace
+from statistics import median, median_high
+from typing import Any
 
 from stormo.doctor.finding import Fact, Finding, Level
-from stormo.doctor.judge_links import judge_links
-from stormo.doctor.judge_reach import judge_clocks, judge_reach
-from stormo.doctor.measured import Device, Measured
-from stormo.doctor.naming import Names, flops_text
+from stormo.doctor.measure import Attempt, Device, Link, Measured, Overall, Spot
+from stormo.doctor.network import OPEN_PORTS, OUTCOMES
+from stormo.errors import counted
 from stormo.telemetry.text import format_bytes
 
 SLOW_DEVICE, VERY_SLOW_DEVICE = 0.8, 0.5  # of the median of its likes
@@ -161,3 +162,333 @@ def _groups(devices: Iterable[Device], key: Callable[[Device], Hashable]) -> lis
     for device in devices:
         groups.setdefault(key(device), []).append(device)
     return list(groups.values())
+
+
+CLOCK_NOTE_S, CLOCK_WARNING_S = 0.1, 1.0
+_REACH_MENDS = {
+    "stranger": (
+        "give that node an address of its own in this network, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to an "
+        "interface whose address no other node has (docker0 and virbr0 have the same on all)"
+    ),
+    "packets": "give all interfaces and switches between these nodes the same MTU (ip link set NAME mtu 1500)",
+}
+
+
+def judge_reach(attempts: Sequence[Attempt], names: Names) -> list[Finding]:
+    """A node that nobody reaches is named as such; else the pair that has no way to each other."""
+    failed = {(one.node, one.to): one for one in attempts if one.outcome != "ok"}
+    if not failed:
+        num_nodes = len({one.node for one in attempts})
+        text = f"{num_nodes} nodes reach one another over {len(attempts)} connections"
+        return [Finding(check="reach", level="ok", group="job", text=text)] if attempts else []
+    lost = [node for node in sorted({one.to for one in attempts}) if _is_lost(node, attempts)]
+    found = []
+    for node in lost:
+        tried = [one for one in attempts if one.to == node]
+        text = f"cannot be reached from any other node: {_why(tried[0])}"
+        found.append(_about_reach(names.node(node, address=True), text, tried[0]))
+    told: set[tuple[int, int]] = set()
+    for (node, to), one in failed.items():
+        if node in lost or to in lost or (to, node) in told:
+            continue
+        told.add((node, to))
+        text = f"cannot be reached from {names.node(node)}: {_why(one)}"
+        if (to, node) in failed:
+            text += ", nor the other way round"
+        found.append(_about_reach(names.node(to, address=True), text, one))
+    return found
+
+
+def judge_clocks(attempts: Sequence[Attempt], names: Names) -> list[Finding]:
+    """Clocks that are off against node 0's by more than the measurement may be."""
+    found = []
+    for one in attempts:
+        if one.to != 0 or one.outcome != "ok" or one.clock_ahead_s is None:
+            continue
+        off_s = abs(one.clock_ahead_s) - one.clock_error_s
+        if off_s < CLOCK_NOTE_S:
+            continue
+        way = "behind" if one.clock_ahead_s > 0 else "ahead of"
+        level: Level = "warning" if off_s >= CLOCK_WARNING_S else "note"
+        found.append(
+            Finding(
+                check="clock",
+                level=level,
+                group="job",
+                where=names.node(one.node),
+                text=f"has a clock that is {time_text(abs(one.clock_ahead_s))} {way} that of {names.node(0)}",
+                mend="set its clock by chrony or ntpd: the times in its files and logs do not fit the others'",
+                facts={"clock_ahead_s": -one.clock_ahead_s, "clock_error_s": one.clock_error_s},
+            )
+        )
+    return found
+
+
+def _is_lost(node: int, attempts: Sequence[Attempt]) -> bool:
+    outcomes = [one.outcome for one in attempts if one.to == node]
+    return len(outcomes) > 1 and "ok" not in outcomes
+
+
+def _why(one: Attempt) -> str:
+    return OUTCOMES[one.outcome] + (f" ({one.detail})" if one.detail else "")
+
+
+def _about_reach(where: str, text: str, one: Attempt) -> Finding:
+    facts: dict[str, Fact] = {"node": one.to, "from_node": one.node, "outcome": one.outcome}
+    mend = _REACH_MENDS.get(one.outcome, OPEN_PORTS)
+    return Finding(check="reach", level="error", group="job", where=where, text=text, mend=mend, facts=facts)
+
+
+SLOW, VERY_SLOW = 0.5, 0.1  # of the usual rate
+LATE, LATE_S = 10.0, 1e-3  # times the usual latency, and never below this
+_MOST_LISTED = 16
+_MEND_NODE = "look at that node's network card, cable and switch port (ethtool, ibstat); leave the node out until then"
+_MEND_LINK = "look at the way between the two (switches, routes); leave one of them out until then"
+
+
+def judge_links(measured: Measured, names: Names) -> list[Finding]:
+    """The findings on data that moves inside the nodes, between them, and through all workers."""
+    return [
+        *_judge_inside(measured.inside, names),
+        *_judge_between(measured.between, names),
+        *_judge_overall(measured.overall),
+    ]
+
+
+def doubtful(links: Sequence[Link]) -> list[Link]:
+    """The links that are to be measured again before anybody is blamed: something else may have run just then."""
+    found = []
+    for likes in _alike(links):
+        usual, typical_s = _usual(likes), median(link.latency_s for link in likes)
+        found += [link for link in likes if _level(link.bytes_per_s, usual) or _is_late(link, typical_s, likes)]
+    return found
+
+
+def _judge_inside(links: Sequence[Link], names: Names) -> list[Finding]:
+    found = []
+    for likes in _alike(links):
+        usual, width = _usual(likes), likes[0].width
+        for link in likes:
+            if _level(link.bytes_per_s, usual) is not None:
+                text = f"moves {_rate(link)} between its {link.width} workers, {_against(link, usual)}"
+                mend = "compare nvidia-smi topo -m and NVLink's state on that node with the others"
+                found.append(_about_link("inside", "warning", names.node(link.a), text, mend, link))
+        if not any(_level(link.bytes_per_s, usual) for link in likes):
+            text = (
+                f"{format_bytes(min(link.bytes_per_s for link in likes))}/s or more between {counted(width, 'worker')}"
+            )
+            text += f" of each node, {time_text(max(link.latency_s for link in likes))} or less"
+            found.append(Finding(check="inside", level="ok", group="links", text=text))
+    return found
+
+
+def _judge_between(links: Sequence[Link], names: Names) -> list[Finding]:
+    return [finding for likes in _alike(links) for finding in _judge_likes(likes, names)]
+
+
+def _alike(links: Sequence[Link]) -> list[list[Link]]:
+    """Links by how many workers take part in them."""
+    return [[link for link in links if link.width == width] for width in sorted({link.width for link in links})]
+
+
+def _of_nodes(links: Sequence[Link]) -> dict[int, list[Link]]:
+    found: dict[int, list[Link]] = {}
+    for link in links:
+        for node in {link.a, link.b}:
+            found.setdefault(node, []).append(link)
+    return dict(sorted(found.items()))
+
+
+def _usual(links: Sequence[Link]) -> float:
+    """A node's best link says what the node can do; the median over nodes stands when one node, or one link, is bad."""
+    return median_high(max(link.bytes_per_s for link in own) for own in _of_nodes(links).values())
+
+
+def _judge_likes(links: Sequence[Link], names: Names) -> list[Finding]:
+    usual = _usual(links)
+    slow = [link for link in links if _level(link.bytes_per_s, usual)]
+    found, bad = [], []
+    for node, own in _of_nodes(links).items():
+        if len(own) > 1 and all(link in slow for link in own):
+            best = max(own, key=lambda link: link.bytes_per_s)
+            level = _level(best.bytes_per_s, usual)
+            assert level is not None
+            bad.append(node)
+            text = f"is slow to all of the {len(own)} nodes it was tried with: {_rate(best)} at best, "
+            found.append(_about_link("node", level, names.node(node), text + _against(best, usual), _MEND_NODE, best))
+    for link in slow:
+        level = _level(link.bytes_per_s, usual)
+        if level is not None and link.a not in bad and link.b not in bad:
+            text = f"exchange {_rate(link)}, {_against(link, usual)}"
+            found.append(_about_link("link", level, names.nodes([link.a, link.b]), text, _MEND_LINK, link))
+    typical_s = median(link.latency_s for link in links)
+    for link in links:
+        if link not in slow and _is_late(link, typical_s, links):
+            text = f"answer each other after {time_text(link.latency_s)}, the others after {time_text(typical_s)}"
+            found.append(_about_link("latency", "warning", names.nodes([link.a, link.b]), text, _MEND_LINK, link))
+    quiet = [link for link in sorted(links, key=lambda link: link.bytes_per_s) if link not in slow]
+    if len(quiet) <= _MOST_LISTED:
+        return found + [_link_is_well(link, names) for link in quiet]
+    slowest, fastest = (format_bytes(link.bytes_per_s) for link in (quiet[0], quiet[-1]))
+    text = f"{len(quiet)} pairs of nodes exchange {slowest} to {fastest}/s"
+    return [*found, Finding(check="links", level="ok", group="links", text=text)]
+
+
+def _link_is_well(link: Link, names: Names) -> Finding:
+    return _about_link(
+        "link", "ok", names.nodes([link.a, link.b]), f"exchange {_rate(link)}, {_latency(link)}", "", link
+    )
+
+
+def _judge_overall(overall: Overall | None) -> list[Finding]:
+    if overall is None:
+        return []
+    text = (
+        f"all-reduce over {counted(overall.num_ranks, 'worker')}: {format_bytes(overall.bus_bytes_per_s)}/s "
+        f"each sends and receives, {time_text(overall.latency_s)} for the smallest"
+    )
+    facts = {"bus_bytes_per_s": overall.bus_bytes_per_s, "latency_s": overall.latency_s}
+    return [Finding(check="all-reduce", level="ok", group="links", text=text, facts=facts)]
+
+
+def _is_late(link: Link, typical_s: float, likes: Sequence[Link]) -> bool:
+    return link.latency_s > max(LATE * typical_s, LATE_S) and len(likes) > 2
+
+
+def _level(rate: float, usual: float) -> Level | None:
+    return "error" if rate < VERY_SLOW * usual else "warning" if rate < SLOW * usual else None
+
+
+def _rate(link: Link) -> str:
+    return f"{format_bytes(link.bytes_per_s)}/s"
+
+
+def _latency(link: Link) -> str:
+    return f"{time_text(link.latency_s)} for the smallest message"
+
+
+def _against(link: Link, usual: float) -> str:
+    share = link.bytes_per_s / usual
+    return f"{f'{share:.0%}' if share >= 0.01 else f'1/{1 / share:.0f}'} of the usual {format_bytes(usual)}/s"
+
+
+def _about_link(check: str, level: Level, where: str, text: str, mend: str, link: Link) -> Finding:
+    facts = {
+        "node_a": link.a,
+        "node_b": link.b,
+        "num_workers": link.width,
+        "bytes_per_s": link.bytes_per_s,
+        "latency_s": link.latency_s,
+    }
+    return Finding(check=check, level=level, group="links", where=where, text=text, mend=mend, facts=facts)
+
+
+_MOST_NAMED = 6
+
+
+class Names:
+    """The words for the nodes and workers of a job."""
+
+    def __init__(self, spots: Iterable[Spot]) -> None:
+        self.spots = {spot.rank: spot for spot in spots}
+        self.speakers = {spot.node: spot for spot in self.spots.values() if spot.speaks}
+        self._on_node: dict[int, list[int]] = {}
+        for rank, spot in sorted(self.spots.items()):
+            self._on_node.setdefault(spot.node, []).append(rank)
+
+    def node(self, node: int, *, address: bool = False) -> str:
+        """Node 2 (n3), or with the address that its workers use."""
+        spot = self.speakers.get(node)
+        if spot is None:
+            return f"node {node}"
+        return (
+            f"node {node} ({spot.host}, {spot.address})" if address and spot.address else f"node {node} ({spot.host})"
+        )
+
+    def nodes(self, nodes: Iterable[int]) -> str:
+        """Several nodes, of which the first few are named."""
+        return _listed([self.node(node) for node in sorted(set(nodes))])
+
+    def rank(self, rank: int) -> str:
+        """Rank 3 (n2, local rank 1)."""
+        spot = self.spots.get(rank)
+        if spot is None:
+            return f"rank {rank}"
+        local = f", local rank {spot.local_rank}" if len(self._on_node[spot.node]) > 1 else ""
+        return f"rank {rank} ({spot.host}{local})"
+
+    def ranks(self, ranks: Sequence[int]) -> str:
+        """Several workers; a node all of whose workers are meant is named instead of them."""
+        by_node: dict[int, list[int]] = {}
+        for rank in ranks:
+            by_node.setdefault(self.spots[rank].node if rank in self.spots else -1, []).append(rank)
+        whole = [node for node, members in by_node.items() if node >= 0 and len(members) == len(self._on_node[node])]
+        rest = [rank for node, members in by_node.items() if node not in whole for rank in members]
+        return _listed([*(self.node(node) for node in sorted(whole)), *(self.rank(rank) for rank in sorted(rest))])
+
+    def ranks_on(self, node: int) -> list[int]:
+        """The workers of a node."""
+        return self._on_node[node]
+
+    def node_of(self, rank: int) -> int:
+        """The node that a worker runs on."""
+        return self.spots[rank].node
+
+
+def sentence(finding: Finding) -> str:
+    """A finding in one sentence with its mend."""
+    said = f"{finding.where} {finding.text}" if finding.where else finding.text
+    return f"{said}; {finding.mend}" if finding.mend else said
+
+
+def time_text(seconds: float) -> str:
+    """A short time in words, such as 35 µs."""
+    return (
+        f"{seconds * 1e6:.0f} µs"
+        if seconds < 1e-3
+        else f"{seconds * 1e3:.3g} ms"
+        if seconds < 1
+        else f"{seconds:.3g} s"
+    )
+
+
+def flops_text(flops_per_s: float) -> str:
+    """A speed of arithmetic in words, such as 640 TFLOP/s."""
+    return f"{flops_per_s / 1e12:.0f} TFLOP/s" if flops_per_s >= 1e13 else f"{flops_per_s / 1e9:.0f} GFLOP/s"
+
+
+def _listed(names: Sequence[str]) -> str:
+    if len(names) > _MOST_NAMED:
+        return f"{', '.join(names[: _MOST_NAMED - 1])} and {len(names) - _MOST_NAMED + 1} more"
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def inside_links(values: Sequence[Any], names: Names) -> list[Link]:
+    """The links inside the nodes, from what each worker measured around its node."""
+    found = []
+    for node, speaker in names.speakers.items():
+        if values[speaker.rank] is not None:
+            latency_s, rate = values[speaker.rank]
+            width = len(names.ranks_on(node))
+            found.append(Link(a=node, b=node, width=width, latency_s=latency_s, bytes_per_s=rate))
+    return found
+
+
+def best_of(links: Sequence[Link]) -> list[Link]:
+    """Each link once, as the best of its measurements shows it."""
+    found: dict[tuple[int, int], Link] = {}
+    for link in links:
+        known = found.get((link.a, link.b), link)
+        latency_s, rate = min(known.latency_s, link.latency_s), max(known.bytes_per_s, link.bytes_per_s)
+        found[link.a, link.b] = replace(link, latency_s=latency_s, bytes_per_s=rate)
+    return list(found.values())
+
+
+def round_links(pairs: Sequence[tuple[int, int]], values: Sequence[Any], names: Names) -> list[Link]:
+    """The links between pairs of nodes, from what each worker measured with its peer, all of them at once."""
+    found = []
+    for a, b in pairs:
+        swaps = [values[rank] for rank in names.ranks_on(a) if values[rank] is not None]
+        latency_s, rate = min(swap[0] for swap in swaps), sum(swap[1] for swap in swaps)
+        found.append(Link(a=a, b=b, width=len(swaps), latency_s=latency_s, bytes_per_s=rate))
+    return found

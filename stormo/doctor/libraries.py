@@ -1,16 +1,21 @@
-"""Versions that do not fit together: Python, torch and what it was built against, the driver, libraries in the way."""
+"""Python, torch and what it was built against, the driver, libraries in the way; and whether Gloo and NCCL work."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+import os
 import platform
 import re
+import sys
+import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from stormo.doctor.devices import driver_versions
 from stormo.doctor.finding import Finding
+from stormo.doctor.gpus import driver_versions
 from stormo.doctor.machine import Machine
 from stormo.errors import counted
 
@@ -43,31 +48,23 @@ def check(
     packages: Callable[[], Packages] = installed,
     pins: Callable[[], Iterable[str]] = pins_of_torch,
 ) -> Iterator[Finding]:
-    """All versions, and which of them do not fit."""
-    facts = machine.torch()
+    """All versions, and which of them do not fit; what needs torch comes last, whose import may hang or crash."""
     there = packages()
-    yield Finding(check="python", level="ok", text=f"Python {platform.python_version()}, {_stormo(there)}")
-    if "error" in facts:
-        yield _no_torch(facts)
-    else:
-        yield from _torch(machine, facts)
+    stormo = f"stormo {there['stormo'][0][0]}" if "stormo" in there else "stormo from a folder"
+    yield Finding(check="python", level="ok", text=f"Python {platform.python_version()}, {stormo}")
     yield from _duplicates(there)
     yield from _pinned(there, pins())
-    yield from _paths(machine, facts)
     if not any(machine.program(name) for name in ("cc", "gcc", "clang")) and not machine.environ.get("CC"):
         text = "no C compiler: --compile and fused kernels cannot be built"
         yield Finding(check="compiler", level="note", text=text, mend="install gcc, or load a module that has it")
-
-
-def _stormo(there: Packages) -> str:
-    return f"stormo {there['stormo'][0][0]}" if "stormo" in there else "stormo from a folder"
-
-
-def _no_torch(facts: Mapping[str, Any]) -> Finding:
-    mend = "import torch by hand to see it all (python -c 'import torch'), and install it anew where it fails"
-    if facts.get("is_slow"):
-        mend = "look for a hanging driver (nvidia-smi, dmesg) or a slow file system under the Python environment"
-    return Finding(check="torch", level="error", text=str(facts["error"]), mend=mend)
+    machine.tell("the import of torch")
+    facts = machine.torch()
+    yield from _paths(machine, facts)
+    if "error" in facts:
+        mend = "import torch by hand to see it all (python -c 'import torch'), and install it anew where it fails"
+        yield Finding(check="torch", level="error", text=str(facts["error"]), mend=mend)
+    else:
+        yield from _torch(machine, facts)
 
 
 def _torch(machine: Machine, facts: Mapping[str, Any]) -> Iterator[Finding]:
@@ -201,3 +198,134 @@ def _normal(name: str) -> str:
 
 def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
+
+
+_GLOO_MEND = "check that the interface lo is up (ip link set lo up) and that nothing forbids sockets here"
+_NCCL_MEND = "run again with NCCL_DEBUG=INFO, which says which part fails; see the findings on the GPUs and libraries"
+
+
+def check_backends(machine: Machine) -> Iterator[Finding]:
+    """One finding a backend."""
+    facts = machine.torch()
+    if "error" in facts:
+        yield Finding(check="backends", level="note", text="not tried: torch cannot be imported")
+        return
+    has = facts["backends"]
+    if facts["gloo_error"] or not has["gloo"]:
+        why = facts["gloo_error"] or "this torch is built without it"
+        mend = _GLOO_MEND if has["gloo"] else "install a torch that has it: all of pytorch.org's do"
+        yield Finding(check="gloo", level="error", text=f"Gloo does not work: {why}", mend=mend)
+    else:
+        yield Finding(check="gloo", level="ok", text="Gloo works: a group of one process on the loopback address sums")
+    if facts["nccl_error"]:
+        text = f"NCCL does not work: {facts['nccl_error']}"
+        yield Finding(check="nccl", level="error", text=text, mend=_NCCL_MEND)
+    elif facts["has_tried_nccl"]:
+        yield Finding(check="nccl", level="ok", text=f"NCCL {facts.get('nccl')} works: one process sums on a GPU")
+    elif has["nccl"]:
+        yield Finding(check="nccl", level="note", text="NCCL is there, but no GPU that it could use")
+    elif facts["num_gpus"]:
+        mend = "install a torch that has it: all of pytorch.org's for Linux and CUDA do"
+        yield Finding(check="nccl", level="error", text="GPUs, but a torch that is built without NCCL", mend=mend)
+    else:
+        yield Finding(check="nccl", level="ok", text="no NCCL, and no GPU that needs it")
+    text = f"torch has {'an' if has['mpi'] else 'no'} MPI backend; stormo uses Gloo and NCCL"
+    yield Finding(check="mpi-backend", level="ok", text=text, facts={"has_mpi": has["mpi"]})
+
+
+_WATCHED = ("libnccl", "libcudnn.", "libcudart", "libcublas.")
+
+
+def gather() -> dict[str, Any]:
+    """Versions, devices and backends of torch, each tried; `error` where torch cannot be imported."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    began_s = time.monotonic()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            import torch
+            import torch.distributed as dist
+        except Exception as error:  # whatever goes wrong is what was asked for
+            return {"error": f"torch cannot be imported: {_in_one_line(error)}"}
+        import_s = time.monotonic() - began_s
+        is_cuda_build = torch.version.cuda is not None
+        facts: dict[str, Any] = {
+            "torch": torch.__version__,
+            "path": str(Path(torch.__file__).parent),
+            "homes": _homes(Path(torch.__file__).parents[1]),
+            "import_s": import_s,
+            "cuda_of_torch": torch.version.cuda,
+            "hip_of_torch": torch.version.hip,
+            "num_gpus": torch.cuda.device_count() if is_cuda_build else 0,
+            "architectures": torch.cuda.get_arch_list() if is_cuda_build else [],
+            "cudnn": torch.backends.cudnn.version() if is_cuda_build else None,
+            "backends": {
+                "gloo": dist.is_available() and dist.is_gloo_available(),
+                "nccl": dist.is_available() and dist.is_nccl_available(),
+                "mpi": dist.is_available() and dist.is_mpi_available(),
+            },
+            "numpy_error": _outcome(lambda: torch.zeros(1).numpy() + 1),
+        }
+        if facts["backends"]["nccl"]:
+            facts["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
+        if is_cuda_build:
+            facts["cuda_error"] = _outcome(lambda: torch.ones(64, device="cuda").sum().item())
+            names = [torch.cuda.get_device_capability(index) for index in range(facts["num_gpus"])]
+            facts["capabilities"] = [f"{major}.{minor}" for major, minor in names]
+        facts["gloo_error"] = _outcome(lambda: _try_group("gloo")) if facts["backends"]["gloo"] else None
+        can_nccl = facts["backends"]["nccl"] and facts["num_gpus"] and facts["cuda_error"] is None
+        facts["nccl_error"] = _outcome(lambda: _try_group("nccl")) if can_nccl else None
+        facts["has_tried_nccl"] = bool(can_nccl)
+    facts["warnings"] = [str(one.message).splitlines()[0][:300] for one in caught][:5]
+    facts["libraries"] = _loaded()
+    return facts
+
+
+def _try_group(backend: str) -> None:
+    """Meet nobody on the loopback address, and sum."""
+    import torch
+    import torch.distributed as dist
+
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    device = torch.device("cuda", 0) if backend == "nccl" else None
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+    try:
+        tensor = torch.full((1000,), 2.0, device=device)
+        dist.all_reduce(tensor)
+        if tensor.sum().item() != 2000.0:
+            raise ArithmeticError(f"a sum over one process gave {tensor.sum().item()} instead of 2000")
+    finally:
+        dist.destroy_process_group()
+
+
+def _outcome(attempt: Callable[[], object]) -> str | None:
+    """None where it worked, else the error in one line."""
+    try:
+        attempt()
+    except Exception as error:  # whatever goes wrong is what was asked for
+        return _in_one_line(error)
+    return None
+
+
+def _in_one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
+
+
+def _homes(packages: Path) -> list[str]:
+    """Where the libraries of torch live: among its packages or, with conda, in the environment around them."""
+    found = {str(packages), str(packages.resolve())}
+    if Path(sys.prefix, "conda-meta").is_dir():
+        found |= {sys.prefix, str(Path(sys.prefix).resolve())}
+    return sorted(found)
+
+
+def _loaded() -> dict[str, str]:
+    """Where the libraries that matter were loaded from."""
+    found: dict[str, str] = {}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+            path = line.partition("/")[2]
+            name = next((name for name in _WATCHED if path.rpartition("/")[2].startswith(name)), None)
+            if name:
+                found[name.rstrip(".")] = f"/{path}"
+    return found

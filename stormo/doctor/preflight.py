@@ -1,37 +1,262 @@
-"""The measurements of a job, phase by phase on all of its workers: who came, who reaches whom, devices, links.
+"""The measurements of a job, phase by phase on all workers: who came, who reaches whom, devices, links.
 
-The main worker learns what all have found. When there is an error, or when a phase hangs, it raises the sentence that
-names the culprit, and the others end with it.
+Every phase has a time limit. The workers report over the store where they have met, which is no part of what is
+measured: when a collective hangs, rank 0 still learns who has finished and who has not. Rank 0 judges, names the
+culprit in one sentence, and the others end with it.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stormo.doctor.finding import Finding
-from stormo.doctor.hangs import describe
-from stormo.doctor.judge import judge
-from stormo.doctor.judge_links import doubtful
-from stormo.doctor.links import Wire, best_of, inside_links, round_links
-from stormo.doctor.measure import free_bytes, give_back, is_seen, measure_device, write_token
-from stormo.doctor.measured import Attempt, Device, Measured, Overall, Spot
-from stormo.doctor.naming import Names
-from stormo.doctor.pairs import disjoint, partners, rounds
-from stormo.doctor.phases import HungError, Phases
-from stormo.doctor.reach import Greeter, own_address
-from stormo.doctor.trouble import Limits, TroubleError
-from stormo.launch import Place
+from stormo.doctor.judge import Names, best_of, doubtful, inside_links, judge, round_links, sentence
+from stormo.doctor.measure import (
+    Attempt,
+    Device,
+    Measured,
+    Overall,
+    Spot,
+    Wire,
+    disjoint,
+    free_bytes,
+    give_back,
+    is_seen,
+    measure_device,
+    partners,
+    rounds,
+    write_token,
+)
+from stormo.doctor.network import OPEN_PORTS, Greeter, own_address
+from stormo.errors import EXIT_FAILURE, StormoError
+from stormo.launch import Lifeline, Place
 
 if TYPE_CHECKING:
     import torch
 
-    from stormo.distributed.store import Store
+    from stormo.distributed.store import Store, Words
     from stormo.distributed.world import World
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """How long each part may take; what goes well takes a fraction of it."""
+
+    arrival_s: float
+    reach_s: float = 5.0
+    joining_s: float = 60.0
+    device_s: float = 30.0
+    exchange_s: float = 10.0
+    one_measurement_s: float = 0.15
+    all_rounds_s: float = 3.0
+    whole_s: float = math.inf
+
+
+class TroubleError(StormoError):
+    """What was found keeps the job from running well; the first error in one sentence.
+
+    Args:
+        is_hang: whether some workers are stuck, and have to be ended.
+    """
+
+    def __init__(self, findings: Sequence[Finding], *, is_hang: bool = False) -> None:
+        self.findings, self.is_hang = list(findings), is_hang
+        errors = [finding for finding in findings if finding.level == "error"]
+        more = f" ({len(errors) - 1} more of {len(errors)} errors: stormo doctor lists them)" if len(errors) > 1 else ""
+        super().__init__(f"preflight: {sentence(errors[0])}{more}.")
+
+
+_POLL_S = 0.005
+_GRACE_S = 2.0  # for workers that began a little later
+_VERDICT_S = 60.0  # for the main worker's word, after the limit
+
+
+class HungError(StormoError):
+    """A phase that some workers did not finish in time, or in which some failed; raised by the main one."""
+
+    def __init__(self, phase: str, limit_s: float, missing: Sequence[int], failures: dict[int, str]) -> None:
+        super().__init__(f"{phase} did not end within {limit_s:g} s" if missing else f"{phase} failed")
+        self.phase, self.limit_s, self.missing, self.failures = phase, limit_s, list(missing), failures
+
+
+class StoppedError(StormoError):
+    """The main worker has found trouble and ends the phases; raised by the others."""
+
+
+class Phases:
+    """One worker's part of the phases.
+
+    Args:
+        words: of this use alone; what others write into the store is refused.
+        on_hang: called in a thread of rank 0 when that one itself hangs; ends the process.
+    """
+
+    def __init__(self, words: Words, rank: int, size: int, on_hang: Callable[[HungError], None]) -> None:
+        self._words, self.rank, self.size = words, rank, size
+        self._on_hang = on_hang
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this worker learns what all have found."""
+        return self.rank == 0
+
+    def run(
+        self,
+        phase: str,
+        part: Callable[[], Any],
+        limit_s: float,
+        *,
+        decide: Callable[[list[Any]], Any] | None = None,
+    ) -> tuple[list[Any] | None, Any]:
+        """Do this worker's part; return all workers' JSON-able values on the main one, and what it decides on all."""
+        began = time.monotonic()
+        watch = Watch(limit_s + _GRACE_S, lambda: self._on_hang(self._trouble(phase, limit_s)))
+        try:
+            if self.is_main:
+                watch.start()
+            answer = {"value": part()}
+        except Exception as error:
+            answer = {"failure": _in_words(error)}
+        finally:
+            watch.stop()
+        self._words.say(f"{phase}/{self.rank}", answer)
+        self._words.count(f"{phase}/count")
+        if not self.is_main:
+            return None, self._told(phase, limit_s)
+        while self._words.count(f"{phase}/count", 0) < self.size:
+            if time.monotonic() - began > limit_s + _GRACE_S:
+                break
+            time.sleep(_POLL_S)
+        trouble = self._trouble(phase, limit_s)
+        if trouble.missing or trouble.failures:
+            raise trouble
+        values = [answer["value"] for answer in self._answers(phase, range(self.size))]
+        decided = decide(values) if decide else None
+        self._words.say(f"{phase}/verdict", {"decided": decided})
+        return values, decided
+
+    def share(self, name: str, value: Any) -> None:
+        """Let those workers know something that ask for it."""
+        self._words.say(f"shared/{name}", value)
+
+    def shared(self, name: str) -> Any:
+        """What a worker shares, once it does."""
+        return self._words.wait(f"shared/{name}", timedelta(seconds=_VERDICT_S))
+
+    def stop(self, phase: str, sentence: str) -> None:
+        """Say, on the main worker, that there is nothing more to be done after a phase that it did not end."""
+        self._words.say(f"{phase}/verdict", {"stop": sentence})
+
+    def _told(self, phase: str, limit_s: float) -> Any:
+        verdict = self._words.wait(f"{phase}/verdict", timedelta(seconds=limit_s + _VERDICT_S))
+        if "stop" in verdict:
+            raise StoppedError(verdict["stop"])
+        return verdict["decided"]
+
+    def _answers(self, phase: str, ranks: Sequence[int]) -> list[dict[str, Any]]:
+        names = [f"{phase}/{rank}" for rank in ranks]
+        return self._words.wait_all(names, timedelta(seconds=_VERDICT_S)) if names else []
+
+    def _trouble(self, phase: str, limit_s: float) -> HungError:
+        came: Sequence[int] = range(self.size)
+        if not self._words.has([f"{phase}/{rank}" for rank in came]):
+            came = [rank for rank in came if self._words.has([f"{phase}/{rank}"])]
+        answers = dict(zip(came, self._answers(phase, came), strict=True))
+        failures = {rank: answer["failure"] for rank, answer in answers.items() if "failure" in answer}
+        return HungError(phase, limit_s, sorted(set(range(self.size)) - set(came)), failures)
+
+
+class Watch:
+    """Calls something unless it is stopped in time."""
+
+    def __init__(self, limit_s: float, call: Callable[[], None]) -> None:
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._wait, args=(limit_s, call), name="stormo-watch", daemon=True)
+
+    def start(self) -> None:
+        """From now on it is waited."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """What was to be done in time is done."""
+        self._stopped.set()
+
+    def _wait(self, limit_s: float, call: Callable[[], None]) -> None:
+        if not self._stopped.wait(limit_s):
+            call()
+
+
+def end_process(error: StormoError, lifeline: Lifeline) -> None:
+    """Tell everybody and end, whatever the main thread waits for."""
+    if lifeline.shows_failures:
+        lifeline.report_failure(error, secondary=False)
+    else:
+        print(f"stormo: {error}", file=sys.stderr, flush=True)  # noqa: T201
+    os._exit(EXIT_FAILURE)
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, StormoError):
+        return str(error).rstrip(".")
+    first = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+_MOST_FAILURES = 3
+_LOOK = "look at that machine: its kernel log (dmesg), its load, and nvidia-smi, which should answer at once"
+_TEXTS = {
+    "arrival": ("did not come", "check that every worker was started and can reach rank 0, or raise --timeout"),
+    "reach": ("did not say whom they reach", _LOOK),
+    "joining": ("did not join the others", OPEN_PORTS),
+    "folder": (
+        "did not write a small file into the folder of the runs",
+        "see whether its file system answers on that machine (ls), or choose another folder with --runs-folder",
+    ),
+    "device": ("did not finish a small computation", _LOOK),
+    "inside": (
+        "did not finish an exchange between the workers of their node",
+        "run again with NCCL_DEBUG=INFO; NCCL_P2P_DISABLE=1 tells whether the way between the GPUs is to blame",
+    ),
+    "all": (
+        "did not finish an all-reduce over all workers, though every pair of nodes that was tried works",
+        "run again with NCCL_DEBUG=INFO and fewer nodes at a time",
+    ),
+}
+
+
+def describe(hung: HungError, names: Names, schedule: Sequence[Sequence[tuple[int, int]]]) -> list[Finding]:
+    """The findings on a phase that hung or failed."""
+    found = []
+    phase = hung.phase.split()[0]  # without its number
+    if hung.missing and hung.phase.startswith("round "):
+        found += _hung_pairs(hung, names, schedule[int(hung.phase.split()[1])])
+    elif hung.missing:
+        text, mend = _TEXTS.get(phase, (f"did not finish {hung.phase}", _LOOK))
+        found.append(_hung(hung.phase, names.ranks(hung.missing), f"{text} within {hung.limit_s:g} s", mend))
+    for rank, failure in list(hung.failures.items())[:_MOST_FAILURES]:
+        text = f"failed in the phase {hung.phase}: {failure}"
+        found.append(_hung(hung.phase, names.rank(rank), text, _TEXTS.get(phase, ("", _LOOK))[1]))
+    return found
+
+
+def _hung_pairs(hung: HungError, names: Names, pairs: Sequence[tuple[int, int]]) -> list[Finding]:
+    nodes = {names.node_of(rank) for rank in hung.missing}
+    text = f"opened connections, but an exchange between them did not end within {hung.limit_s:g} s"
+    mend = "look at the way between the two: packets are lost, or their MTU differs; leave one of them out until then"
+    return [_hung("link", names.nodes(pair), text, mend) for pair in pairs if nodes & set(pair)]
+
+
+def _hung(check: str, where: str, text: str, mend: str) -> Finding:
+    return Finding(check=check, level="error", group="job", where=where, text=text, mend=mend)
 
 
 _ATTEMPTS = 3  # at what looks slow, before anybody is blamed
@@ -67,15 +292,17 @@ class Preflight:
     ) -> None:
         import torch.distributed as dist
 
+        from stormo.distributed.store import Words
+
         self._place, self._backend, self._limits = place, backend, limits
         self._runs_folder = runs_folder
         self._deadline = time.monotonic() + limits.whole_s
         self.measured = Measured(needs_shared_folder=needs_shared_folder)
         self._schedule = rounds(place.num_nodes, 2 * math.ceil(math.log2(max(place.num_nodes, 2))) + 8)
         # A connection of its own: the other one may be what hangs.
-        shared: Any = store.shared("preflight") if store else None
-        own = shared.clone() if shared else dist.HashStore()
-        self._phases = Phases(own, place.rank, place.world_size, self._hang)
+        alone = Words(dist.HashStore(), "preflight", b"")
+        words = store.words("preflight", own_connection=True) if store else alone
+        self._phases = Phases(words, place.rank, place.world_size, self._hang)
         self._on_hang = on_hang
         self._token: Path | None = None  # that the main worker has written for the others to see
         self._played: list[Pairs] = []

@@ -75,7 +75,7 @@ def run_worker(
             needs_group=layout.is_spread,
         )
         if config.command.preflight:
-            from stormo.doctor.training import join_after_preflight
+            from stormo.doctor.job import join_after_preflight
 
             world, notices = join_after_preflight(join, device, config, layout, place, store, lifeline)
         else:

@@ -8,13 +8,10 @@ from typing import Any
 import pytest
 
 from stormo.doctor.finding import Finding
-from stormo.doctor.hangs import describe
-from stormo.doctor.judge import judge
-from stormo.doctor.measured import Attempt, Device, Link, Measured, Spot
-from stormo.doctor.naming import Names, sentence, time_text
-from stormo.doctor.pairs import partners, rounds
-from stormo.doctor.phases import HungError
-from stormo.doctor.training import notices_of
+from stormo.doctor.job import notices_of
+from stormo.doctor.judge import Names, judge, sentence, time_text
+from stormo.doctor.measure import Attempt, Device, Link, Measured, Spot, partners, rounds
+from stormo.doctor.preflight import HungError, describe
 from stormo.telemetry.text import format_bytes
 
 GPU = Device(

@@ -10,13 +10,7 @@ from stormo.doctor import network
 from stormo.doctor.finding import Finding
 from stormo.doctor.machine import Machine
 from stormo.errors import SettingError
-
-
-def write(root: Path, files: dict[str, object]) -> None:
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{text}\n")
+from tests.doctor.machines import bad, write
 
 
 def card(
@@ -43,10 +37,6 @@ def root(tmp_path: Path) -> Path:
 def look(root: Path, number: str = "10.0.0.7", **environ: str) -> list[Finding]:
     machine = Machine(root=root, environ=environ)
     return list(network.check(machine, lambda _: [number], lambda: "node7"))
-
-
-def bad(findings: list[Finding]) -> list[tuple[str, str]]:
-    return [(one.check, one.level) for one in findings if one.level != "ok"]
 
 
 def test_a_healthy_machine(root: Path) -> None:

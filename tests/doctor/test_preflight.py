@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,9 @@ import pytest
 from stormo import __version__
 from stormo.doctor import job
 from stormo.doctor.finding import Finding
-from stormo.doctor.measure import measure_device
-from stormo.doctor.measured import Spot
-from stormo.doctor.phases import HungError, Phases
-from stormo.doctor.preflight import Preflight
-from stormo.doctor.reach import Greeter, own_address, require_meeting_point
-from stormo.doctor.trouble import Limits, TroubleError
+from stormo.doctor.measure import Spot, measure_device
+from stormo.doctor.network import Greeter, own_address, require_meeting_point
+from stormo.doctor.preflight import HungError, Limits, Phases, Preflight, TroubleError
 from stormo.errors import SettingError, StormoError
 from stormo.launch import Place, alone
 from tests import programs
@@ -121,6 +119,8 @@ def test_a_meeting_point_that_cannot_be_reached_is_said_at_once() -> None:
 def test_a_main_worker_that_hangs_is_found_out_by_its_own_watch() -> None:
     import torch.distributed as dist
 
+    from stormo.distributed.store import Words
+
     found: list[HungError] = []
     hung = threading.Event()
 
@@ -128,9 +128,22 @@ def test_a_main_worker_that_hangs_is_found_out_by_its_own_watch() -> None:
         found.append(trouble)
         hung.set()
 
-    phases = Phases(dist.HashStore(), 0, 1, on_hang)
+    phases = Phases(Words(dist.HashStore(), "", b""), 0, 1, on_hang)
     phases.run("device", lambda: hung.wait(60.0), 0.1)
     assert [(trouble.phase, trouble.missing) for trouble in found] == [("device", [0])]
+
+
+def test_what_a_stranger_writes_into_the_store_is_refused() -> None:
+    import torch.distributed as dist
+
+    from stormo.distributed.store import Words
+
+    store = dist.HashStore()
+    phases = Phases(Words(store, "preflight", b"secret"), 0, 2, lambda hung: None)
+    store.set("arrival/1", '{"value": 1}')
+    store.add("arrival/count", 1)
+    with pytest.raises(StormoError, match="no worker of this job has written preflight/arrival/1"):
+        phases.run("arrival", lambda: 0, 60.0)
 
 
 # --- on several ranks ------------------------------------------------------------------------------------------------
@@ -142,10 +155,13 @@ class _Meeting:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def shared(self, prefix: str) -> Any:
+    def words(self, prefix: str, *, own_connection: bool) -> Any:
         import torch.distributed as dist
 
-        return dist.PrefixStore(f"{self._name}/{prefix}", dist.distributed_c10d._get_default_store())
+        from stormo.distributed.store import Words
+
+        shared = dist.PrefixStore(f"{self._name}/{prefix}", dist.distributed_c10d._get_default_store())
+        return Words(shared, prefix, b"secret")
 
 
 def _as_two_nodes(place: Place) -> Place:
@@ -194,7 +210,8 @@ def _measure(world: Any, folder: str) -> list[tuple[str, str]]:
 def _hang(world: Any, folder: str) -> str:
     def part() -> None:
         if world.rank == 2:  # until the others have given it up
-            _Meeting("hang").shared("preflight").wait(["device/verdict"])
+            words = _Meeting("hang").words("preflight", own_connection=True)
+            words.wait("device/verdict", timedelta(seconds=60))
 
     flight = _flight(world, "hang", folder, Limits(arrival_s=60.0))
     flight.connect()
@@ -233,7 +250,7 @@ _HANGING = """
 import sys, time
 import stormo.doctor.job as job
 import stormo.doctor.preflight as preflight
-from stormo.doctor.measured import Device
+from stormo.doctor.measure import Device
 
 def measure(device, rank, budget_s):
     time.sleep(600.0 if rank == {rank} else 0.0)
