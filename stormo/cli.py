@@ -31,7 +31,7 @@ Trains a PyTorch model on one device or on thousands: fast, exact, and with its 
   stormo scale [TASK] [options]   train on more and more workers: do they pay, for time and for energy?
   stormo submit [TASK] [options]  train as a Slurm job, which resumes after each time limit until it is done
   stormo monitor                  GPUs, processors, memory, disks and network of this node, live or as CSV
-  stormo doctor                   what of this machine, or of a job, would cost hours, and how to mend it
+  stormo doctor                   what is wrong with this machine, or with a job, and how to fix it
 
 stormo VERB --help shows the options of a verb; stormo --version the version.
 """

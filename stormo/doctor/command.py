@@ -170,7 +170,7 @@ def _end(process: subprocess.Popen[bytes], wait_s: float) -> None:
 
 
 def _failed(name: str, how: str) -> Finding:
-    return Finding(check=name, level="error", text=f"the check {how}", mend=_FIX.format(name=name), group=name)
+    return Finding(check=name, level="error", text=f"the check {how}", fix=_FIX.format(name=name), group=name)
 
 
 def _load(table: str) -> Mapping[str, Check]:

@@ -32,14 +32,14 @@ class Finding:
     check: str  # a short name that stays: "gpu-driver", "open-files"
     level: Level
     text: str  # what was found, with its numbers
-    mend: str = ""  # what to do about it; a warning and an error always have one
+    fix: str = ""  # what to do about it; a warning and an error always have one
     facts: Mapping[str, Fact] = field(default_factory=dict)  # for scripts; names carry units
     where: str = ""  # host, rank, link, GPU; empty for this machine
     group: str = ""  # the heading it is shown under
 
     def __post_init__(self) -> None:
         assert self.level in _LEVELS, self.level
-        assert self.mend or self.level in ("ok", "note"), f"{self.check}: a {self.level} without a mend"
+        assert self.fix or self.level in ("ok", "note"), f"{self.check}: a {self.level} without a fix"
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
@@ -58,10 +58,10 @@ def as_json(findings: Sequence[Finding]) -> str:
 
 
 def show(findings: Sequence[Finding], stream: TextIO) -> None:
-    """Everything found, group by group; then what to mend, once more, and how many there are of each level."""
+    """Everything found, group by group; then what to fix, once more, and how many there are of each level."""
     paint = _painter(stream)
     width = min(shutil.get_terminal_size((100, 24)).columns, _WIDEST)
-    lines = [*_listing(findings, width, paint), *_mends(findings, width, paint), _count(findings)]
+    lines = [*_listing(findings, width, paint), *_fixes(findings, width, paint), _count(findings)]
     write_text("".join(f"{line}\n" for line in lines), stream, is_coloured=True)
 
 
@@ -76,7 +76,7 @@ def _plain(finding: Finding) -> dict[str, Any]:
         "level": finding.level,
         "where": finding.where,
         "text": finding.text,
-        "mend": finding.mend,
+        "fix": finding.fix,
         "facts": facts,
     }
 
@@ -95,22 +95,22 @@ def _listing(findings: Sequence[Finding], width: int, paint: _Painter) -> list[s
             first, *rest = _wrapped(text, width - indent)
             level = paint(f"{finding.level:<7}", _COLOURS[finding.level])
             lines.append(f"  {level}  {finding.check:<{check_width}}  {first}")
-            if finding.level == "note" and finding.mend:
-                rest += _wrapped(finding.mend, width - indent, mark="→ ")
+            if finding.level == "note" and finding.fix:
+                rest += _wrapped(finding.fix, width - indent, mark="→ ")
             lines += [" " * indent + line for line in rest]
         lines.append("")
     return lines
 
 
-def _mends(findings: Sequence[Finding], width: int, paint: _Painter) -> list[str]:
+def _fixes(findings: Sequence[Finding], width: int, paint: _Painter) -> list[str]:
     urgent = [finding for level in ("error", "warning") for finding in findings if finding.level == level]
-    lines = [paint("to mend", "1")] if urgent else []
+    lines = [paint("to fix", "1")] if urgent else []
     indent = 2 + len("warning") + 2
     for finding in urgent:
         whose = f" ({finding.where})" if finding.where else ""
         first, *rest = _wrapped(f"{finding.check}{whose}: {finding.text}", width - indent)
         lines.append(f"  {paint(f'{finding.level:<7}', _COLOURS[finding.level])}  {first}")
-        lines += [" " * indent + line for line in [*rest, *_wrapped(finding.mend, width - indent, mark="→ ")]]
+        lines += [" " * indent + line for line in [*rest, *_wrapped(finding.fix, width - indent, mark="→ ")]]
     return [*lines, ""] if urgent else []
 
 

@@ -47,18 +47,18 @@ def _memory_errors(ask: Ask, device: Device) -> Iterable[Finding]:
     remapped = ask("nvmlDeviceGetRemappedRows")
     uncorrected = ask("nvmlDeviceGetTotalEccErrors", _UNCORRECTED, _SINCE_LOAD)
     if remapped and remapped[3]:
-        mend = "have the GPU replaced: its memory has no spare rows left"
-        yield Finding(check="gpu-ecc", level="error", where=where, text="a row of memory cannot be remapped", mend=mend)
+        fix = "have the GPU replaced: its memory has no spare rows left"
+        yield Finding(check="gpu-ecc", level="error", where=where, text="a row of memory cannot be remapped", fix=fix)
     elif (remapped and remapped[2]) or ask("nvmlDeviceGetRetiredPagesPendingStatus"):
-        mend = "reset the GPU (nvidia-smi -r) or reboot before the next job, so that the bad memory is taken out of use"
-        yield Finding(check="gpu-ecc", level="error", where=where, text="bad memory waits to be taken out", mend=mend)
+        fix = "reset the GPU (nvidia-smi -r) or reboot before the next job, so that the bad memory is taken out of use"
+        yield Finding(check="gpu-ecc", level="error", where=where, text="bad memory waits to be taken out", fix=fix)
     elif uncorrected:
         yield Finding(
             check="gpu-ecc",
             level="error",
             where=where,
             text=f"{counted(uncorrected, 'memory error')} that could not be corrected since the driver was loaded",
-            mend="reset the GPU (nvidia-smi -r) or choose another node: results of a training may be wrong",
+            fix="reset the GPU (nvidia-smi -r) or choose another node: results of a training may be wrong",
             facts={"uncorrected_errors": uncorrected},
         )
     corrected = ask("nvmlDeviceGetTotalEccErrors", _CORRECTED, _SINCE_LOAD)
@@ -73,12 +73,12 @@ def _heat(ask: Ask, device: Device) -> Iterable[Finding]:
     held = device.throttled() or ()
     hard = [reason for reason in held if "heat" in reason or "hardware" in reason or "brake" in reason]
     if hard:
-        mend = "look at the node's cooling and power supply, or choose another node: all workers wait for this one"
+        fix = "look at the node's cooling and power supply, or choose another node: all workers wait for this one"
         text = f"its clocks are held back: {', '.join(hard)}" + (f" ({temperature:.0f} °C)" if temperature else "")
-        yield Finding(check="gpu-throttle", level="warning", where=where, text=text, mend=mend)
+        yield Finding(check="gpu-throttle", level="warning", where=where, text=text, fix=fix)
     elif temperature is not None and limit and temperature > limit - _NEAR_SLOWDOWN_C:
         text = f"{temperature:.0f} °C, and slows down from {limit} °C on"
-        yield Finding(check="gpu-throttle", level="warning", where=where, text=text, mend="look at the node's cooling")
+        yield Finding(check="gpu-throttle", level="warning", where=where, text=text, fix="look at the node's cooling")
     elif held:
         yield Finding(check="gpu-throttle", level="note", where=where, text=f"held back now: {', '.join(held)}")
     allowed, usual = ask("nvmlDeviceGetEnforcedPowerLimit"), ask("nvmlDeviceGetPowerManagementDefaultLimit")
@@ -105,7 +105,7 @@ def _others(ask: Ask, device: Device) -> Iterable[Finding]:
         level="warning",
         where=f"GPU {device.index}",
         text=f"{format_bytes(used)} of {format_bytes(total)} in use {who}".rstrip(),
-        mend="choose another GPU with CUDA_VISIBLE_DEVICES, or end what runs there: two jobs slow each other",
+        fix="choose another GPU with CUDA_VISIBLE_DEVICES, or end what runs there: two jobs slow each other",
         facts={"memory_used_bytes": used, "memory_total_bytes": total, "num_processes": len(theirs)},
     )
 
@@ -113,14 +113,14 @@ def _others(ask: Ask, device: Device) -> Iterable[Finding]:
 def _modes(ask: Ask, device: Device) -> Iterable[Finding]:
     where, mode = f"GPU {device.index}", ask("nvmlDeviceGetComputeMode")
     if mode == _PROHIBITED:
-        mend = f"allow computing: sudo nvidia-smi -i {device.index} -c DEFAULT"
-        yield Finding(check="gpu-mode", level="error", where=where, text="computing is forbidden on it", mend=mend)
+        fix = f"allow computing: sudo nvidia-smi -i {device.index} -c DEFAULT"
+        yield Finding(check="gpu-mode", level="error", where=where, text="computing is forbidden on it", fix=fix)
     elif mode in _EXCLUSIVE:
         yield Finding(check="gpu-mode", level="note", where=where, text="one process at a time may use it")
     if ask("nvmlDeviceGetPersistenceMode") == 0:
-        mend = "an administrator keeps the driver loaded with: systemctl enable --now nvidia-persistenced"
+        fix = "an administrator keeps the driver loaded with: systemctl enable --now nvidia-persistenced"
         text = "the driver is unloaded between jobs, so that the first use takes seconds"
-        yield Finding(check="gpu-mode", level="note", where=where, text=text, mend=mend)
+        yield Finding(check="gpu-mode", level="note", where=where, text=text, fix=fix)
     modes = ask("nvmlDeviceGetMigMode")
     if modes and modes[0]:
         text = "split into instances (MIG): a process sees one of them, and NCCL cannot join several of one GPU"
@@ -131,7 +131,7 @@ def _modes(ask: Ask, device: Device) -> Iterable[Finding]:
             level="warning",
             where=where,
             text=f"MIG will be {'on' if modes[1] else 'off'} after the next reset",
-            mend=f"reset it now: sudo nvidia-smi -i {device.index} -r",
+            fix=f"reset it now: sudo nvidia-smi -i {device.index} -r",
         )
 
 
@@ -141,14 +141,14 @@ def _links(ask: Ask, device: Device) -> Iterable[Finding]:
     speed, fastest = ask("nvmlDeviceGetCurrPcieLinkGeneration"), ask("nvmlDeviceGetMaxPcieLinkGeneration")
     facts = {"pcie_width": width, "pcie_width_max": widest, "pcie_generation": speed, "pcie_generation_max": fastest}
     if width and widest and width < widest:
-        mend = "have the card reseated, or its slot and riser looked at: copies to the GPU are that much slower"
+        fix = "have the card reseated, or its slot and riser looked at: copies to the GPU are that much slower"
         text = f"PCIe ×{width} instead of ×{widest}"
-        yield Finding(check="gpu-pcie", level="warning", where=where, text=text, mend=mend, facts=facts)
+        yield Finding(check="gpu-pcie", level="warning", where=where, text=text, fix=fix, facts=facts)
     elif speed and fastest and speed < fastest and (device.utilisation() or 0.0) > 0.5:
         # An idle GPU lowers it to save power; under load it must be up.
-        mend = "have the slot's setting in the firmware looked at"
+        fix = "have the slot's setting in the firmware looked at"
         text = f"PCIe generation {speed} instead of {fastest} although it is busy"
-        yield Finding(check="gpu-pcie", level="warning", where=where, text=text, mend=mend, facts=facts)
+        yield Finding(check="gpu-pcie", level="warning", where=where, text=text, fix=fix, facts=facts)
     states = [ask("nvmlDeviceGetNvLinkState", link) for link in range(_MOST_LINKS)]
     states = [state for state in states if state is not None]
     if any(states) and not all(states):
@@ -157,7 +157,7 @@ def _links(ask: Ask, device: Device) -> Iterable[Finding]:
             level="warning",
             where=where,
             text=f"{states.count(0)} of {len(states)} NVLinks are down",
-            mend="choose another node, and look at nvidia-smi nvlink -s and dmesg: exchange between GPUs is slower",
+            fix="choose another node, and look at nvidia-smi nvlink -s and dmesg: exchange between GPUs is slower",
             facts={"nvlinks": len(states), "nvlinks_down": states.count(0)},
         )
 
@@ -201,14 +201,14 @@ def check(machine: Machine) -> Iterator[Finding]:
 def _without_nvml(machine: Machine, reason: str) -> Iterator[Finding]:
     num_cards = machine.num_cards()
     if "mismatch" in reason.lower():
-        mend = "unload the old kernel module (or reboot): the driver was updated under it"
-        yield Finding(check="gpu-driver", level="error", text=reason, mend=mend)
+        fix = "unload the old kernel module (or reboot): the driver was updated under it"
+        yield Finding(check="gpu-driver", level="error", text=reason, fix=fix)
     elif num_cards:
         yield Finding(
             check="gpu-driver",
             level="error",
             text=f"{counted(num_cards, 'NVIDIA GPU')} on the PCI bus, but {reason}",
-            mend="load or install NVIDIA's driver (nvidia-smi must list the GPUs); in a container, start it with them: "
+            fix="load or install NVIDIA's driver (nvidia-smi must list the GPUs); in a container, start it with them: "
             "docker run --gpus all, apptainer exec --nv",
             facts={"num_cards": num_cards},
         )
@@ -243,8 +243,8 @@ def _shown(nvml: Nvml) -> Finding:
         text += f", {format_bytes(memory)} each" if len(nvml.devices()) > 1 else f", {format_bytes(memory)}"
     facts = {"num_gpus": len(nvml.devices()), "num_instances": len(nvml.instances()), "memory_bytes": memory}
     if len(models) > 1:
-        mend = "choose GPUs of one model with CUDA_VISIBLE_DEVICES: all workers go at the pace of the slowest"
-        return Finding(check="gpus", level="warning", text=f"{text}: different models", mend=mend, facts=facts)
+        fix = "choose GPUs of one model with CUDA_VISIBLE_DEVICES: all workers go at the pace of the slowest"
+        return Finding(check="gpus", level="warning", text=f"{text}: different models", fix=fix, facts=facts)
     return Finding(check="gpus", level="ok", text=text, facts=facts)
 
 
@@ -264,8 +264,8 @@ def _silent(library: Any, nvml: Nvml) -> Iterator[Finding]:
     if others:
         yield Finding(check="gpus", level="note", text=f"{counted(others, 'more GPU')} of this machine for other jobs")
     for index, reason in lost.items():
-        mend = "take the node out of service; dmesg has Xid lines that say why, and a reboot may help"
-        yield Finding(check="gpu-lost", level="error", where=f"GPU {index}", text=f"it is lost: {reason}", mend=mend)
+        fix = "take the node out of service; dmesg has Xid lines that say why, and a reboot may help"
+        yield Finding(check="gpu-lost", level="error", where=f"GPU {index}", text=f"it is lost: {reason}", fix=fix)
 
 
 def _visibility(machine: Machine, nvml: Nvml) -> Iterator[Finding]:
@@ -280,20 +280,20 @@ def _visibility(machine: Machine, nvml: Nvml) -> Iterator[Finding]:
             level="warning",
             text=f"CUDA_VISIBLE_DEVICES={asked} names {len(entries)} GPUs, but CUDA shows {visible}: it reads up to "
             f"the first entry that is none of the {there} here, and nothing where one is named twice",
-            mend="correct the list, or unset it",
+            fix="correct the list, or unset it",
             facts=facts,
         )
     elif there and not visible:
-        mend = f"unset CUDA_VISIBLE_DEVICES to use the {counted(there, 'GPU')} of this machine"
+        fix = f"unset CUDA_VISIBLE_DEVICES to use the {counted(there, 'GPU')} of this machine"
         yield Finding(
-            check="gpu-visible", level="warning", text=f"CUDA_VISIBLE_DEVICES={asked!r} hides all GPUs", mend=mend
+            check="gpu-visible", level="warning", text=f"CUDA_VISIBLE_DEVICES={asked!r} hides all GPUs", fix=fix
         )
     elif visible != by_cuda and by_cuda == 0:
         yield Finding(
             check="gpu-visible",
             level="error",
             text=f"the driver lists {counted(visible, 'GPU')}, but CUDA cannot start on any",
-            mend="load the module nvidia_uvm (run nvidia-modprobe -u as root); on machines with NVSwitch start "
+            fix="load the module nvidia_uvm (run nvidia-modprobe -u as root); on machines with NVSwitch start "
             "nvidia-fabricmanager; see dmesg",
             facts=facts,
         )

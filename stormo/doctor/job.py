@@ -16,8 +16,8 @@ from stormo.config.schema import OF_ONE_CALL, NodeRange, Run, TrainConfig, Worke
 from stormo.doctor.command import examine
 from stormo.doctor.finding import Finding, as_json, exit_code, show
 from stormo.doctor.judge import Names, sentence
-from stormo.doctor.measure import Measured
-from stormo.doctor.preflight import Limits, Preflight, StoppedError, TroubleError, Watch, end_process
+from stormo.doctor.measure import Measurements
+from stormo.doctor.preflight import Limits, Preflight, PreflightError, PreflightStoppedError, Watchdog, end_process
 from stormo.errors import EXIT_FAILURE, SettingError, StormoError, counted
 from stormo.launch import Lifeline, Patience, Place, alone, open_lifeline, run_node
 from stormo.launch.hosts import hosts_of, start_on_hosts
@@ -74,7 +74,7 @@ def gpus_within(limit_s: float) -> list[Gpu]:
         write_text(text, sys.stderr)
         os._exit(EXIT_FAILURE)
 
-    watch = Watch(limit_s, give_up)
+    watch = Watchdog(limit_s, give_up)
     watch.start()
     try:
         return visible_gpus()
@@ -176,11 +176,11 @@ def _work(asked: Asked, layout: Layout, place: Place) -> int:
 
 
 def _examine(asked: Asked, layout: Layout, place: Place, store: Any, lifeline: Lifeline) -> int:
-    """Go through all phases; print what was found, on the main worker, and return the exit code on all."""
+    """Go through all phases; print what was found, on rank 0, and return the exit code on all."""
     from stormo.distributed.devices import device_of, share_cores
     from stormo.distributed.world import World
 
-    def give_up(trouble: TroubleError) -> None:
+    def give_up(trouble: PreflightError) -> None:
         _print(asked, layout, flight.names, trouble.findings)
         end_process(trouble, lifeline)
 
@@ -204,9 +204,9 @@ def _examine(asked: Asked, layout: Layout, place: Place, store: Any, lifeline: L
         flight.measure(device)
         code = int(flight.decide(lambda: exit_code([*machines, *flight.findings()])))
         world.close()
-    except StoppedError:
+    except PreflightStoppedError:
         return EXIT_FAILURE
-    except TroubleError as trouble:
+    except PreflightError as trouble:
         _print(asked, layout, flight.names, [*trouble.findings, *machines])
         if trouble.is_hang:
             raise  # so that whoever is stuck is ended too
@@ -228,7 +228,7 @@ def merged(findings: Sequence[Finding]) -> list[Finding]:
     """The same finding on several nodes as one, with all of their names."""
     places: dict[tuple[str, str, str, str], list[Finding]] = {}
     for finding in findings:
-        places.setdefault((finding.check, finding.level, finding.text, finding.mend), []).append(finding)
+        places.setdefault((finding.check, finding.level, finding.text, finding.fix), []).append(finding)
     return [
         replace(same[0], where=same[0].where if len(same) == 1 else f"{same[0].where} and {len(same) - 1} more")
         for same in places.values()
@@ -239,7 +239,7 @@ def _print(asked: Asked, layout: Layout, names: Names, findings: Sequence[Findin
     if asked.json:
         write_text(as_json(findings) + "\n", sys.stdout)
         return
-    hosts = names.nodes(names.speakers) or "no node"
+    hosts = names.nodes(names.leaders) or "no node"
     shape = f"{counted(layout.world_size, 'worker')} on {counted(layout.num_nodes, 'node')}"
     write_text(f"stormo {__version__}: {shape}, {layout.backend}; {hosts}\n\n", sys.stdout)
     show(findings, sys.stdout)
@@ -272,16 +272,16 @@ def join_after_preflight(
         world = flight.join(make)
         flight.measure(device)
         flight.conclude()
-    except StoppedError as stopped:
+    except PreflightStoppedError as stopped:
         raise PeerFailedError(str(stopped)) from None
     return world, notices_of(flight.measured, flight.findings())
 
 
-def notices_of(measured: Measured, findings: list[Finding]) -> list[Notice]:
+def notices_of(measured: Measurements, findings: list[Finding]) -> list[Notice]:
     """One line when all is well, and one for each warning."""
     warnings = [finding for finding in findings if finding.level == "warning"]
-    nodes = {spot.node for spot in measured.spots}
-    parts = [f"{counted(len(measured.spots), 'worker')} on {counted(len(nodes), 'node')}"]
+    nodes = {worker.node for worker in measured.workers}
+    parts = [f"{counted(len(measured.workers), 'worker')} on {counted(len(nodes), 'node')}"]
     if measured.overall is not None:
         parts.append(f"all-reduce {format_bytes(measured.overall.bus_bytes_per_s)}/s")
     if measured.between:

@@ -56,13 +56,13 @@ def check(
     yield from _pinned(there, pins())
     if not any(machine.program(name) for name in ("cc", "gcc", "clang")) and not machine.environ.get("CC"):
         text = "no C compiler: --compile and fused kernels cannot be built"
-        yield Finding(check="compiler", level="note", text=text, mend="install gcc, or load a module that has it")
+        yield Finding(check="compiler", level="note", text=text, fix="install gcc, or load a module that has it")
     machine.tell("the import of torch")
     facts = machine.torch()
     yield from _paths(machine, facts)
     if "error" in facts:
-        mend = "import torch by hand to see it all (python -c 'import torch'), and install it anew where it fails"
-        yield Finding(check="torch", level="error", text=str(facts["error"]), mend=mend)
+        fix = "import torch by hand to see it all (python -c 'import torch'), and install it anew where it fails"
+        yield Finding(check="torch", level="error", text=str(facts["error"]), fix=fix)
     else:
         yield from _torch(machine, facts)
 
@@ -77,14 +77,14 @@ def _torch(machine: Machine, facts: Mapping[str, Any]) -> Iterator[Finding]:
     shown = {name: facts.get(name) for name in ("torch", "cuda_of_torch", "nccl", "cudnn", "import_s", "path")}
     yield Finding(check="torch", level="ok", text=text, facts=shown)
     if facts.get("import_s", 0.0) > 20.0:
-        mend = "keep the Python environment on a local disk, or in one file (a container image, an archive)"
+        fix = "keep the Python environment on a local disk, or in one file (a container image, an archive)"
         text = f"importing torch took {facts['import_s']:.0f} s: so long every worker takes to start"
-        yield Finding(check="torch-import", level="warning", text=text, mend=mend)
+        yield Finding(check="torch-import", level="warning", text=text, fix=fix)
     for warning in facts.get("warnings") or ():
         yield Finding(check="torch", level="note", text=f"it warns: {warning}")
     if facts.get("numpy_error"):
-        mend = "install a numpy that this torch was built for: pip install --upgrade numpy torch"
-        yield Finding(check="numpy", level="error", text=f"torch cannot use numpy: {facts['numpy_error']}", mend=mend)
+        fix = "install a numpy that this torch was built for: pip install --upgrade numpy torch"
+        yield Finding(check="numpy", level="error", text=f"torch cannot use numpy: {facts['numpy_error']}", fix=fix)
     yield from _cuda(machine, facts)
 
 
@@ -95,30 +95,30 @@ def _cuda(machine: Machine, facts: Mapping[str, Any]) -> Iterator[Finding]:
     if built is None:
         if num_cards or driver:
             there = counted(num_cards, "NVIDIA GPU") if num_cards else f"NVIDIA driver {driver}"
-            mend = "install a torch that is built for CUDA; pytorch.org lists the command for each release of CUDA"
+            fix = "install a torch that is built for CUDA; pytorch.org lists the command for each release of CUDA"
             text = f"torch is built for CPUs alone, but this machine has {there}"
-            yield Finding(check="torch-cuda", level="error", text=text, mend=mend)
+            yield Finding(check="torch-cuda", level="error", text=text, fix=fix)
         return
     if newest is not None and _version(built)[:1] > _version(newest)[:1]:
         yield Finding(
             check="torch-cuda",
             level="error",
             text=f"torch is built for CUDA {built}, but driver {driver} goes up to CUDA {newest}",
-            mend=f"update the driver, or install a torch for CUDA {_version(newest)[0]}",
+            fix=f"update the driver, or install a torch for CUDA {_version(newest)[0]}",
             facts={"cuda_of_torch": built, "cuda_of_driver": newest, "driver": driver},
         )
     elif newest is not None and _version(built) > _version(newest):
         text = f"torch is built for CUDA {built}, the driver for {newest}: fine within one major release, mostly"
-        yield Finding(check="torch-cuda", level="note", text=text, mend="update the driver where something fails")
+        yield Finding(check="torch-cuda", level="note", text=text, fix="update the driver where something fails")
     if facts.get("num_gpus") and facts.get("cuda_error"):
-        mend = "see dmesg and nvidia-smi; a GPU in a bad state is mended by a reset or a reboot"
+        fix = "see dmesg and nvidia-smi; a GPU in a bad state is fixed by a reset or a reboot"
         text = f"torch cannot compute on the GPU: {facts['cuda_error']}"
-        yield Finding(check="torch-cuda", level="error", text=text, mend=mend)
+        yield Finding(check="torch-cuda", level="error", text=text, fix=fix)
     for capability in sorted(set(facts.get("capabilities") or ())):
         if not _runs_on(capability, facts.get("architectures") or ()):
-            mend = "install a torch built for this GPU: an older release for an old GPU, the newest for a new one"
+            fix = "install a torch built for this GPU: an older release for an old GPU, the newest for a new one"
             text = f"this torch has no kernels for a GPU of compute capability {capability}"
-            yield Finding(check="torch-cuda", level="error", text=text, mend=mend)
+            yield Finding(check="torch-cuda", level="error", text=text, fix=fix)
 
 
 def _runs_on(capability: str, architectures: Iterable[str]) -> bool:
@@ -140,8 +140,8 @@ def _duplicates(there: Packages) -> Iterator[Finding]:
         places = there.get(name, [])
         if len({place for _, place in places}) > 1:
             listed = " and ".join(f"{version} in {place}" for version, place in places)
-            mend = "remove all but one; the second is often in ~/.local, which PYTHONNOUSERSITE=1 leaves out"
-            yield Finding(check=f"two-{name}", level="warning", text=f"{name} is there twice: {listed}", mend=mend)
+            fix = "remove all but one; the second is often in ~/.local, which PYTHONNOUSERSITE=1 leaves out"
+            yield Finding(check=f"two-{name}", level="warning", text=f"{name} is there twice: {listed}", fix=fix)
 
 
 def _pinned(there: Packages, pins: Iterable[str]) -> Iterator[Finding]:
@@ -157,9 +157,9 @@ def _pinned(there: Packages, pins: Iterable[str]) -> Iterator[Finding]:
         if name in there and there[name][0][0].partition("+")[0] not in versions
     }
     for name, (has, wants) in wrong.items():
-        mend = f"install the one that torch was tested with: pip install '{name}=={wants}'"
+        fix = f"install the one that torch was tested with: pip install '{name}=={wants}'"
         text = f"{name} {has} is installed, but torch wants {wants}"
-        yield Finding(check="torch-pins", level="warning", text=text, mend=mend, facts={"package": name})
+        yield Finding(check="torch-pins", level="warning", text=text, fix=fix, facts={"package": name})
     num_there = sum(name in there for name in wanted)
     if num_there and not wrong:
         text = f"{counted(num_there, 'package')} that torch wants in one version fit"
@@ -172,15 +172,15 @@ def _paths(machine: Machine, facts: Mapping[str, Any]) -> Iterator[Finding]:
     loaded = {name: path for name, path in (facts.get("libraries") or {}).items() if not path.startswith(homes)}
     for name, path in loaded.items():
         text = f"torch uses {name} of {path}, not the one that it came with"
-        mend = "unload the module that brings it, or take its folder out of LD_LIBRARY_PATH, unless it is meant"
-        yield Finding(check="library-path", level="warning", text=text, mend=mend)
+        fix = "unload the module that brings it, or take its folder out of LD_LIBRARY_PATH, unless it is meant"
+        yield Finding(check="library-path", level="warning", text=text, fix=fix)
     for folder in filter(None, machine.environ.get("LD_LIBRARY_PATH", "").split(":")):
         names = sorted({path.name.partition(".so")[0] for kind in _IN_THE_WAY for path in Path(folder).glob(kind)})
         names = [name for name in names if name not in loaded]
         if names:
             text = f"LD_LIBRARY_PATH has {', '.join(names)} in {folder}, which go before torch's own"
-            mend = "unload the module that sets it, or unset LD_LIBRARY_PATH, unless it is meant"
-            yield Finding(check="library-path", level="warning", text=text, mend=mend)
+            fix = "unload the module that sets it, or unset LD_LIBRARY_PATH, unless it is meant"
+            yield Finding(check="library-path", level="warning", text=text, fix=fix)
     if machine.environ.get("LD_PRELOAD"):
         text = f"LD_PRELOAD={machine.environ['LD_PRELOAD']} is loaded into every process"
         yield Finding(check="library-path", level="note", text=text)
@@ -200,8 +200,8 @@ def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
 
 
-_GLOO_MEND = "check that the interface lo is up (ip link set lo up) and that nothing forbids sockets here"
-_NCCL_MEND = "run again with NCCL_DEBUG=INFO, which says which part fails; see the findings on the GPUs and libraries"
+_GLOO_FIX = "check that the interface lo is up (ip link set lo up) and that nothing forbids sockets here"
+_NCCL_FIX = "run again with NCCL_DEBUG=INFO, which says which part fails; see the findings on the GPUs and libraries"
 
 
 def check_backends(machine: Machine) -> Iterator[Finding]:
@@ -213,24 +213,22 @@ def check_backends(machine: Machine) -> Iterator[Finding]:
     has = facts["backends"]
     if facts["gloo_error"] or not has["gloo"]:
         why = facts["gloo_error"] or "this torch is built without it"
-        mend = _GLOO_MEND if has["gloo"] else "install a torch that has it: all of pytorch.org's do"
-        yield Finding(check="gloo", level="error", text=f"Gloo does not work: {why}", mend=mend)
+        fix = _GLOO_FIX if has["gloo"] else "install a torch that has it: all of pytorch.org's do"
+        yield Finding(check="gloo", level="error", text=f"Gloo does not work: {why}", fix=fix)
     else:
         yield Finding(check="gloo", level="ok", text="Gloo works: a group of one process on the loopback address sums")
     if facts["nccl_error"]:
         text = f"NCCL does not work: {facts['nccl_error']}"
-        yield Finding(check="nccl", level="error", text=text, mend=_NCCL_MEND)
+        yield Finding(check="nccl", level="error", text=text, fix=_NCCL_FIX)
     elif facts["has_tried_nccl"]:
         yield Finding(check="nccl", level="ok", text=f"NCCL {facts.get('nccl')} works: one process sums on a GPU")
     elif has["nccl"]:
         yield Finding(check="nccl", level="note", text="NCCL is there, but no GPU that it could use")
     elif facts["num_gpus"]:
-        mend = "install a torch that has it: all of pytorch.org's for Linux and CUDA do"
-        yield Finding(check="nccl", level="error", text="GPUs, but a torch that is built without NCCL", mend=mend)
+        fix = "install a torch that has it: all of pytorch.org's for Linux and CUDA do"
+        yield Finding(check="nccl", level="error", text="GPUs, but a torch that is built without NCCL", fix=fix)
     else:
         yield Finding(check="nccl", level="ok", text="no NCCL, and no GPU that needs it")
-    text = f"torch has {'an' if has['mpi'] else 'no'} MPI backend; stormo uses Gloo and NCCL"
-    yield Finding(check="mpi-backend", level="ok", text=text, facts={"has_mpi": has["mpi"]})
 
 
 _WATCHED = ("libnccl", "libcudnn.", "libcudart", "libcublas.")
@@ -262,7 +260,6 @@ def gather() -> dict[str, Any]:
             "backends": {
                 "gloo": dist.is_available() and dist.is_gloo_available(),
                 "nccl": dist.is_available() and dist.is_nccl_available(),
-                "mpi": dist.is_available() and dist.is_mpi_available(),
             },
             "numpy_error": _outcome(lambda: torch.zeros(1).numpy() + 1),
         }

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Spot:
+class WorkerInfo:
     """One worker: where it runs and, of the first one on each node, where the node can be reached."""
 
     rank: int
@@ -40,7 +40,7 @@ class Spot:
     port: int = 0
 
     @property
-    def speaks(self) -> bool:
+    def leads_node(self) -> bool:
         """Whether it stands for its node."""
         return self.local_rank == 0
 
@@ -101,10 +101,10 @@ class Overall:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
+class Measurements:
     """Everything that was measured; what was not reached yet is empty."""
 
-    spots: list[Spot] = field(default_factory=list)
+    workers: list[WorkerInfo] = field(default_factory=list)
     attempts: list[Attempt] = field(default_factory=list)
     devices: list[Device] = field(default_factory=list)
     inside: list[Link] = field(default_factory=list)
@@ -290,7 +290,7 @@ _MOST_BYTES = {"gloo": 32 * 1024 * 1024, "nccl": 256 * 1024 * 1024}
 _NUM_SMALL, _NUM_LARGE = 20, 3
 
 
-class Wire:
+class LinkTimer:
     """One worker's view of what its data travels on.
 
     Args:

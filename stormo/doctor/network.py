@@ -24,7 +24,7 @@ import psutil
 
 from stormo.doctor.finding import Fact, Finding, Level
 from stormo.doctor.machine import Machine
-from stormo.doctor.measure import Attempt, Spot
+from stormo.doctor.measure import Attempt, WorkerInfo
 from stormo.errors import SettingError, StormoError, counted
 from stormo.launch import Place
 from stormo.launch.address import LOOPBACK, interface_towards, listen, resolve, shown
@@ -93,8 +93,8 @@ def _speeds(machine: Machine, cards: list[_Card]) -> Iterator[Finding]:
     others = [card for card in cards if card.is_up and card.name != "lo"]
     real = [card for card in others if not card.is_virtual or card.name == default] or others
     if not any(card.name == "lo" and card.is_up for card in cards):
-        mend = "bring it up: ip link set lo up; workers of one node meet there"
-        yield Finding(check="loopback", level="error", text="the interface lo is not up", mend=mend)
+        fix = "bring it up: ip link set lo up; workers of one node meet there"
+        yield Finding(check="loopback", level="error", text="the interface lo is not up", fix=fix)
     if not real:
         yield Finding(check="network-card", level="note", text="no network card is up: jobs of one node alone")
     for card in real:
@@ -102,14 +102,14 @@ def _speeds(machine: Machine, cards: list[_Card]) -> Iterator[Finding]:
         text = f"{card.name}: {speed}, MTU {card.mtu}" + (", default route" if card.name == default else "")
         facts = {"card": card.name, "speed_mbit_per_s": card.speed_mbit, "mtu": card.mtu}
         if card.mtu is not None and card.mtu < _SMALLEST_MTU:
-            mend = f"raise it: ip link set {card.name} mtu 1500"
-            yield Finding(check="network-card", level="warning", text=f"{text}: too small", mend=mend, facts=facts)
+            fix = f"raise it: ip link set {card.name} mtu 1500"
+            yield Finding(check="network-card", level="warning", text=f"{text}: too small", fix=fix, facts=facts)
         elif card.speed_mbit is not None and card.speed_mbit < _SLOW_MBIT:
             text += f": at most {card.speed_mbit / 8:.0f} MB/s of gradients between nodes"
             yield Finding(check="network-card", level="note", text=text, facts=facts)
         elif card.speed_mbit is not None and card.speed_mbit >= _JUMBO_FROM_MBIT and (card.mtu or 9000) < 9000:
-            mend = "where switches allow it, an MTU of 9000 costs the processors less; the same on all nodes"
-            yield Finding(check="network-card", level="note", text=text, mend=mend, facts=facts)
+            fix = "where switches allow it, an MTU of 9000 costs the processors less; the same on all nodes"
+            yield Finding(check="network-card", level="note", text=text, fix=fix, facts=facts)
         else:
             yield Finding(check="network-card", level="ok", text=text, facts=facts)
 
@@ -157,13 +157,13 @@ def _infiniband(machine: Machine, ports: list[_Port]) -> Iterator[Finding]:
         facts: dict[str, Fact] = {"port": port.name, "state": port.state, "gbit_per_s": port.gbit}
         if port.state != _ACTIVE:
             text = f"{port.name}: {port.state or 'no state'} ({port.physical or 'physical state not told'})"
-            mend = "see to its cable, its switch and the subnet manager (ibstat, ibdiagnet)"
+            fix = "see to its cable, its switch and the subnet manager (ibstat, ibdiagnet)"
             level: Level = "note" if active else "warning"  # of many ports some are often left without a cable
-            yield Finding(check="infiniband", level=level, text=text, mend=mend, facts=facts)
+            yield Finding(check="infiniband", level=level, text=text, fix=fix, facts=facts)
         elif port.gbit < best:
             text = f"{port.name}: {port.rate}, but another port of this node has {best:g} Gbit/s"
-            mend = "look at its cable: a link that trained with fewer lanes slows every exchange"
-            yield Finding(check="infiniband", level="warning", text=text, mend=mend, facts=facts)
+            fix = "look at its cable: a link that trained with fewer lanes slows every exchange"
+            yield Finding(check="infiniband", level="warning", text=text, fix=fix, facts=facts)
         else:
             yield Finding(check="infiniband", level="ok", text=f"{port.name}: {port.rate}, active", facts=facts)
     if active and not list(machine.root.glob("dev/infiniband/uverbs*")):
@@ -171,7 +171,7 @@ def _infiniband(machine: Machine, ports: list[_Port]) -> Iterator[Finding]:
             check="infiniband",
             level="warning",
             text=f"{counted(len(active), 'active port')}, but no /dev/infiniband/uverbs*: NCCL falls back on TCP",
-            mend="load the module ib_uverbs; in a container give it /dev/infiniband (docker: --device /dev/infiniband)",
+            fix="load the module ib_uverbs; in a container give it /dev/infiniband (docker: --device /dev/infiniband)",
         )
 
 
@@ -180,8 +180,8 @@ def _own_name(find: Callable[[str], list[str]], name: str) -> Iterator[Finding]:
         numbers = find(name)
     except StormoError:
         text = f"this host's own name, {name}, leads to no address"
-        mend = f"enter it in DNS or in /etc/hosts, or give --master-addr a number instead of {name}"
-        yield Finding(check="host-name", level="warning", text=text, mend=mend, facts={"host": name})
+        fix = f"enter it in DNS or in /etc/hosts, or give --master-addr a number instead of {name}"
+        yield Finding(check="host-name", level="warning", text=text, fix=fix, facts={"host": name})
         return
     facts = {"host": name, "addresses": " ".join(numbers)}
     if all(ipaddress.ip_address(number).is_loopback for number in numbers):
@@ -189,7 +189,7 @@ def _own_name(find: Callable[[str], list[str]], name: str) -> Iterator[Finding]:
             check="host-name",
             level="warning",
             text=f"this host's own name, {name}, leads to {numbers[0]}, where no other machine can come in",
-            mend=f"give {name} its outer address in /etc/hosts; until then name node 0 by its number (--master-addr)",
+            fix=f"give {name} its outer address in /etc/hosts; until then name node 0 by its number (--master-addr)",
             facts=facts,
         )
     else:
@@ -205,8 +205,8 @@ def _chosen_cards(machine: Machine, names: set[str]) -> Iterator[Finding]:
         missing = _missing(value, names, is_nccl=variable.startswith("NCCL"))
         if missing:
             text = f"{variable}={value} names {missing}, which is no network card of this machine"
-            mend = f"unset {variable}, or name one of: {', '.join(sorted(names)) or 'none is there'}"
-            yield Finding(check="socket-card", level="error", text=text, mend=mend)
+            fix = f"unset {variable}, or name one of: {', '.join(sorted(names)) or 'none is there'}"
+            yield Finding(check="socket-card", level="error", text=text, fix=fix)
         else:
             yield Finding(check="socket-card", level="ok", text=f"{variable}={value}")
 
@@ -229,18 +229,18 @@ def _variables(machine: Machine, *, has_infiniband: bool) -> Iterator[Finding]:
         if environ.get(name, "0") in ("", "0"):
             continue
         is_idle = name == "NCCL_IB_DISABLE" and not has_infiniband
-        mend = "" if is_idle else f"unset {name}, unless it works around a fault"
+        fix = "" if is_idle else f"unset {name}, unless it works around a fault"
         yield Finding(
-            check="variables", level="note" if is_idle else "warning", text=f"{name} is set: {effect}", mend=mend
+            check="variables", level="note" if is_idle else "warning", text=f"{name} is set: {effect}", fix=fix
         )
     chosen = [f"{name}={environ[name]}" for name in _CHOOSING if environ.get(name)]
     if chosen:
         text = f"NCCL's own choice is overruled: {', '.join(chosen)}"
-        yield Finding(check="variables", level="note", text=text, mend="unset what was not measured to be faster here")
+        yield Finding(check="variables", level="note", text=text, fix="unset what was not measured to be faster here")
     if environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
-        mend = "unset it for real runs"
+        fix = "unset it for real runs"
         text = "TORCH_DISTRIBUTED_DEBUG=DETAIL: every collective is checked between all workers first, which is slow"
-        yield Finding(check="variables", level="warning", text=text, mend=mend)
+        yield Finding(check="variables", level="warning", text=text, fix=fix)
     if (machine.root / "etc/nccl.conf").is_file():
         yield Finding(check="variables", level="note", text="/etc/nccl.conf sets variables of NCCL for all users")
 
@@ -251,9 +251,9 @@ def _firewall(machine: Machine) -> Iterator[Finding]:
     if re.search(r"^ENABLED=yes", machine.text("etc/ufw/ufw.conf") or "", re.MULTILINE):
         found.append("ufw")
     if found:
-        mend = "let nodes of the cluster reach each other on all ports above 1023; stormo doctor --num-nodes tries them"
+        fix = "let nodes of the cluster reach each other on all ports above 1023; stormo doctor --num-nodes tries them"
         text = f"a firewall is on ({', '.join(found)})"
-        yield Finding(check="firewall", level="note", text=text, mend=mend)
+        yield Finding(check="firewall", level="note", text=text, fix=fix)
 
 
 OUTCOMES = {
@@ -324,11 +324,11 @@ class Greeter:
         self._thread = threading.Thread(target=self._run, name="stormo-greeter", daemon=True)
         self._thread.start()
 
-    def try_all(self, spots: Sequence[Spot], limit_s: float) -> list[Attempt]:
-        """Connect to the speakers of other nodes, all at once."""
+    def try_all(self, workers: Sequence[WorkerInfo], limit_s: float) -> list[Attempt]:
+        """Connect to the leaders of other nodes, all at once."""
 
         async def attempts() -> list[Attempt]:
-            return await asyncio.gather(*(_attempt(self._node, spot, limit_s) for spot in spots))
+            return await asyncio.gather(*(_attempt(self._node, worker, limit_s) for worker in workers))
 
         return asyncio.run_coroutine_threadsafe(attempts(), self._loop).result()
 
@@ -358,34 +358,34 @@ class Greeter:
         writer.close()
 
 
-async def _attempt(node: int, spot: Spot, limit_s: float) -> Attempt:
+async def _attempt(node: int, worker: WorkerInfo, limit_s: float) -> Attempt:
     began = time.monotonic()
     stage, connect_s, clock = "timeout", 0.0, (0.0, 0.0)
     writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(limit_s):
-            reader, writer = await asyncio.open_connection(spot.address, spot.port)
+            reader, writer = await asyncio.open_connection(worker.address, worker.port)
             stage, connect_s = "silent", time.monotonic() - began
-            if _parsed(await reader.readline()) != {"node": spot.node, "port": spot.port}:
-                return Attempt(node=node, to=spot.node, outcome="stranger")
+            if _parsed(await reader.readline()) != {"node": worker.node, "port": worker.port}:
+                return Attempt(node=node, to=worker.node, outcome="stranger")
             clock = min([await _read_clock(reader, writer) for _ in range(_NUM_CLOCK_READINGS)], key=lambda one: one[1])
             stage = "packets"
             writer.write(b"data\n")
             await reader.readexactly(_LARGE_BYTES)
     except TimeoutError:
-        return Attempt(node=node, to=spot.node, outcome=stage, detail=f"after {limit_s:g} s")
+        return Attempt(node=node, to=worker.node, outcome=stage, detail=f"after {limit_s:g} s")
     except ValueError:  # a line without an end
-        return Attempt(node=node, to=spot.node, outcome="stranger")
+        return Attempt(node=node, to=worker.node, outcome="stranger")
     except (OSError, EOFError) as error:
         outcome = "refused" if isinstance(error, ConnectionRefusedError) else "failed"
         number = getattr(error, "errno", None)
         detail = os.strerror(number) if number else "it was closed at the other end"
-        return Attempt(node=node, to=spot.node, outcome=outcome, detail=detail)
+        return Attempt(node=node, to=worker.node, outcome=outcome, detail=detail)
     finally:
         if writer is not None:
             writer.close()
     return Attempt(
-        node=node, to=spot.node, outcome="ok", connect_s=connect_s, clock_ahead_s=clock[0], clock_error_s=clock[1]
+        node=node, to=worker.node, outcome="ok", connect_s=connect_s, clock_ahead_s=clock[0], clock_error_s=clock[1]
     )
 
 

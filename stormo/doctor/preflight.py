@@ -23,10 +23,10 @@ from stormo.doctor.judge import Names, best_of, doubtful, inside_links, judge, r
 from stormo.doctor.measure import (
     Attempt,
     Device,
-    Measured,
+    LinkTimer,
+    Measurements,
     Overall,
-    Spot,
-    Wire,
+    WorkerInfo,
     disjoint,
     free_bytes,
     give_back,
@@ -61,7 +61,7 @@ class Limits:
     whole_s: float = math.inf
 
 
-class TroubleError(StormoError):
+class PreflightError(StormoError):
     """What was found keeps the job from running well; the first error in one sentence.
 
     Args:
@@ -77,7 +77,7 @@ class TroubleError(StormoError):
 
 _POLL_S = 0.005
 _GRACE_S = 2.0  # for workers that began a little later
-_VERDICT_S = 60.0  # for the main worker's word, after the limit
+_VERDICT_S = 60.0  # for rank 0's word, after the limit
 
 
 class HungError(StormoError):
@@ -88,8 +88,8 @@ class HungError(StormoError):
         self.phase, self.limit_s, self.missing, self.failures = phase, limit_s, list(missing), failures
 
 
-class StoppedError(StormoError):
-    """The main worker has found trouble and ends the phases; raised by the others."""
+class PreflightStoppedError(StormoError):
+    """Rank 0 has found trouble and ends the phases; raised by the others."""
 
 
 class Phases:
@@ -119,7 +119,7 @@ class Phases:
     ) -> tuple[list[Any] | None, Any]:
         """Do this worker's part; return all workers' JSON-able values on the main one, and what it decides on all."""
         began = time.monotonic()
-        watch = Watch(limit_s + _GRACE_S, lambda: self._on_hang(self._trouble(phase, limit_s)))
+        watch = Watchdog(limit_s + _GRACE_S, lambda: self._on_hang(self._trouble(phase, limit_s)))
         try:
             if self.is_main:
                 watch.start()
@@ -153,13 +153,13 @@ class Phases:
         return self._words.wait(f"shared/{name}", timedelta(seconds=_VERDICT_S))
 
     def stop(self, phase: str, sentence: str) -> None:
-        """Say, on the main worker, that there is nothing more to be done after a phase that it did not end."""
+        """Say, on rank 0, that there is nothing more to be done after a phase that it did not end."""
         self._words.say(f"{phase}/verdict", {"stop": sentence})
 
     def _told(self, phase: str, limit_s: float) -> Any:
         verdict = self._words.wait(f"{phase}/verdict", timedelta(seconds=limit_s + _VERDICT_S))
         if "stop" in verdict:
-            raise StoppedError(verdict["stop"])
+            raise PreflightStoppedError(verdict["stop"])
         return verdict["decided"]
 
     def _answers(self, phase: str, ranks: Sequence[int]) -> list[dict[str, Any]]:
@@ -175,7 +175,7 @@ class Phases:
         return HungError(phase, limit_s, sorted(set(range(self.size)) - set(came)), failures)
 
 
-class Watch:
+class Watchdog:
     """Calls something unless it is stopped in time."""
 
     def __init__(self, limit_s: float, call: Callable[[], None]) -> None:
@@ -233,15 +233,15 @@ _TEXTS = {
 }
 
 
-def describe(hung: HungError, names: Names, schedule: Sequence[Sequence[tuple[int, int]]]) -> list[Finding]:
+def describe_hang(hung: HungError, names: Names, schedule: Sequence[Sequence[tuple[int, int]]]) -> list[Finding]:
     """The findings on a phase that hung or failed."""
     found = []
     phase = hung.phase.split()[0]  # without its number
     if hung.missing and hung.phase.startswith("round "):
         found += _hung_pairs(hung, names, schedule[int(hung.phase.split()[1])])
     elif hung.missing:
-        text, mend = _TEXTS.get(phase, (f"did not finish {hung.phase}", _LOOK))
-        found.append(_hung(hung.phase, names.ranks(hung.missing), f"{text} within {hung.limit_s:g} s", mend))
+        text, fix = _TEXTS.get(phase, (f"did not finish {hung.phase}", _LOOK))
+        found.append(_hung(hung.phase, names.ranks(hung.missing), f"{text} within {hung.limit_s:g} s", fix))
     for rank, failure in list(hung.failures.items())[:_MOST_FAILURES]:
         text = f"failed in the phase {hung.phase}: {failure}"
         found.append(_hung(hung.phase, names.rank(rank), text, _TEXTS.get(phase, ("", _LOOK))[1]))
@@ -251,12 +251,12 @@ def describe(hung: HungError, names: Names, schedule: Sequence[Sequence[tuple[in
 def _hung_pairs(hung: HungError, names: Names, pairs: Sequence[tuple[int, int]]) -> list[Finding]:
     nodes = {names.node_of(rank) for rank in hung.missing}
     text = f"opened connections, but an exchange between them did not end within {hung.limit_s:g} s"
-    mend = "look at the way between the two: packets are lost, or their MTU differs; leave one of them out until then"
-    return [_hung("link", names.nodes(pair), text, mend) for pair in pairs if nodes & set(pair)]
+    fix = "look at the way between the two: packets are lost, or their MTU differs; leave one of them out until then"
+    return [_hung("link", names.nodes(pair), text, fix) for pair in pairs if nodes & set(pair)]
 
 
-def _hung(check: str, where: str, text: str, mend: str) -> Finding:
-    return Finding(check=check, level="error", group="job", where=where, text=text, mend=mend)
+def _hung(check: str, where: str, text: str, fix: str) -> Finding:
+    return Finding(check=check, level="error", group="job", where=where, text=text, fix=fix)
 
 
 _ATTEMPTS = 3  # at what looks slow, before anybody is blamed
@@ -264,8 +264,8 @@ _MOST_AGAIN = 4  # rounds of such pairs
 Pairs = Sequence[tuple[int, int]]
 
 
-def _around(wire: Wire, ranks: list[int]) -> tuple[float, float] | None:
-    return wire.around(ranks) if len(ranks) > 1 else None
+def _around(timer: LinkTimer, ranks: list[int]) -> tuple[float, float] | None:
+    return timer.around(ranks) if len(ranks) > 1 else None
 
 
 class Preflight:
@@ -276,7 +276,7 @@ class Preflight:
         backend: "gloo" or "nccl".
         runs_folder: whose space is looked at, and whether all nodes see it; None to leave it alone.
         needs_shared_folder: whether every worker writes there.
-        on_hang: called with the trouble when the main worker itself hangs; ends the process.
+        on_hang: called with the trouble when rank 0 itself hangs; ends the process.
     """
 
     def __init__(
@@ -288,7 +288,7 @@ class Preflight:
         limits: Limits,
         runs_folder: Path | None,
         needs_shared_folder: bool,
-        on_hang: Callable[[TroubleError], None],
+        on_hang: Callable[[PreflightError], None],
     ) -> None:
         import torch.distributed as dist
 
@@ -297,14 +297,14 @@ class Preflight:
         self._place, self._backend, self._limits = place, backend, limits
         self._runs_folder = runs_folder
         self._deadline = time.monotonic() + limits.whole_s
-        self.measured = Measured(needs_shared_folder=needs_shared_folder)
+        self.measured = Measurements(needs_shared_folder=needs_shared_folder)
         self._schedule = rounds(place.num_nodes, 2 * math.ceil(math.log2(max(place.num_nodes, 2))) + 8)
         # A connection of its own: the other one may be what hangs.
         alone = Words(dist.HashStore(), "preflight", b"")
         words = store.words("preflight", own_connection=True) if store else alone
         self._phases = Phases(words, place.rank, place.world_size, self._hang)
         self._on_hang = on_hang
-        self._token: Path | None = None  # that the main worker has written for the others to see
+        self._token: Path | None = None  # that rank 0 has written for the others to see
         self._played: list[Pairs] = []
         self._greeter: Greeter | None = None
         self._ranks: dict[int, list[int]] = {}  # of the nodes that this worker has to do with
@@ -312,10 +312,10 @@ class Preflight:
     @property
     def names(self) -> Names:
         """The words for nodes and workers, as far as they have come."""
-        return Names(self.measured.spots)
+        return Names(self.measured.workers)
 
     def findings(self) -> list[Finding]:
-        """What the main worker has found so far."""
+        """What rank 0 has found so far."""
         return judge(self.measured)
 
     def gather(self, phase: str, part: Callable[[], Any], limit_s: float) -> list[Any]:
@@ -325,7 +325,7 @@ class Preflight:
         return found
 
     def decide(self, choose: Callable[[], Any]) -> Any:
-        """What the main worker chooses, on all."""
+        """What rank 0 chooses, on all."""
         return self._run("decision", lambda: None, self._limits.exchange_s, lambda _: choose())
 
     def conclude(self) -> None:
@@ -335,7 +335,7 @@ class Preflight:
     def connect(self) -> None:
         """Before the workers join: have they come, and can their nodes reach one another?"""
         try:
-            self._run("arrival", self._arrive, self._limits.arrival_s, self._take_spots)
+            self._run("arrival", self._arrive, self._limits.arrival_s, self._take_workers)
             if self._place.num_nodes > 1:
                 self._run("reach", self._reach, self._limits.reach_s + 5.0, self._take_attempts, is_verdict=True)
         finally:
@@ -358,35 +358,35 @@ class Preflight:
             self._take_token_back()
         if place.world_size == 1:
             return
-        wire = Wire(device, self._backend, place.rank, limits.one_measurement_s)
+        timer = LinkTimer(device, self._backend, place.rank, limits.one_measurement_s)
         own = self._ranks_of(place.node_id)
         for attempt in range(_ATTEMPTS):
             phase = f"inside {attempt}"
-            if not self._run(phase, lambda: _around(wire, own), limits.exchange_s, self._take_inside):
+            if not self._run(phase, lambda: _around(timer, own), limits.exchange_s, self._take_inside):
                 break
         began = time.monotonic()
-        again = self._exchange_all(wire, self._schedule, began)
+        again = self._exchange_all(timer, self._schedule, began)
         for _ in range(_ATTEMPTS - 1):
             if again:
-                again = self._exchange_all(wire, again, began)
-        self._run("all", lambda: wire.all_reduce(place.world_size), limits.exchange_s, self._take_overall)
+                again = self._exchange_all(timer, again, began)
+        self._run("all", lambda: timer.all_reduce(place.world_size), limits.exchange_s, self._take_overall)
         give_back(device)
 
-    def _exchange_all(self, wire: Wire, schedule: Sequence[Pairs], began: float) -> list[Pairs]:
+    def _exchange_all(self, timer: LinkTimer, schedule: Sequence[Pairs], began: float) -> list[Pairs]:
         """Rounds of pairs while there is time; those that are to meet again, since they were slow."""
         told: dict[str, Any] = {}
         for pairs in schedule:
             self._played.append(pairs)
-            told = self._exchange(wire, pairs, began)
+            told = self._exchange(timer, pairs, began)
             if not told["goes_on"]:
                 break
         return [[(a, b) for a, b in pairs] for pairs in told.get("again", [])]
 
-    def _exchange(self, wire: Wire, pairs: Pairs, began: float) -> Any:
+    def _exchange(self, timer: LinkTimer, pairs: Pairs, began: float) -> Any:
         peer = self._peer(pairs)
         return self._run(
             f"round {len(self._played) - 1}",
-            lambda: None if peer is None else wire.swap(peer),
+            lambda: None if peer is None else timer.swap(peer),
             self._limits.exchange_s,
             lambda values: self._take_round(pairs, values, began),
         )
@@ -395,21 +395,21 @@ class Preflight:
 
     def _arrive(self) -> dict[str, Any]:
         place = self._place
-        spot = Spot(rank=place.rank, node=place.node_id, local_rank=place.local_rank, host=place.host)
-        if place.num_nodes > 1 and spot.speaks:
+        worker = WorkerInfo(rank=place.rank, node=place.node_id, local_rank=place.local_rank, host=place.host)
+        if place.num_nodes > 1 and worker.leads_node:
             self._greeter = Greeter(place.node_id, own_address(place))
-            spot = replace(spot, address=self._greeter.address, port=self._greeter.port)
-        return asdict(spot)
+            worker = replace(worker, address=self._greeter.address, port=self._greeter.port)
+        return asdict(worker)
 
     def _reach(self) -> list[dict[str, Any]]:
         if self._greeter is None:
             return []
         wanted = partners(self._place.node_id, self._place.num_nodes)
-        spots = [Spot(**self._phases.shared(f"speaker/{node}")) for node in wanted]
-        return [asdict(attempt) for attempt in self._greeter.try_all(spots, self._limits.reach_s)]
+        workers = [WorkerInfo(**self._phases.shared(f"leader/{node}")) for node in wanted]
+        return [asdict(attempt) for attempt in self._greeter.try_all(workers, self._limits.reach_s)]
 
     def _offer_token(self) -> None:
-        """Write, on the main worker, what the other nodes then look for."""
+        """Write, on rank 0, what the other nodes then look for."""
         if self._runs_folder is None or not self._phases.is_main:
             return
         free, why = None, ""
@@ -448,14 +448,14 @@ class Preflight:
             self._ranks[node] = self._phases.shared(f"ranks/{node}")
         return self._ranks[node]
 
-    # --- what the main worker makes of it ------------------------------------------------------------------------
+    # --- what rank 0 makes of it ------------------------------------------------------------------------
 
-    def _take_spots(self, values: list[Any]) -> None:
-        spots = [Spot(**value) for value in values]
-        self.measured = replace(self.measured, spots=spots)
+    def _take_workers(self, values: list[Any]) -> None:
+        workers = [WorkerInfo(**value) for value in values]
+        self.measured = replace(self.measured, workers=workers)
         names = self.names
-        for node, speaker in names.speakers.items():
-            self._phases.share(f"speaker/{node}", asdict(speaker))
+        for node, leader in names.leaders.items():
+            self._phases.share(f"leader/{node}", asdict(leader))
             self._phases.share(f"ranks/{node}", names.ranks_on(node))
 
     def _take_attempts(self, values: list[Any]) -> None:
@@ -498,7 +498,7 @@ class Preflight:
             decided = take(values) if take else None
             findings = self.findings() if is_verdict else []
             if any(finding.level == "error" for finding in findings):
-                raise TroubleError(findings)
+                raise PreflightError(findings)
             return decided
 
         limit_s = min(limit_s, max(self._deadline - time.monotonic(), 1.0))
@@ -508,7 +508,7 @@ class Preflight:
             trouble = self._trouble(hung)
             self._phases.stop(phase, str(trouble))
             raise trouble from None
-        except TroubleError as trouble:
+        except PreflightError as trouble:
             self._phases.stop(phase, str(trouble))
             raise
 
@@ -516,6 +516,6 @@ class Preflight:
         self._take_token_back()
         self._on_hang(self._trouble(hung))
 
-    def _trouble(self, hung: HungError) -> TroubleError:
-        findings = [*describe(hung, self.names, self._played), *self.findings()]
-        return TroubleError(findings, is_hang=bool(hung.missing))
+    def _trouble(self, hung: HungError) -> PreflightError:
+        findings = [*describe_hang(hung, self.names, self._played), *self.findings()]
+        return PreflightError(findings, is_hang=bool(hung.missing))

@@ -22,7 +22,7 @@ from tests.doctor.strange_checks import CHECKS as STRANGE
 from tests.programs import run
 
 ROOT = str(Path(__file__).parents[2])
-FOUND = [Finding(check="cores", level="error", text="none", mend="buy some", group="limits")]
+FOUND = [Finding(check="cores", level="error", text="none", fix="buy some", group="limits")]
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def test_a_real_machine_is_examined_wholly(tmp_path: Path) -> None:
     assert done.stderr == ""
     findings = document["findings"]
     assert list(dict.fromkeys(one["group"] for one in findings)) == list(CHECKS)
-    assert {"group", "check", "level", "where", "text", "mend", "facts"} == set(findings[0])
+    assert {"group", "check", "level", "where", "text", "fix", "facts"} == set(findings[0])
     assert not any("the check" in one["text"] for one in findings)  # none failed or took too long
     by_name = {one["check"]: one for one in findings}
     assert by_name["gloo"]["level"] == "ok"
@@ -68,7 +68,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, st
 def test_flags(asked: list[tuple[list[str], dict[str, str]]], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor"]) == 1
     assert asked.pop() == (list(CHECKS), {"runs_folder": "runs", "data_folder": "~/.cache/stormo"})
-    assert "to mend\n  error    cores: none\n           → buy some\n\n1 error, 0 ok\n" in capsys.readouterr().out
+    assert "to fix\n  error    cores: none\n           → buy some\n\n1 error, 0 ok\n" in capsys.readouterr().out
     assert cli.main(["doctor", "--only", "limits,devices", "--json"]) == 1
     assert asked.pop()[0] == ["devices", "limits"]
     assert json.loads(capsys.readouterr().out)["exit_code"] == 1
@@ -172,7 +172,7 @@ def test_checks_that_hang_fail_die_or_print_are_findings() -> None:
     ]
     assert exit_code(found) == 1
     assert not Path(found[0].text).exists()  # what the check that hung had written is deleted
-    assert all("--skip" in one.mend for one in found if one.level == "error")
+    assert all("--skip" in one.fix for one in found if one.level == "error")
     pids = {one.facts["pid"] for one in found if one.facts}
     assert not any(psutil.pid_exists(int(str(pid))) for pid in pids)
     assert set(STRANGE) == {*names, "waits"}

@@ -202,4 +202,4 @@ def test_without_a_driver(tmp_path: Path) -> None:
     assert "AMD" in look(absent, root=tmp_path)[0].text
     (found,) = look(Driver([], init=NVMLError("Driver/library version mismatch")), root=tmp_path)
     assert found.level == "error"
-    assert "reboot" in found.mend
+    assert "reboot" in found.fix

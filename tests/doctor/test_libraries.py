@@ -25,7 +25,7 @@ GOOD: dict[str, Any] = {
     "capabilities": ["9.0"],
     "cudnn": 91900,
     "nccl": "2.28.9",
-    "backends": {"gloo": True, "nccl": True, "mpi": False},
+    "backends": {"gloo": True, "nccl": True},
     "numpy_error": None,
     "cuda_error": None,
     "gloo_error": None,
@@ -105,7 +105,7 @@ def test_machine_code_and_ptx(capability: str, architectures: list[str], runs: b
 def test_packages_in_another_version_or_twice() -> None:
     found = look(GOOD, FITTING | {"triton": [("3.4.0", "/env")]})
     assert bad(found) == [("torch-pins", "warning")]
-    assert found[1].mend == "install the one that torch was tested with: pip install 'triton==3.6.0'"
+    assert found[1].fix == "install the one that torch was tested with: pip install 'triton==3.6.0'"
     found = look(GOOD, FITTING | {"torch": [("2.11.0", "/env"), ("2.4.0", "/home/me/.local")]})
     assert bad(found) == [("two-torch", "warning")]
     assert any("2.11.0 in /env and 2.4.0 in /home/me/.local" in one.text for one in found)
@@ -138,7 +138,7 @@ def test_a_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"gloo_error": "RuntimeError: lo is down"}, [("gloo", "error")]),
         ({"nccl_error": "DistBackendError: bad"}, [("nccl", "error")]),
         ({"has_tried_nccl": False, "num_gpus": 0}, [("nccl", "note")]),
-        ({"backends": {"gloo": True, "nccl": False, "mpi": False}, "has_tried_nccl": False}, [("nccl", "error")]),
+        ({"backends": {"gloo": True, "nccl": False}, "has_tried_nccl": False}, [("nccl", "error")]),
     ],
 )
 def test_backends(changes: dict[str, Any], expected: list[tuple[str, str]]) -> None:

@@ -62,7 +62,7 @@ def test_limits_of_a_process(
 ) -> None:
     found = look(tmp_path, few=few)
     assert bad(found) == [expected]
-    assert any(words in one.mend for one in found)
+    assert any(words in one.fix for one in found)
 
 
 def test_locked_memory_matters_to_infiniband(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_locked_memory_matters_to_infiniband(tmp_path: Path) -> None:
 def test_shared_memory(tmp_path: Path) -> None:
     found = look(tmp_path, shared_bytes=64 << 20)
     assert bad(found) == [("shared-memory", "warning")]
-    assert any("--shm-size" in one.mend for one in found)
+    assert any("--shm-size" in one.fix for one in found)
 
     def absent(_: Path) -> Any:
         raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
@@ -237,7 +237,7 @@ def test_folders_that_cannot_be_written(folder: Path, monkeypatch: pytest.Monkey
     found = look_at_folders(folder, "nfs4", "ro,relatime")
     assert bad(found) == [("storage-runs", "error"), ("storage-data", "note"), ("storage-temp", "error")]
     assert found[0].text.endswith("(nfs4, over the network): mounted read-only")
-    assert "--runs-folder" in found[0].mend
+    assert "--runs-folder" in found[0].fix
     found = look_at_folders(folder, "nfs4")
     assert "cannot be written (Read-only file system)" in found[0].text
 

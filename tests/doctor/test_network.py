@@ -95,7 +95,7 @@ def test_infiniband_that_a_container_does_not_get(root: Path) -> None:
     write(root, port("mlx5_0"))
     found = look(root)
     assert bad(found) == [("infiniband", "warning")]
-    assert any("/dev/infiniband" in one.mend for one in found)
+    assert any("/dev/infiniband" in one.fix for one in found)
 
 
 def test_the_hosts_own_name(root: Path) -> None:

@@ -18,9 +18,9 @@ import pytest
 from stormo import __version__
 from stormo.doctor import job
 from stormo.doctor.finding import Finding
-from stormo.doctor.measure import Spot, measure_device
+from stormo.doctor.measure import WorkerInfo, measure_device
 from stormo.doctor.network import Greeter, own_address, require_meeting_point
-from stormo.doctor.preflight import HungError, Limits, Phases, Preflight, TroubleError
+from stormo.doctor.preflight import HungError, Limits, Phases, Preflight, PreflightError
 from stormo.errors import SettingError, StormoError
 from stormo.launch import Place, alone
 from tests import programs
@@ -36,8 +36,8 @@ def greeter() -> Iterator[Greeter]:
     made.close()
 
 
-def spot(port: int, node: int = 1) -> Spot:
-    return Spot(rank=node, node=node, local_rank=0, host="other", address=LOCAL, port=port)
+def worker(port: int, node: int = 1) -> WorkerInfo:
+    return WorkerInfo(rank=node, node=node, local_rank=0, host="other", address=LOCAL, port=port)
 
 
 def serve(answer: Callable[[socket.socket, int], None]) -> int:
@@ -79,7 +79,7 @@ def drop_large_packets(connection: socket.socket, port: int) -> None:
 def test_a_connection_that_opens_is_not_yet_a_node_that_answers(
     greeter: Greeter, answer: Callable[[socket.socket, int], None], outcome: str
 ) -> None:
-    (attempt,) = greeter.try_all([spot(serve(answer))], 1.0)
+    (attempt,) = greeter.try_all([worker(serve(answer))], 1.0)
     assert (attempt.node, attempt.to, attempt.outcome) == (0, 1, outcome)
 
 
@@ -88,7 +88,7 @@ def test_nodes_greet_each_other_and_tell_their_time(greeter: Greeter) -> None:
     try:
         with socket.create_server((LOCAL, 0)) as closed:
             port = closed.getsockname()[1]
-        well, wrong, refused = greeter.try_all([spot(other.port), spot(other.port, node=2), spot(port)], 20.0)
+        well, wrong, refused = greeter.try_all([worker(other.port), worker(other.port, node=2), worker(port)], 20.0)
     finally:
         other.close()
     assert [one.outcome for one in (well, wrong, refused)] == ["ok", "stranger", "refused"]
@@ -169,7 +169,7 @@ def _as_two_nodes(place: Place) -> Place:
 
 
 def _flight(world: Any, name: str, folder: str, limits: Limits) -> Preflight:
-    def on_hang(trouble: TroubleError) -> None:
+    def on_hang(trouble: PreflightError) -> None:
         raise AssertionError(trouble)
 
     meeting: Any = _Meeting(name)
@@ -240,8 +240,8 @@ def test_four_workers_that_pose_as_two_nodes(run_ranks: Callable[..., list[Any]]
 def test_a_worker_that_hangs_or_fails_is_named_to_all(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
     main, *others = run_ranks(_hang, 4, str(tmp_path))
     cause = "preflight: rank 2 (localhost, local rank 0) did not finish a small computation within 0.5 s; look at that"
-    assert main.startswith(f"TroubleError: {cause}")
-    assert all(other.startswith(f"StoppedError: {cause}") for other in others)
+    assert main.startswith(f"PreflightError: {cause}")
+    assert all(other.startswith(f"PreflightStoppedError: {cause}") for other in others)
     main, *_ = run_ranks(_fail, 4, str(tmp_path))
     assert "rank 3 (localhost, local rank 1) failed in the phase device: ZeroDivisionError: " in main
 
