@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from stormo.config.options import Parser
 from stormo.errors import SettingError
 from stormo.telemetry.files import to_json
 from stormo.telemetry.finding import list_runs
@@ -24,7 +25,16 @@ _DROPPED_FIRST = ("workers", "speed", "time", "loss", "task", "epochs")  # in th
 _TEXT_COLUMNS = ("name", "task", "state")  # the others are figures, flush right
 
 
-def main(folder: Path, *, json: bool) -> int:
+def main(arguments: Sequence[str]) -> int:
+    """Read the options and list the runs."""
+    parser = Parser(prog="stormo runs", description="List the runs of a folder, newest first.", allow_abbrev=False)
+    parser.add_argument("--runs-folder", default="runs", metavar="FOLDER", help="folder of all runs (default: runs)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parsed = parser.parse_args(arguments)
+    return list_folder(Path(parsed.runs_folder), json=parsed.json)
+
+
+def list_folder(folder: Path, *, json: bool) -> int:
     """List the runs of a folder."""
     now_unix_s = time.time()
     if folder.exists() and not folder.is_dir():

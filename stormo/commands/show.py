@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from stormo.config.options import Parser
 from stormo.energy import read_bill
 from stormo.energy.summary import joules_text
 from stormo.errors import counted
@@ -55,7 +56,17 @@ class _Run:
     resume_command: str | None
 
 
-def main(folder: Path, name: str, *, json: bool) -> int:
+def main(arguments: Sequence[str]) -> int:
+    """Read the options and show one run."""
+    parser = Parser(prog="stormo show", description="Show one run.", allow_abbrev=False)
+    parser.add_argument("run", metavar="RUN", help="name of the run, or its folder")
+    parser.add_argument("--runs-folder", default="runs", metavar="FOLDER", help="folder of all runs (default: runs)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parsed = parser.parse_args(arguments)
+    return show_run(Path(parsed.runs_folder), parsed.run, json=parsed.json)
+
+
+def show_run(folder: Path, name: str, *, json: bool) -> int:
     """Show one run, named or given by its path."""
     run = _read(find_run(folder, name))
     text = json_format.dumps(_as_json(run), indent=2, allow_nan=False) if json else "\n".join(_lines(run))

@@ -88,7 +88,7 @@ def add_checkpoint(run: RunFolder, step: int, size_bytes: int = 0) -> Path:
 
 
 def shown(capsys: pytest.CaptureFixture[str], folder: Path, name: str = "heron") -> str:
-    assert show.main(folder, name, json=False) == 0
+    assert show.show_run(folder, name, json=False) == 0
     return capsys.readouterr().out
 
 
@@ -149,7 +149,7 @@ def test_a_configuration_that_is_not_toml_is_an_error_that_names_the_file(tmp_pa
     (tmp_path / "heron").mkdir()
     (tmp_path / "heron" / "config.toml").write_text("epochs = \n", encoding="utf-8")
     with pytest.raises(StormoError, match=r"config\.toml: it is not valid TOML"):
-        show.main(tmp_path, "heron", json=False)
+        show.show_run(tmp_path, "heron", json=False)
 
 
 def test_epochs_that_a_resume_made_obsolete_are_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,7 +212,7 @@ def test_an_output_without_unicode_gets_ascii_curves(tmp_path: Path, monkeypatch
     make_run(tmp_path / "heron", started(), epoch_done(1), epoch_done(2))
     buffer = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(buffer, encoding="ascii"))
-    show.main(tmp_path, "heron", json=False)
+    show.show_run(tmp_path, "heron", json=False)
     text = buffer.getvalue().decode("ascii")
     assert "  validation loss  #_  2.0000 to 1.0000\n" in text
     assert "512 per worker x 4 workers" in text
@@ -221,7 +221,7 @@ def test_an_output_without_unicode_gets_ascii_curves(tmp_path: Path, monkeypatch
 def test_json_holds_everything_the_text_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "heron", started(), step_done(3, math.inf), epoch_done(1))
     add_checkpoint(run, 30, size_bytes=10)
-    assert show.main(tmp_path, "heron", json=True) == 0
+    assert show.show_run(tmp_path, "heron", json=True) == 0
     content = json.loads(capsys.readouterr().out)
     assert content["run"]["state"] == "interrupted"
     assert content["started"]["world_size"] == 4
@@ -235,7 +235,7 @@ def test_json_holds_everything_the_text_shows(tmp_path: Path, capsys: pytest.Cap
 def test_an_unknown_name_is_answered_with_the_closest_one(tmp_path: Path) -> None:
     make_run(tmp_path / "heron", started())
     with pytest.raises(SettingError, match="did you mean heron"):
-        show.main(tmp_path, "herno", json=False)
+        show.show_run(tmp_path, "herno", json=False)
 
 
 @given(st.lists(st.none() | st.floats(), max_size=200))

@@ -69,7 +69,7 @@ def test_every_command_is_run_by_a_test_or_marked(page: Path) -> None:
 @pytest.mark.parametrize("verb", ["train", "submit"])
 def test_every_flag_on_the_pages_exists(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    new.main("my_task.py", "classification")
+    new.write_task("my_task.py", "classification")
     of_slurm = {option.flag for option in slurm_options()}
     num_read = 0
     for page in PAGES:
