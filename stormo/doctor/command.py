@@ -56,7 +56,7 @@ class Check(NamedTuple):
 
 def _is_there(machine: Machine) -> Iterator[Finding]:
     is_folder = machine.data_folder.expanduser().is_dir()
-    yield Finding(check="folder", level="ok" if is_folder else "note", text=str(machine.data_folder))
+    yield Finding("folder", "ok" if is_folder else "note", str(machine.data_folder))
 
 
 # In the order they are made: GPUs before torch uses one of them, storage when nothing else reads or writes.
@@ -170,7 +170,7 @@ def _end(process: subprocess.Popen[bytes], wait_s: float) -> None:
 
 
 def _failed(name: str, how: str) -> Finding:
-    return Finding(check=name, level="error", text=f"the check {how}", fix=_FIX.format(name=name), group=name)
+    return Finding(name, "error", f"the check {how}", _FIX.format(name=name), group=name)
 
 
 def _load(table: str) -> Mapping[str, Check]:

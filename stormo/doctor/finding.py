@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TextIO, get_args
 
@@ -20,12 +20,13 @@ Fact = float | int | str | bool | None
 
 _LEVELS: tuple[Level, ...] = get_args(Level)
 _COLOURS: dict[Level, str] = {"ok": "32", "note": "36", "warning": "33", "error": "1;31"}
+_Paint = Callable[[str, str], str]  # text, colour
 _HELD = "\xa0"
 _BEFORE_UNIT = re.compile(r"(?<=\d) (?=\S)")
 _WIDEST = 120  # lines longer than this are hard to read, however wide the screen is
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """What one check found, and what to do about it."""
 
@@ -81,7 +82,7 @@ def _plain(finding: Finding) -> dict[str, Any]:
     }
 
 
-def _listing(findings: Sequence[Finding], width: int, paint: _Painter) -> list[str]:
+def _listing(findings: Sequence[Finding], width: int, paint: _Paint) -> list[str]:
     groups: dict[str, list[Finding]] = {}
     for finding in findings:
         groups.setdefault(finding.group or finding.where, []).append(finding)
@@ -102,7 +103,7 @@ def _listing(findings: Sequence[Finding], width: int, paint: _Painter) -> list[s
     return lines
 
 
-def _fixes(findings: Sequence[Finding], width: int, paint: _Painter) -> list[str]:
+def _fixes(findings: Sequence[Finding], width: int, paint: _Paint) -> list[str]:
     urgent = [finding for level in ("error", "warning") for finding in findings if finding.level == level]
     lines = [paint("to fix", "1")] if urgent else []
     indent = 2 + len("warning") + 2
@@ -135,17 +136,9 @@ def _wrapped(text: str, width: int, mark: str = "") -> list[str]:
     return [line.replace(_HELD, " ") for line in lines] or [mark.strip()]
 
 
-class _Painter:
+def _painter(stream: TextIO) -> _Paint:
     """Gives words a colour on a terminal that wants it, and none anywhere else."""
-
-    def __init__(self, *, is_on: bool) -> None:
-        self._is_on = is_on
-
-    def __call__(self, text: str, colour: str) -> str:
-        return f"\x1b[{colour}m{text}\x1b[0m" if self._is_on else text
-
-
-def _painter(stream: TextIO, environ: Mapping[str, str] | None = None) -> _Painter:
-    environ = os.environ if environ is None else environ
-    is_plain = bool(environ.get("NO_COLOR")) or environ.get("TERM") in ("dumb", "unknown")
-    return _Painter(is_on=stream.isatty() and not is_plain)
+    is_plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") in ("dumb", "unknown")
+    if is_plain or not stream.isatty():
+        return lambda text, _: text
+    return lambda text, colour: f"\x1b[{colour}m{text}\x1b[0m"

@@ -48,7 +48,7 @@ def _judge_devices(devices: Sequence[Device], names: Names) -> list[Finding]:
         speeds = [one.flops_per_s for one in peers]
         text = f"{len(peers)} × {peers[0].name}: {flops_text(min(speeds))} to {flops_text(max(speeds))}"
         facts = {"count": len(peers), "least_flops_per_s": min(speeds), "most_flops_per_s": max(speeds)}
-        found.append(Finding(check="devices", level="ok", group="devices", text=text, facts=facts))
+        found.append(Finding("devices", "ok", text, facts=facts, group="devices"))
     return found
 
 
@@ -146,11 +146,11 @@ def _judge_folder(measured: Measurements, names: Names) -> list[Finding]:
 def _about(device: Device, names: Names, check: str, level: Level, text: str, fix: str) -> Finding:
     facts: dict[str, Fact] = {"rank": device.rank, "uuid": device.uuid, "flops_per_s": device.flops_per_s}
     where = names.rank(device.rank)
-    return Finding(check=check, level=level, group="devices", where=where, text=text, fix=fix, facts=facts)
+    return Finding(check, level, text, fix, facts=facts, where=where, group="devices")
 
 
 def _about_job(check: str, level: Level, text: str, fix: str = "") -> Finding:
-    return Finding(check=check, level=level, group="job", text=text, fix=fix)
+    return Finding(check, level, text, fix, group="job")
 
 
 def _commonest(values: Iterable[str]) -> str:
@@ -180,7 +180,7 @@ def judge_reach(attempts: Sequence[Attempt], names: Names) -> list[Finding]:
     if not failed:
         num_nodes = len({one.node for one in attempts})
         text = f"{num_nodes} nodes reach one another over {len(attempts)} connections"
-        return [Finding(check="reach", level="ok", group="job", text=text)] if attempts else []
+        return [Finding("reach", "ok", text, group="job")] if attempts else []
     lost = [node for node in sorted({one.to for one in attempts}) if _is_lost(node, attempts)]
     found = []
     for node in lost:
@@ -212,13 +212,13 @@ def judge_clocks(attempts: Sequence[Attempt], names: Names) -> list[Finding]:
         level: Level = "warning" if off_s >= CLOCK_WARNING_S else "note"
         found.append(
             Finding(
-                check="clock",
-                level=level,
-                group="job",
-                where=names.node(one.node),
-                text=f"has a clock that is {time_text(abs(one.clock_ahead_s))} {way} that of {names.node(0)}",
-                fix="set its clock by chrony or ntpd: the times in its files and logs do not fit the others'",
+                "clock",
+                level,
+                f"has a clock that is {time_text(abs(one.clock_ahead_s))} {way} that of {names.node(0)}",
+                "set its clock by chrony or ntpd: the times in its files and logs do not fit the others'",
                 facts={"clock_ahead_s": -one.clock_ahead_s, "clock_error_s": one.clock_error_s},
+                where=names.node(one.node),
+                group="job",
             )
         )
     return found
@@ -236,7 +236,7 @@ def _why(one: Attempt) -> str:
 def _about_reach(where: str, text: str, one: Attempt) -> Finding:
     facts: dict[str, Fact] = {"node": one.to, "from_node": one.node, "outcome": one.outcome}
     fix = _REACH_FIXES.get(one.outcome, OPEN_PORTS)
-    return Finding(check="reach", level="error", group="job", where=where, text=text, fix=fix, facts=facts)
+    return Finding("reach", "error", text, fix, facts=facts, where=where, group="job")
 
 
 SLOW, VERY_SLOW = 0.5, 0.1  # of the usual rate
@@ -278,7 +278,7 @@ def _judge_inside(links: Sequence[Link], names: Names) -> list[Finding]:
                 f"{format_bytes(min(link.bytes_per_s for link in peers))}/s or more between {counted(width, 'worker')}"
             )
             text += f" of each node, {time_text(max(link.latency_s for link in peers))} or less"
-            found.append(Finding(check="inside", level="ok", group="links", text=text))
+            found.append(Finding("inside", "ok", text, group="links"))
     return found
 
 
@@ -331,7 +331,7 @@ def _judge_peers(links: Sequence[Link], names: Names) -> list[Finding]:
         return found + [_link_is_well(link, names) for link in quiet]
     slowest, fastest = (format_bytes(link.bytes_per_s) for link in (quiet[0], quiet[-1]))
     text = f"{len(quiet)} pairs of nodes exchange {slowest} to {fastest}/s"
-    return [*found, Finding(check="links", level="ok", group="links", text=text)]
+    return [*found, Finding("links", "ok", text, group="links")]
 
 
 def _link_is_well(link: Link, names: Names) -> Finding:
@@ -348,7 +348,7 @@ def _judge_overall(overall: Overall | None) -> list[Finding]:
         f"each sends and receives, {time_text(overall.latency_s)} for the smallest"
     )
     facts = {"bus_bytes_per_s": overall.bus_bytes_per_s, "latency_s": overall.latency_s}
-    return [Finding(check="all-reduce", level="ok", group="links", text=text, facts=facts)]
+    return [Finding("all-reduce", "ok", text, facts=facts, group="links")]
 
 
 def _is_late(link: Link, typical_s: float, peers: Sequence[Link]) -> bool:
@@ -380,7 +380,7 @@ def _about_link(check: str, level: Level, where: str, text: str, fix: str, link:
         "bytes_per_s": link.bytes_per_s,
         "latency_s": link.latency_s,
     }
-    return Finding(check=check, level=level, group="links", where=where, text=text, fix=fix, facts=facts)
+    return Finding(check, level, text, fix, facts=facts, where=where, group="links")
 
 
 _MOST_NAMED = 6

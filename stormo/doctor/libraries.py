@@ -51,18 +51,18 @@ def check(
     """All versions, and which of them do not fit; what needs torch comes last, whose import may hang or crash."""
     there = packages()
     stormo = f"stormo {there['stormo'][0][0]}" if "stormo" in there else "stormo from a folder"
-    yield Finding(check="python", level="ok", text=f"Python {platform.python_version()}, {stormo}")
+    yield Finding("python", "ok", f"Python {platform.python_version()}, {stormo}")
     yield from _duplicates(there)
     yield from _pinned(there, pins())
     if not any(machine.program(name) for name in ("cc", "gcc", "clang")) and not machine.environ.get("CC"):
         text = "no C compiler: --compile and fused kernels cannot be built"
-        yield Finding(check="compiler", level="note", text=text, fix="install gcc, or load a module that has it")
+        yield Finding("compiler", "note", text, "install gcc, or load a module that has it")
     machine.tell("the import of torch")
     facts = machine.torch()
     yield from _paths(machine, facts)
     if "error" in facts:
         fix = "import torch by hand to see it all (python -c 'import torch'), and install it anew where it fails"
-        yield Finding(check="torch", level="error", text=str(facts["error"]), fix=fix)
+        yield Finding("torch", "error", str(facts["error"]), fix)
     else:
         yield from _torch(machine, facts)
 
@@ -75,16 +75,16 @@ def _torch(machine: Machine, facts: Mapping[str, Any]) -> Iterator[Finding]:
     text += f", NCCL {facts['nccl']}" if facts.get("nccl") else ""
     text += f", cuDNN {_cudnn(facts['cudnn'])}" if facts.get("cudnn") else ""
     shown = {name: facts.get(name) for name in ("torch", "cuda_of_torch", "nccl", "cudnn", "import_s", "path")}
-    yield Finding(check="torch", level="ok", text=text, facts=shown)
+    yield Finding("torch", "ok", text, facts=shown)
     if facts.get("import_s", 0.0) > 20.0:
         fix = "keep the Python environment on a local disk, or in one file (a container image, an archive)"
         text = f"importing torch took {facts['import_s']:.0f} s: so long every worker takes to start"
-        yield Finding(check="torch-import", level="warning", text=text, fix=fix)
+        yield Finding("torch-import", "warning", text, fix)
     for warning in facts.get("warnings") or ():
-        yield Finding(check="torch", level="note", text=f"it warns: {warning}")
+        yield Finding("torch", "note", f"it warns: {warning}")
     if facts.get("numpy_error"):
         fix = "install a numpy that this torch was built for: pip install --upgrade numpy torch"
-        yield Finding(check="numpy", level="error", text=f"torch cannot use numpy: {facts['numpy_error']}", fix=fix)
+        yield Finding("numpy", "error", f"torch cannot use numpy: {facts['numpy_error']}", fix)
     yield from _cuda(machine, facts)
 
 
@@ -97,28 +97,28 @@ def _cuda(machine: Machine, facts: Mapping[str, Any]) -> Iterator[Finding]:
             there = counted(num_cards, "NVIDIA GPU") if num_cards else f"NVIDIA driver {driver}"
             fix = "install a torch that is built for CUDA; pytorch.org lists the command for each release of CUDA"
             text = f"torch is built for CPUs alone, but this machine has {there}"
-            yield Finding(check="torch-cuda", level="error", text=text, fix=fix)
+            yield Finding("torch-cuda", "error", text, fix)
         return
     if newest is not None and _version(built)[:1] > _version(newest)[:1]:
         yield Finding(
-            check="torch-cuda",
-            level="error",
-            text=f"torch is built for CUDA {built}, but driver {driver} goes up to CUDA {newest}",
-            fix=f"update the driver, or install a torch for CUDA {_version(newest)[0]}",
+            "torch-cuda",
+            "error",
+            f"torch is built for CUDA {built}, but driver {driver} goes up to CUDA {newest}",
+            f"update the driver, or install a torch for CUDA {_version(newest)[0]}",
             facts={"cuda_of_torch": built, "cuda_of_driver": newest, "driver": driver},
         )
     elif newest is not None and _version(built) > _version(newest):
         text = f"torch is built for CUDA {built}, the driver for {newest}: fine within one major release, mostly"
-        yield Finding(check="torch-cuda", level="note", text=text, fix="update the driver where something fails")
+        yield Finding("torch-cuda", "note", text, "update the driver where something fails")
     if facts.get("num_gpus") and facts.get("cuda_error"):
         fix = "see dmesg and nvidia-smi; a GPU in a bad state is fixed by a reset or a reboot"
         text = f"torch cannot compute on the GPU: {facts['cuda_error']}"
-        yield Finding(check="torch-cuda", level="error", text=text, fix=fix)
+        yield Finding("torch-cuda", "error", text, fix)
     for capability in sorted(set(facts.get("capabilities") or ())):
         if not _runs_on(capability, facts.get("architectures") or ()):
             fix = "install a torch built for this GPU: an older release for an old GPU, the newest for a new one"
             text = f"this torch has no kernels for a GPU of compute capability {capability}"
-            yield Finding(check="torch-cuda", level="error", text=text, fix=fix)
+            yield Finding("torch-cuda", "error", text, fix)
 
 
 def _runs_on(capability: str, architectures: Iterable[str]) -> bool:
@@ -141,7 +141,7 @@ def _duplicates(there: Packages) -> Iterator[Finding]:
         if len({place for _, place in places}) > 1:
             listed = " and ".join(f"{version} in {place}" for version, place in places)
             fix = "remove all but one; the second is often in ~/.local, which PYTHONNOUSERSITE=1 leaves out"
-            yield Finding(check=f"two-{name}", level="warning", text=f"{name} is there twice: {listed}", fix=fix)
+            yield Finding(f"two-{name}", "warning", f"{name} is there twice: {listed}", fix)
 
 
 def _pinned(there: Packages, pins: Iterable[str]) -> Iterator[Finding]:
@@ -159,11 +159,11 @@ def _pinned(there: Packages, pins: Iterable[str]) -> Iterator[Finding]:
     for name, (has, wants) in wrong.items():
         fix = f"install the one that torch was tested with: pip install '{name}=={wants}'"
         text = f"{name} {has} is installed, but torch wants {wants}"
-        yield Finding(check="torch-pins", level="warning", text=text, fix=fix, facts={"package": name})
+        yield Finding("torch-pins", "warning", text, fix, facts={"package": name})
     num_there = sum(name in there for name in wanted)
     if num_there and not wrong:
         text = f"{counted(num_there, 'package')} that torch wants in one version fit"
-        yield Finding(check="torch-pins", level="ok", text=text)
+        yield Finding("torch-pins", "ok", text)
 
 
 def _paths(machine: Machine, facts: Mapping[str, Any]) -> Iterator[Finding]:
@@ -173,17 +173,17 @@ def _paths(machine: Machine, facts: Mapping[str, Any]) -> Iterator[Finding]:
     for name, path in loaded.items():
         text = f"torch uses {name} of {path}, not the one that it came with"
         fix = "unload the module that brings it, or take its folder out of LD_LIBRARY_PATH, unless it is meant"
-        yield Finding(check="library-path", level="warning", text=text, fix=fix)
+        yield Finding("library-path", "warning", text, fix)
     for folder in filter(None, machine.environ.get("LD_LIBRARY_PATH", "").split(":")):
         names = sorted({path.name.partition(".so")[0] for kind in _IN_THE_WAY for path in Path(folder).glob(kind)})
         names = [name for name in names if name not in loaded]
         if names:
             text = f"LD_LIBRARY_PATH has {', '.join(names)} in {folder}, which go before torch's own"
             fix = "unload the module that sets it, or unset LD_LIBRARY_PATH, unless it is meant"
-            yield Finding(check="library-path", level="warning", text=text, fix=fix)
+            yield Finding("library-path", "warning", text, fix)
     if machine.environ.get("LD_PRELOAD"):
         text = f"LD_PRELOAD={machine.environ['LD_PRELOAD']} is loaded into every process"
-        yield Finding(check="library-path", level="note", text=text)
+        yield Finding("library-path", "note", text)
 
 
 def _cudnn(number: int) -> str:
@@ -208,27 +208,27 @@ def check_backends(machine: Machine) -> Iterator[Finding]:
     """One finding a backend."""
     facts = machine.torch()
     if "error" in facts:
-        yield Finding(check="backends", level="note", text="not tried: torch cannot be imported")
+        yield Finding("backends", "note", "not tried: torch cannot be imported")
         return
     has = facts["backends"]
     if facts["gloo_error"] or not has["gloo"]:
         why = facts["gloo_error"] or "this torch is built without it"
         fix = _GLOO_FIX if has["gloo"] else "install a torch that has it: all of pytorch.org's do"
-        yield Finding(check="gloo", level="error", text=f"Gloo does not work: {why}", fix=fix)
+        yield Finding("gloo", "error", f"Gloo does not work: {why}", fix)
     else:
-        yield Finding(check="gloo", level="ok", text="Gloo works: a group of one process on the loopback address sums")
+        yield Finding("gloo", "ok", "Gloo works: a group of one process on the loopback address sums")
     if facts["nccl_error"]:
         text = f"NCCL does not work: {facts['nccl_error']}"
-        yield Finding(check="nccl", level="error", text=text, fix=_NCCL_FIX)
+        yield Finding("nccl", "error", text, _NCCL_FIX)
     elif facts["has_tried_nccl"]:
-        yield Finding(check="nccl", level="ok", text=f"NCCL {facts.get('nccl')} works: one process sums on a GPU")
+        yield Finding("nccl", "ok", f"NCCL {facts.get('nccl')} works: one process sums on a GPU")
     elif has["nccl"]:
-        yield Finding(check="nccl", level="note", text="NCCL is there, but no GPU that it could use")
+        yield Finding("nccl", "note", "NCCL is there, but no GPU that it could use")
     elif facts["num_gpus"]:
         fix = "install a torch that has it: all of pytorch.org's for Linux and CUDA do"
-        yield Finding(check="nccl", level="error", text="GPUs, but a torch that is built without NCCL", fix=fix)
+        yield Finding("nccl", "error", "GPUs, but a torch that is built without NCCL", fix)
     else:
-        yield Finding(check="nccl", level="ok", text="no NCCL, and no GPU that needs it")
+        yield Finding("nccl", "ok", "no NCCL, and no GPU that needs it")
 
 
 _WATCHED = ("libnccl", "libcudnn.", "libcudart", "libcublas.")

@@ -118,16 +118,16 @@ def _open_files(machine: Machine) -> Iterator[Finding]:
         fix = fix or "an administrator raises nofile in /etc/security/limits.conf (Slurm: LimitNOFILE of slurmd)"
         level: Level = "warning" if _less(soft, 1024) else "note"
         text = f"{soft} open files a process ({can} on demand): loaders with many workers need more"
-        yield Finding(check="open-files", level=level, text=text, fix=fix, facts=facts)
+        yield Finding("open-files", level, text, fix, facts=facts)
     else:
-        yield Finding(check="open-files", level="ok", text=f"{_shown(soft)} open files a process", facts=facts)
+        yield Finding("open-files", "ok", f"{_shown(soft)} open files a process", facts=facts)
 
 
 def _locked_memory(machine: Machine) -> Iterator[Finding]:
     soft, _ = machine.limit(resource.RLIMIT_MEMLOCK)
     facts = {"locked_bytes": _finite(soft)}
     if soft == resource.RLIM_INFINITY:
-        yield Finding(check="locked-memory", level="ok", text="no limit on locked memory", facts=facts)
+        yield Finding("locked-memory", "ok", "no limit on locked memory", facts=facts)
         return
     text = f"{format_bytes(soft)} of locked memory"
     if any(machine.root.glob("sys/class/infiniband/*")):
@@ -135,10 +135,10 @@ def _locked_memory(machine: Machine) -> Iterator[Finding]:
             "ulimit -l unlimited; an administrator sets memlock unlimited in limits.conf (Slurm: LimitMEMLOCK=infinity)"
         )
         text += ": RDMA over InfiniBand registers far more, and NCCL fails without it"
-        yield Finding(check="locked-memory", level="error", text=text, fix=fix, facts=facts)
+        yield Finding("locked-memory", "error", text, fix, facts=facts)
     else:
         text += ": enough without InfiniBand"
-        yield Finding(check="locked-memory", level="ok", text=text, facts=facts)
+        yield Finding("locked-memory", "ok", text, facts=facts)
 
 
 def _processes(machine: Machine) -> Iterator[Finding]:
@@ -148,10 +148,10 @@ def _processes(machine: Machine) -> Iterator[Finding]:
     if least is not None and least < _ENOUGH_PROCESSES:
         fix = "ulimit -u, or the pids limit of the container (docker: --pids-limit), must be raised"
         text = f"{least} processes and threads: workers, loaders and their threads may not fit"
-        yield Finding(check="processes", level="warning", text=text, fix=fix, facts={"processes": least})
+        yield Finding("processes", "warning", text, fix, facts={"processes": least})
     else:
         text = f"{'any number of' if least is None else least} processes and threads"
-        yield Finding(check="processes", level="ok", text=text, facts={"processes": least})
+        yield Finding("processes", "ok", text, facts={"processes": least})
 
 
 def _address_space(machine: Machine) -> Iterator[Finding]:
@@ -163,11 +163,11 @@ def _address_space(machine: Machine) -> Iterator[Finding]:
         if soft != resource.RLIM_INFINITY:
             flag = "-v" if limit == resource.RLIMIT_AS else "-f"
             text, fix = f"limited to {format_bytes(soft)}: {why}", f"ulimit {flag} unlimited before the command"
-            yield Finding(check=name, level="warning", text=text, fix=fix, facts={"limit_bytes": soft})
+            yield Finding(name, "warning", text, fix, facts={"limit_bytes": soft})
     if machine.number("proc/sys/vm/overcommit_memory") == 2:
         text = "the kernel hands out no more memory than it has (vm.overcommit_memory=2)"
         fix = "sysctl vm.overcommit_memory=0: CUDA and forked loaders ask for much that they never touch"
-        yield Finding(check="overcommit", level="warning", text=text, fix=fix)
+        yield Finding("overcommit", "warning", text, fix)
 
 
 def _shared_memory(machine: Machine) -> Iterator[Finding]:
@@ -175,22 +175,22 @@ def _shared_memory(machine: Machine) -> Iterator[Finding]:
         found = machine.statvfs(machine.root / "dev/shm")
     except OSError as error:
         text = f"/dev/shm cannot be used ({error.strerror}): loaders hand batches over in it"
-        yield Finding(check="shared-memory", level="error", text=text, fix="mount a tmpfs at /dev/shm")
+        yield Finding("shared-memory", "error", text, "mount a tmpfs at /dev/shm")
         return
     total, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
     facts = {"total_bytes": total, "free_bytes": free}
     if free < _ENOUGH_SHARED_BYTES:
         yield Finding(
-            check="shared-memory",
-            level="warning",
-            text=f"{format_bytes(free)} of {format_bytes(total)} free in /dev/shm: loaders hand batches over in it "
+            "shared-memory",
+            "warning",
+            f"{format_bytes(free)} of {format_bytes(total)} free in /dev/shm: loaders hand batches over in it "
             "until it is full",
-            fix="docker: --ipc=host or --shm-size=16g; Kubernetes: an emptyDir with medium Memory at /dev/shm; "
+            "docker: --ipc=host or --shm-size=16g; Kubernetes: an emptyDir with medium Memory at /dev/shm; "
             "else delete what is left there, or set --loader-workers 0",
             facts=facts,
         )
     else:
-        yield Finding(check="shared-memory", level="ok", text=f"{format_bytes(free)} free in /dev/shm", facts=facts)
+        yield Finding("shared-memory", "ok", f"{format_bytes(free)} free in /dev/shm", facts=facts)
 
 
 def _memory(machine: Machine) -> Iterator[Finding]:
@@ -203,19 +203,19 @@ def _memory(machine: Machine) -> Iterator[Finding]:
     if allowed is not None and allowed < total:
         text = f"this job may use {format_bytes(allowed)} of the machine's {format_bytes(total)}; "
         text += "beyond, the kernel kills it"
-        yield Finding(check="memory", level="note", text=text, facts=facts)
+        yield Finding("memory", "note", text, facts=facts)
     elif available < _LOW_MEMORY * total:
         fix = "end what uses it (top -o %MEM), or choose another machine"
         text = f"{format_bytes(available)} of {format_bytes(total)} memory available"
-        yield Finding(check="memory", level="warning", text=text, fix=fix, facts=facts)
+        yield Finding("memory", "warning", text, fix, facts=facts)
     else:
         text = f"{format_bytes(available)} of {format_bytes(total)} memory available"
-        yield Finding(check="memory", level="ok", text=text, facts=facts)
+        yield Finding("memory", "ok", text, facts=facts)
     swap, free = known.get("SwapTotal", 0), known.get("SwapFree", 0)
     if swap and free < swap / 2:
         fix = "find what is too large for the memory: a worker that swaps keeps all others waiting"
         text = f"{format_bytes(swap - free)} of {format_bytes(swap)} swap is in use"
-        yield Finding(check="swap", level="warning", text=text, fix=fix, facts={"swap_used_bytes": swap - free})
+        yield Finding("swap", "warning", text, fix, facts={"swap_used_bytes": swap - free})
 
 
 def _cores(machine: Machine) -> Iterator[Finding]:
@@ -227,17 +227,17 @@ def _cores(machine: Machine) -> Iterator[Finding]:
     if quota is not None and quota < cores:
         fix = f"set OMP_NUM_THREADS={max(int(quota), 1)}: more threads are stopped for part of every tenth of a second"
         text += f", but a quota of {quota:g}"
-        yield Finding(check="cores", level="warning", text=text, fix=fix, facts=facts)
+        yield Finding("cores", "warning", text, fix, facts=facts)
     elif threads.isdecimal() and int(threads) > cores:
         fix = f"set OMP_NUM_THREADS to {cores} at most, or unset it: stormo divides the cores among its workers"
         text += f", but OMP_NUM_THREADS={threads}"
-        yield Finding(check="cores", level="warning", text=text, fix=fix, facts=facts)
+        yield Finding("cores", "warning", text, fix, facts=facts)
     elif cores == 1 and all_cores > 4:
         fix = "ask the scheduler for more (Slurm: --cpus-per-task): loaders need cores beside the workers"
-        yield Finding(check="cores", level="warning", text=text, fix=fix, facts=facts)
+        yield Finding("cores", "warning", text, fix, facts=facts)
     else:
         text += f", OMP_NUM_THREADS={threads}" if threads else ""
-        yield Finding(check="cores", level="ok", text=text, facts=facts)
+        yield Finding("cores", "ok", text, facts=facts)
 
 
 def _cgroup_number(machine: Machine, name: str, name_v1: str) -> int | None:
@@ -337,11 +337,11 @@ def _examine_folder(machine: Machine, name: str, asked: Path) -> Iterator[Findin
         folder = existing(asked.expanduser().absolute())
     except RuntimeError:
         text, fix = f"{asked}: this user has no home folder", "set STORMO_DATA to a folder for data"
-        yield Finding(check=check, level="warning", text=text, fix=fix)
+        yield Finding(check, "warning", text, fix)
         return
     if (in_the_way := obstacle(asked.expanduser().absolute())) is not None:
         text = f"{asked} cannot be made: {in_the_way} is no folder"
-        yield Finding(check=check, level="error", text=text, fix="choose another folder, or move that away")
+        yield Finding(check, "error", text, "choose another folder, or move that away")
         return
     kind, is_readonly = _mount_of(machine, folder)
     room = machine.statvfs(folder)
@@ -377,7 +377,7 @@ def _examine_folder(machine: Machine, name: str, asked: Path) -> Iterator[Findin
 
 def _judge_speed(check: str, what: str, speed: Speed | None, facts: dict[str, Fact]) -> Iterator[Finding]:
     if speed is None:
-        yield Finding(check=check, level="note", text=f"{what}: too little room to measure its speed", facts=facts)
+        yield Finding(check, "note", f"{what}: too little room to measure its speed", facts=facts)
         return
     facts |= {
         "write_bytes_per_s": speed.write_bytes_per_s,
@@ -392,12 +392,12 @@ def _judge_speed(check: str, what: str, speed: Speed | None, facts: dict[str, Fa
         )
         fix += "faster file system with --runs-folder"
         text += f"; a checkpoint of 1 GB takes {1e9 / speed.write_bytes_per_s:.0f} s"
-        yield Finding(check=check, level="warning", text=text, fix=fix, facts=facts)
+        yield Finding(check, "warning", text, fix, facts=facts)
     elif check == "storage-data" and speed.small_s > _SLOW_SMALL_S:
         fix = "keep data in few large files, or copy them to a local disk first (STORMO_DATA, --task.data-folder)"
-        yield Finding(check=check, level="warning", text=text, fix=fix, facts=facts)
+        yield Finding(check, "warning", text, fix, facts=facts)
     else:
-        yield Finding(check=check, level="ok", text=text, facts=facts)
+        yield Finding(check, "ok", text, facts=facts)
 
 
 def _room(
@@ -411,28 +411,28 @@ def _room(
     if free < _LOW_BYTES:
         fix = "make room, or choose another folder: --runs-folder, STORMO_DATA, TMPDIR"
         text = f"{what}: {format_bytes(free)} free, less than a few checkpoints of a large model take"
-        yield Finding(check=check, level="warning", text=text, fix=fix, facts=facts)
+        yield Finding(check, "warning", text, fix, facts=facts)
     if room.f_files and room.f_favail < max(0.01 * room.f_files, 1000):
         fix = "delete small files nobody needs: there can be no more files, however much space is left"
         text = f"{what}: {room.f_favail} of {room.f_files} files left"
-        yield Finding(check=check, level="warning", text=text, fix=fix, facts=facts)
+        yield Finding(check, "warning", text, fix, facts=facts)
     if name == "runs" and facts["file_system"] in ("tmpfs", "ramfs"):
         fix = "choose a folder on a disk with --runs-folder"
         text = f"{what}: kept in memory, and gone after the next reboot"
-        yield Finding(check=check, level="warning", text=text, fix=fix, facts=facts)
+        yield Finding(check, "warning", text, fix, facts=facts)
 
 
 def _temporary(folder: Path, room: os.statvfs_result, named: str | None) -> Iterator[Finding]:
     if named and not os.access(named, os.W_OK | os.X_OK):
         text = f"TMPDIR={named} is no folder that can be written: temporary files go to {folder} instead"
-        yield Finding(check="storage-temp", level="warning", text=text, fix="make that folder, or unset TMPDIR")
+        yield Finding("storage-temp", "warning", text, "make that folder, or unset TMPDIR")
     if room.f_flag & os.ST_NOEXEC:
         fix = "set TMPDIR, TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR to folders from which programs may run"
         text = f"{folder} is mounted noexec: compiled kernels kept there cannot be loaded"
-        yield Finding(check="storage-temp", level="warning", text=text, fix=fix)
+        yield Finding("storage-temp", "warning", text, fix)
     if len(str(folder)) > _LONGEST_SOCKET_PATH:
         text = f"{folder} is a long path: sockets of loader processes may not fit into the 107 characters they have"
-        yield Finding(check="storage-temp", level="warning", text=text, fix="set TMPDIR to a shorter one, such as /tmp")
+        yield Finding("storage-temp", "warning", text, "set TMPDIR to a shorter one, such as /tmp")
 
 
 def _not_writable(
@@ -446,9 +446,9 @@ def _not_writable(
 ) -> Finding:
     why = "mounted read-only" if is_readonly else f"cannot be written ({error.strerror})"
     if name == "data":
-        return Finding(check=check, level="note", text=f"{what}: {why}; fine where the data are there", facts=facts)
+        return Finding(check, "note", f"{what}: {why}; fine where the data are there", facts=facts)
     flag = {"runs": "choose another folder with --runs-folder", "temp": "set TMPDIR to a folder that can be written"}
-    return Finding(check=check, level="error", text=f"{what}: {why}", fix=flag[name], facts=facts)
+    return Finding(check, "error", f"{what}: {why}", flag[name], facts=facts)
 
 
 def _mount_of(machine: Machine, folder: Path) -> tuple[str, bool]:

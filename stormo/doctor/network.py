@@ -94,24 +94,24 @@ def _speeds(machine: Machine, cards: list[_Card]) -> Iterator[Finding]:
     real = [card for card in others if not card.is_virtual or card.name == default] or others
     if not any(card.name == "lo" and card.is_up for card in cards):
         fix = "bring it up: ip link set lo up; workers of one node meet there"
-        yield Finding(check="loopback", level="error", text="the interface lo is not up", fix=fix)
+        yield Finding("loopback", "error", "the interface lo is not up", fix)
     if not real:
-        yield Finding(check="network-card", level="note", text="no network card is up: jobs of one node alone")
+        yield Finding("network-card", "note", "no network card is up: jobs of one node alone")
     for card in real:
         speed = "speed not told" if card.speed_mbit is None else f"{card.speed_mbit / 1000:g} Gbit/s"
         text = f"{card.name}: {speed}, MTU {card.mtu}" + (", default route" if card.name == default else "")
         facts = {"card": card.name, "speed_mbit_per_s": card.speed_mbit, "mtu": card.mtu}
         if card.mtu is not None and card.mtu < _SMALLEST_MTU:
             fix = f"raise it: ip link set {card.name} mtu 1500"
-            yield Finding(check="network-card", level="warning", text=f"{text}: too small", fix=fix, facts=facts)
+            yield Finding("network-card", "warning", f"{text}: too small", fix, facts=facts)
         elif card.speed_mbit is not None and card.speed_mbit < _SLOW_MBIT:
             text += f": at most {card.speed_mbit / 8:.0f} MB/s of gradients between nodes"
-            yield Finding(check="network-card", level="note", text=text, facts=facts)
+            yield Finding("network-card", "note", text, facts=facts)
         elif card.speed_mbit is not None and card.speed_mbit >= _JUMBO_FROM_MBIT and (card.mtu or 9000) < 9000:
             fix = "where switches allow it, an MTU of 9000 costs the processors less; the same on all nodes"
-            yield Finding(check="network-card", level="note", text=text, fix=fix, facts=facts)
+            yield Finding("network-card", "note", text, fix, facts=facts)
         else:
-            yield Finding(check="network-card", level="ok", text=text, facts=facts)
+            yield Finding("network-card", "ok", text, facts=facts)
 
 
 def _default_card(machine: Machine) -> str | None:
@@ -159,19 +159,19 @@ def _infiniband(machine: Machine, ports: list[_Port]) -> Iterator[Finding]:
             text = f"{port.name}: {port.state or 'no state'} ({port.physical or 'physical state not told'})"
             fix = "see to its cable, its switch and the subnet manager (ibstat, ibdiagnet)"
             level: Level = "note" if active else "warning"  # of many ports some are often left without a cable
-            yield Finding(check="infiniband", level=level, text=text, fix=fix, facts=facts)
+            yield Finding("infiniband", level, text, fix, facts=facts)
         elif port.gbit < best:
             text = f"{port.name}: {port.rate}, but another port of this node has {best:g} Gbit/s"
             fix = "look at its cable: a link that trained with fewer lanes slows every exchange"
-            yield Finding(check="infiniband", level="warning", text=text, fix=fix, facts=facts)
+            yield Finding("infiniband", "warning", text, fix, facts=facts)
         else:
-            yield Finding(check="infiniband", level="ok", text=f"{port.name}: {port.rate}, active", facts=facts)
+            yield Finding("infiniband", "ok", f"{port.name}: {port.rate}, active", facts=facts)
     if active and not list(machine.root.glob("dev/infiniband/uverbs*")):
         yield Finding(
-            check="infiniband",
-            level="warning",
-            text=f"{counted(len(active), 'active port')}, but no /dev/infiniband/uverbs*: NCCL falls back on TCP",
-            fix="load the module ib_uverbs; in a container give it /dev/infiniband (docker: --device /dev/infiniband)",
+            "infiniband",
+            "warning",
+            f"{counted(len(active), 'active port')}, but no /dev/infiniband/uverbs*: NCCL falls back on TCP",
+            "load the module ib_uverbs; in a container give it /dev/infiniband (docker: --device /dev/infiniband)",
         )
 
 
@@ -181,19 +181,19 @@ def _own_name(find: Callable[[str], list[str]], name: str) -> Iterator[Finding]:
     except StormoError:
         text = f"this host's own name, {name}, leads to no address"
         fix = f"enter it in DNS or in /etc/hosts, or give --master-addr a number instead of {name}"
-        yield Finding(check="host-name", level="warning", text=text, fix=fix, facts={"host": name})
+        yield Finding("host-name", "warning", text, fix, facts={"host": name})
         return
     facts = {"host": name, "addresses": " ".join(numbers)}
     if all(ipaddress.ip_address(number).is_loopback for number in numbers):
         yield Finding(
-            check="host-name",
-            level="warning",
-            text=f"this host's own name, {name}, leads to {numbers[0]}, where no other machine can come in",
-            fix=f"give {name} its outer address in /etc/hosts; until then name node 0 by its number (--master-addr)",
+            "host-name",
+            "warning",
+            f"this host's own name, {name}, leads to {numbers[0]}, where no other machine can come in",
+            f"give {name} its outer address in /etc/hosts; until then name node 0 by its number (--master-addr)",
             facts=facts,
         )
     else:
-        yield Finding(check="host-name", level="ok", text=f"{name} is {numbers[0]}", facts=facts)
+        yield Finding("host-name", "ok", f"{name} is {numbers[0]}", facts=facts)
 
 
 def _chosen_cards(machine: Machine, names: set[str]) -> Iterator[Finding]:
@@ -206,9 +206,9 @@ def _chosen_cards(machine: Machine, names: set[str]) -> Iterator[Finding]:
         if missing:
             text = f"{variable}={value} names {missing}, which is no network card of this machine"
             fix = f"unset {variable}, or name one of: {', '.join(sorted(names)) or 'none is there'}"
-            yield Finding(check="socket-card", level="error", text=text, fix=fix)
+            yield Finding("socket-card", "error", text, fix)
         else:
-            yield Finding(check="socket-card", level="ok", text=f"{variable}={value}")
+            yield Finding("socket-card", "ok", f"{variable}={value}")
 
 
 def _missing(value: str, names: set[str], *, is_nccl: bool) -> str:
@@ -230,19 +230,17 @@ def _variables(machine: Machine, *, has_infiniband: bool) -> Iterator[Finding]:
             continue
         is_idle = name == "NCCL_IB_DISABLE" and not has_infiniband
         fix = "" if is_idle else f"unset {name}, unless it works around a fault"
-        yield Finding(
-            check="variables", level="note" if is_idle else "warning", text=f"{name} is set: {effect}", fix=fix
-        )
+        yield Finding("variables", "note" if is_idle else "warning", f"{name} is set: {effect}", fix)
     chosen = [f"{name}={environ[name]}" for name in _CHOOSING if environ.get(name)]
     if chosen:
         text = f"NCCL's own choice is overruled: {', '.join(chosen)}"
-        yield Finding(check="variables", level="note", text=text, fix="unset what was not measured to be faster here")
+        yield Finding("variables", "note", text, "unset what was not measured to be faster here")
     if environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
         fix = "unset it for real runs"
         text = "TORCH_DISTRIBUTED_DEBUG=DETAIL: every collective is checked between all workers first, which is slow"
-        yield Finding(check="variables", level="warning", text=text, fix=fix)
+        yield Finding("variables", "warning", text, fix)
     if (machine.root / "etc/nccl.conf").is_file():
-        yield Finding(check="variables", level="note", text="/etc/nccl.conf sets variables of NCCL for all users")
+        yield Finding("variables", "note", "/etc/nccl.conf sets variables of NCCL for all users")
 
 
 def _firewall(machine: Machine) -> Iterator[Finding]:
@@ -253,7 +251,7 @@ def _firewall(machine: Machine) -> Iterator[Finding]:
     if found:
         fix = "let nodes of the cluster reach each other on all ports above 1023; stormo doctor --num-nodes tries them"
         text = f"a firewall is on ({', '.join(found)})"
-        yield Finding(check="firewall", level="note", text=text, fix=fix)
+        yield Finding("firewall", "note", text, fix)
 
 
 OUTCOMES = {

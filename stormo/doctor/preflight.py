@@ -256,7 +256,7 @@ def _hung_pairs(hung: HungError, names: Names, pairs: Sequence[tuple[int, int]])
 
 
 def _hung(check: str, where: str, text: str, fix: str) -> Finding:
-    return Finding(check=check, level="error", group="job", where=where, text=text, fix=fix)
+    return Finding(check, "error", text, fix, where=where, group="job")
 
 
 _ATTEMPTS = 3  # at what looks slow, before anybody is blamed
