@@ -17,7 +17,7 @@ from stormo.doctor.command import examine
 from stormo.doctor.finding import Finding, as_json, exit_code, show
 from stormo.doctor.judge import Names, sentence
 from stormo.doctor.measure import Measurements
-from stormo.doctor.preflight import Limits, Preflight, PreflightError, PreflightStoppedError, Watchdog, end_process
+from stormo.doctor.preflight import Limits, Preflight, PreflightError, PreflightStoppedError, end_process, watchdog
 from stormo.errors import EXIT_FAILURE, SettingError, StormoError, counted
 from stormo.launch import Lifeline, Patience, Place, alone, open_lifeline, run_node
 from stormo.launch.hosts import hosts_of, start_on_hosts
@@ -74,12 +74,12 @@ def gpus_within(limit_s: float) -> list[Gpu]:
         write_text(text, sys.stderr)
         os._exit(EXIT_FAILURE)
 
-    watch = Watchdog(limit_s, give_up)
+    watch = watchdog(limit_s, give_up)
     watch.start()
     try:
         return visible_gpus()
     finally:
-        watch.stop()
+        watch.cancel()
 
 
 def _parse(arguments: Sequence[str]) -> Asked:

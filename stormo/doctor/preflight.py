@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -47,6 +47,15 @@ if TYPE_CHECKING:
     from stormo.distributed.world import World
 
 
+_POLL_S = 0.005
+_GRACE_S = 2.0  # for workers that began a little later
+_VERDICT_S = 60.0  # for rank 0's decision, after the limit
+_ATTEMPTS = 3  # at what looks slow, before anybody is blamed
+_MOST_AGAIN = 4  # rounds of such pairs
+_MOST_FAILURES = 3  # that are named
+Pairs = Sequence[tuple[int, int]]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
     """How long each part may take; what goes well takes a fraction of it."""
@@ -75,13 +84,8 @@ class PreflightError(StormoError):
         super().__init__(f"preflight: {sentence(errors[0])}{more}.")
 
 
-_POLL_S = 0.005
-_GRACE_S = 2.0  # for workers that began a little later
-_VERDICT_S = 60.0  # for rank 0's word, after the limit
-
-
 class HungError(StormoError):
-    """A phase that some workers did not finish in time, or in which some failed; raised by the main one."""
+    """Some workers did not finish a phase in time, or failed in it; raised by rank 0."""
 
     def __init__(self, phase: str, limit_s: float, missing: Sequence[int], failures: dict[int, str]) -> None:
         super().__init__(f"{phase} did not end within {limit_s:g} s" if missing else f"{phase} failed")
@@ -89,63 +93,51 @@ class HungError(StormoError):
 
 
 class PreflightStoppedError(StormoError):
-    """Rank 0 has found trouble and ends the phases; raised by the others."""
+    """Rank 0 has found an error and ends the phases; raised by the others."""
 
 
 class Phases:
     """One worker's part of the phases.
 
     Args:
-        words: of this use alone; what others write into the store is refused.
+        words: of this use alone; what strangers write into the store is refused.
         on_hang: called in a thread of rank 0 when that one itself hangs; ends the process.
     """
 
     def __init__(self, words: Words, rank: int, size: int, on_hang: Callable[[HungError], None]) -> None:
-        self._words, self.rank, self.size = words, rank, size
+        self._words, self._rank, self._size = words, rank, size
         self._on_hang = on_hang
 
-    @property
-    def is_main(self) -> bool:
-        """Whether this worker learns what all have found."""
-        return self.rank == 0
-
     def run(
-        self,
-        phase: str,
-        part: Callable[[], Any],
-        limit_s: float,
-        *,
-        decide: Callable[[list[Any]], Any] | None = None,
-    ) -> tuple[list[Any] | None, Any]:
-        """Do this worker's part; return all workers' JSON-able values on the main one, and what it decides on all."""
+        self, phase: str, part: Callable[[], Any], limit_s: float, decide: Callable[[list[Any]], Any] | None = None
+    ) -> Any:
+        """Do this worker's part; returns on all workers what rank 0 decides from the values of all of them."""
         began = time.monotonic()
-        watch = Watchdog(limit_s + _GRACE_S, lambda: self._on_hang(self._trouble(phase, limit_s)))
+        watch = watchdog(limit_s + _GRACE_S, lambda: self._on_hang(self._hang(phase, limit_s, self._answers(phase))))
         try:
-            if self.is_main:
+            if self._rank == 0:
                 watch.start()
             answer = {"value": part()}
         except Exception as error:
             answer = {"failure": _in_words(error)}
         finally:
-            watch.stop()
-        self._words.say(f"{phase}/{self.rank}", answer)
+            watch.cancel()
+        self._words.say(f"{phase}/{self._rank}", answer)
         self._words.count(f"{phase}/count")
-        if not self.is_main:
-            return None, self._told(phase, limit_s)
-        while self._words.count(f"{phase}/count", 0) < self.size:
-            if time.monotonic() - began > limit_s + _GRACE_S:
-                break
+        if self._rank:
+            return self._verdict(phase, limit_s)
+        while self._words.count(f"{phase}/count", 0) < self._size and time.monotonic() - began <= limit_s + _GRACE_S:
             time.sleep(_POLL_S)
-        trouble = self._trouble(phase, limit_s)
-        if trouble.missing or trouble.failures:
-            raise trouble
-        values = [answer["value"] for answer in self._answers(phase, range(self.size))]
-        decided = decide(values) if decide else None
+        answers = self._answers(phase)
+        hung = self._hang(phase, limit_s, answers)
+        if hung.missing or hung.failures:
+            raise hung
+        decided = decide([answer["value"] for answer in answers.values()]) if decide else None
         self._words.say(f"{phase}/verdict", {"decided": decided})
-        return values, decided
+        return decided
 
     def share(self, name: str, value: Any) -> None:
-        """Let those workers know something that ask for it."""
+        """Tell the workers that ask for it."""
         self._words.say(f"shared/{name}", value)
 
     def shared(self, name: str) -> Any:
@@ -153,50 +145,37 @@ class Phases:
         return self._words.wait(f"shared/{name}", timedelta(seconds=_VERDICT_S))
 
     def stop(self, phase: str, sentence: str) -> None:
-        """Say, on rank 0, that there is nothing more to be done after a phase that it did not end."""
+        """End the phases on all workers; rank 0 says so instead of a decision."""
         self._words.say(f"{phase}/verdict", {"stop": sentence})
 
-    def _told(self, phase: str, limit_s: float) -> Any:
+    def _verdict(self, phase: str, limit_s: float) -> Any:
         verdict = self._words.wait(f"{phase}/verdict", timedelta(seconds=limit_s + _VERDICT_S))
         if "stop" in verdict:
             raise PreflightStoppedError(verdict["stop"])
         return verdict["decided"]
 
-    def _answers(self, phase: str, ranks: Sequence[int]) -> list[dict[str, Any]]:
-        names = [f"{phase}/{rank}" for rank in ranks]
-        return self._words.wait_all(names, timedelta(seconds=_VERDICT_S)) if names else []
+    def _answers(self, phase: str) -> dict[int, dict[str, Any]]:
+        """What has been answered so far, by rank."""
+        names = {rank: f"{phase}/{rank}" for rank in range(self._size)}
+        if not self._words.has(list(names.values())):
+            names = {rank: name for rank, name in names.items() if self._words.has([name])}
+        found = self._words.wait_all(list(names.values()), timedelta(seconds=_VERDICT_S)) if names else []
+        return dict(zip(names, found, strict=True))
 
-    def _trouble(self, phase: str, limit_s: float) -> HungError:
-        came: Sequence[int] = range(self.size)
-        if not self._words.has([f"{phase}/{rank}" for rank in came]):
-            came = [rank for rank in came if self._words.has([f"{phase}/{rank}"])]
-        answers = dict(zip(came, self._answers(phase, came), strict=True))
+    def _hang(self, phase: str, limit_s: float, answers: Mapping[int, Mapping[str, Any]]) -> HungError:
         failures = {rank: answer["failure"] for rank, answer in answers.items() if "failure" in answer}
-        return HungError(phase, limit_s, sorted(set(range(self.size)) - set(came)), failures)
+        return HungError(phase, limit_s, [rank for rank in range(self._size) if rank not in answers], failures)
 
 
-class Watchdog:
-    """Calls something unless it is stopped in time."""
-
-    def __init__(self, limit_s: float, call: Callable[[], None]) -> None:
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._wait, args=(limit_s, call), name="stormo-watch", daemon=True)
-
-    def start(self) -> None:
-        """From now on it is waited."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """What was to be done in time is done."""
-        self._stopped.set()
-
-    def _wait(self, limit_s: float, call: Callable[[], None]) -> None:
-        if not self._stopped.wait(limit_s):
-            call()
+def watchdog(limit_s: float, call: Callable[[], None]) -> threading.Timer:
+    """Calls something unless it is cancelled in time; to be started."""
+    timer = threading.Timer(limit_s, call)
+    timer.daemon = True
+    return timer
 
 
 def end_process(error: StormoError, lifeline: Lifeline) -> None:
-    """Tell everybody and end, whatever the main thread waits for."""
+    """Report the error to all workers and end this process, whatever its main thread waits for."""
     if lifeline.shows_failures:
         lifeline.report_failure(error, secondary=False)
     else:
@@ -211,7 +190,6 @@ def _in_words(error: Exception) -> str:
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
-_MOST_FAILURES = 3
 _LOOK = "look at that machine: its kernel log (dmesg), its load, and nvidia-smi, which should answer at once"
 _TEXTS = {
     "arrival": ("did not come", "check that every worker was started and can reach rank 0, or raise --timeout"),
@@ -259,11 +237,6 @@ def _hung(check: str, where: str, text: str, fix: str) -> Finding:
     return Finding(check, "error", text, fix, where=where, group="job")
 
 
-_ATTEMPTS = 3  # at what looks slow, before anybody is blamed
-_MOST_AGAIN = 4  # rounds of such pairs
-Pairs = Sequence[tuple[int, int]]
-
-
 def _around(timer: LinkTimer, ranks: list[int]) -> tuple[float, float] | None:
     return timer.around(ranks) if len(ranks) > 1 else None
 
@@ -274,9 +247,9 @@ class Preflight:
     Args:
         store: where the workers meet; None for a single one.
         backend: "gloo" or "nccl".
-        runs_folder: whose space is looked at, and whether all nodes see it; None to leave it alone.
+        runs_folder: checked for space, and whether all nodes see it; None: not checked.
         needs_shared_folder: whether every worker writes there.
-        on_hang: called with the trouble when rank 0 itself hangs; ends the process.
+        on_hang: called with the error when rank 0 itself hangs; ends the process.
     """
 
     def __init__(
@@ -311,7 +284,7 @@ class Preflight:
 
     @property
     def names(self) -> Names:
-        """The words for nodes and workers, as far as they have come."""
+        """The names of the nodes and workers that have come so far."""
         return Names(self.measured.workers)
 
     def findings(self) -> list[Finding]:
@@ -319,17 +292,17 @@ class Preflight:
         return judge(self.measured)
 
     def gather(self, phase: str, part: Callable[[], Any], limit_s: float) -> list[Any]:
-        """Whatever else all workers are to find out, on the main one; empty on the others."""
+        """Run a phase of the caller's; returns the values of all workers on rank 0, and nothing on the others."""
         found: list[Any] = []
         self._run(phase, part, limit_s, found.extend)
         return found
 
     def decide(self, choose: Callable[[], Any]) -> Any:
-        """What rank 0 chooses, on all."""
+        """Returns what rank 0 chooses, on all workers."""
         return self._run("decision", lambda: None, self._limits.exchange_s, lambda _: choose())
 
     def conclude(self) -> None:
-        """Raise what is wrong, on all workers."""
+        """Raise the first error, on all workers."""
         self._run("verdict", lambda: None, self._limits.exchange_s, is_verdict=True)
 
     def connect(self) -> None:
@@ -343,7 +316,7 @@ class Preflight:
                 self._greeter.close()
 
     def join(self, make: Callable[[], World]) -> World:
-        """Make the world, which is a phase like any other."""
+        """Join the process group, as a phase with its limit."""
         made: list[World] = []
         self._run("joining", lambda: made.append(make()), self._limits.joining_s)
         return made[0]
@@ -373,12 +346,12 @@ class Preflight:
         give_back(device)
 
     def _exchange_all(self, timer: LinkTimer, schedule: Sequence[Pairs], began: float) -> list[Pairs]:
-        """Rounds of pairs while there is time; those that are to meet again, since they were slow."""
+        """Run rounds of pairs while there is time; returns the pairs that were slow, to be measured again."""
         told: dict[str, Any] = {}
         for pairs in schedule:
             self._played.append(pairs)
             told = self._exchange(timer, pairs, began)
-            if not told["goes_on"]:
+            if not told["has_time"]:
                 break
         return [[(a, b) for a, b in pairs] for pairs in told.get("again", [])]
 
@@ -409,8 +382,8 @@ class Preflight:
         return [asdict(attempt) for attempt in self._greeter.try_all(workers, self._limits.reach_s)]
 
     def _offer_token(self) -> None:
-        """Write, on rank 0, what the other nodes then look for."""
-        if self._runs_folder is None or not self._phases.is_main:
+        """Rank 0 writes a file that the other nodes then look for."""
+        if self._runs_folder is None or not self._place.is_main:
             return
         free, why = None, ""
         try:
@@ -434,7 +407,7 @@ class Preflight:
         return asdict(found)
 
     def _peer(self, pairs: Pairs) -> int | None:
-        """The worker on the other node of this one's pair that stands where this one does; None where there is none."""
+        """The worker of the same local position on the paired node; None where there is none."""
         node = self._place.node_id
         for pair in pairs:
             if node in pair:
@@ -448,7 +421,7 @@ class Preflight:
             self._ranks[node] = self._phases.shared(f"ranks/{node}")
         return self._ranks[node]
 
-    # --- what rank 0 makes of it ------------------------------------------------------------------------
+    # --- what rank 0 makes of it -----------------------------------------------------------------------------------
 
     def _take_workers(self, values: list[Any]) -> None:
         workers = [WorkerInfo(**value) for value in values]
@@ -474,7 +447,7 @@ class Preflight:
         links = best_of([*self.measured.between, *round_links(pairs, values, self.names)])
         self.measured = replace(self.measured, between=links)
         again = disjoint((link.a, link.b) for link in doubtful(links))
-        return {"goes_on": time.monotonic() - began < self._limits.all_rounds_s, "again": again[:_MOST_AGAIN]}
+        return {"has_time": time.monotonic() - began < self._limits.all_rounds_s, "again": again[:_MOST_AGAIN]}
 
     def _take_overall(self, values: list[Any]) -> None:
         latency_s, rate = values[0]
@@ -492,7 +465,7 @@ class Preflight:
         *,
         is_verdict: bool = False,
     ) -> Any:
-        """Go through a phase; one that hangs ends all workers, and so does an error at a verdict."""
+        """Run a phase on all workers; a hang ends all of them, and so does an error at a verdict."""
 
         def decide(values: list[Any]) -> Any:
             decided = take(values) if take else None
@@ -503,19 +476,19 @@ class Preflight:
 
         limit_s = min(limit_s, max(self._deadline - time.monotonic(), 1.0))
         try:
-            return self._phases.run(phase, part, limit_s, decide=decide)[1]
+            return self._phases.run(phase, part, limit_s, decide)
         except HungError as hung:
-            trouble = self._trouble(hung)
-            self._phases.stop(phase, str(trouble))
-            raise trouble from None
-        except PreflightError as trouble:
-            self._phases.stop(phase, str(trouble))
+            error = self._error_of(hung)
+            self._phases.stop(phase, str(error))
+            raise error from None
+        except PreflightError as error:
+            self._phases.stop(phase, str(error))
             raise
 
     def _hang(self, hung: HungError) -> None:
         self._take_token_back()
-        self._on_hang(self._trouble(hung))
+        self._on_hang(self._error_of(hung))
 
-    def _trouble(self, hung: HungError) -> PreflightError:
+    def _error_of(self, hung: HungError) -> PreflightError:
         findings = [*describe_hang(hung, self.names, self._played), *self.findings()]
         return PreflightError(findings, is_hang=bool(hung.missing))
