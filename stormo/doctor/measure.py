@@ -9,9 +9,7 @@ import contextlib
 import errno
 import hashlib
 import math
-import os
 import platform
-import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterable
@@ -19,8 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
+
 from stormo.doctor.machine import existing, obstacle
-from stormo.system.hardware import num_cores
 from stormo.version import __version__
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ class WorkerInfo:
 
     @property
     def leads_node(self) -> bool:
-        """Whether it stands for its node."""
+        """Whether it is the first of its node."""
         return self.local_rank == 0
 
 
@@ -51,9 +50,8 @@ class Attempt:
 
     node: int
     to: int
-    outcome: str  # "ok", or a key of `reach.OUTCOMES`
+    outcome: str  # "ok", or a key of `network.OUTCOMES`
     detail: str = ""  # what the system said
-    connect_s: float = 0.0
     clock_ahead_s: float | None = None  # of the other node's clock
     clock_error_s: float = 0.0
 
@@ -72,10 +70,7 @@ class Device:
     copy_in_bytes_per_s: float = 0.0
     copy_out_bytes_per_s: float = 0.0
     free_bytes: int = 0
-    total_bytes: int = 0
-    num_cores: int = 0
     num_threads: int = 0
-    load_1: float = 0.0
     versions: dict[str, str] = field(default_factory=dict)
     sees_runs_folder: bool | None = None  # None where it was not asked
 
@@ -122,7 +117,7 @@ _SEEN_WITHIN_S = 2.0  # for a network file system to show a file that another no
 
 
 def measure_device(device: torch.device, rank: int, budget_s: float) -> Device:
-    """The device: right results, its speed, its memory; the host: cores, load, versions."""
+    """Right results, speed and free memory of the device; versions of the host."""
     import torch
 
     try:
@@ -131,7 +126,6 @@ def measure_device(device: torch.device, rank: int, budget_s: float) -> Device:
         copy_in, copy_out = _copies(device)
     finally:
         give_back(device)
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device) if device.type == "cuda" else _host_memory()
     return Device(
         rank=rank,
         name=torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
@@ -142,17 +136,14 @@ def measure_device(device: torch.device, rank: int, budget_s: float) -> Device:
         digest=digest,
         copy_in_bytes_per_s=copy_in,
         copy_out_bytes_per_s=copy_out,
-        free_bytes=free_bytes,
-        total_bytes=total_bytes,
-        num_cores=num_cores(),
+        free_bytes=torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available,
         num_threads=torch.get_num_threads(),
-        load_1=os.getloadavg()[0],
         versions=_versions(device),
     )
 
 
 def give_back(device: torch.device) -> None:
-    """Leave no memory of the device behind, so that a run finds it as without this."""
+    """Free all memory of the device, so that a run finds it as without these measurements."""
     if device.type == "cuda":
         import torch
 
@@ -236,13 +227,6 @@ def _half(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
 
 
-def _host_memory() -> tuple[int, int]:
-    import psutil
-
-    memory = psutil.virtual_memory()
-    return memory.available, memory.total
-
-
 def _processor() -> str:
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -278,11 +262,6 @@ def is_seen(path: Path) -> bool:
             return False
         time.sleep(0.1)
     return True
-
-
-def free_bytes(path: Path) -> int:
-    """Free space of the file system that a path lies on."""
-    return shutil.disk_usage(path).free
 
 
 _FIRST_BYTES, _GROWTH = 64 * 1024, 8

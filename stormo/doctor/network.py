@@ -295,7 +295,7 @@ def own_address(place: Place, environ: Mapping[str, str] | None = None) -> str:
 
 
 def require_meeting_point(place: Place, limit_s: float = 5.0) -> None:
-    """Refuse to wait for a meeting point that cannot be reached, where it is known to be open already."""
+    """Refuse to wait for a rendezvous that cannot be reached, where it is known to be open already."""
     if place.launcher != "local" or place.node_id == 0:
         return
     try:
@@ -357,13 +357,12 @@ class Greeter:
 
 
 async def _attempt(node: int, worker: WorkerInfo, limit_s: float) -> Attempt:
-    began = time.monotonic()
-    stage, connect_s, clock = "timeout", 0.0, (0.0, 0.0)
+    stage, clock = "timeout", (0.0, 0.0)
     writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(limit_s):
             reader, writer = await asyncio.open_connection(worker.address, worker.port)
-            stage, connect_s = "silent", time.monotonic() - began
+            stage = "silent"
             if _parsed(await reader.readline()) != {"node": worker.node, "port": worker.port}:
                 return Attempt(node=node, to=worker.node, outcome="stranger")
             clock = min([await _read_clock(reader, writer) for _ in range(_NUM_CLOCK_READINGS)], key=lambda one: one[1])
@@ -382,9 +381,7 @@ async def _attempt(node: int, worker: WorkerInfo, limit_s: float) -> Attempt:
     finally:
         if writer is not None:
             writer.close()
-    return Attempt(
-        node=node, to=worker.node, outcome="ok", connect_s=connect_s, clock_ahead_s=clock[0], clock_error_s=clock[1]
-    )
+    return Attempt(node=node, to=worker.node, outcome="ok", clock_ahead_s=clock[0], clock_error_s=clock[1])
 
 
 async def _read_clock(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[float, float]:

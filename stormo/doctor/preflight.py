@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import sys
 import threading
 import time
@@ -28,7 +29,6 @@ from stormo.doctor.measure import (
     Overall,
     WorkerInfo,
     disjoint,
-    free_bytes,
     give_back,
     is_seen,
     measure_device,
@@ -388,7 +388,7 @@ class Preflight:
         free, why = None, ""
         try:
             self._token = write_token(self._runs_folder)
-            free = free_bytes(self._token.parent)
+            free = shutil.disk_usage(self._token.parent).free
         except OSError as error:
             why = error.strerror or str(error)
         folder = str(self._runs_folder)
