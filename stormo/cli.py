@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-from stormo.errors import EXIT_INTERRUPTED, StormoError, full_disk, unknown_name
+from stormo.errors import EXIT_INTERRUPTED, SettingError, StormoError, full_disk, unknown_name
 from stormo.system.early_signals import hold_warning, leave_when_interrupted, leave_when_told
 from stormo.system.files import printable
 from stormo.telemetry.text import discard, open_closed_streams
@@ -25,15 +25,13 @@ Trains a PyTorch model on one device or on thousands: fast, exact, and with its 
   stormo runs                     list the runs in ./runs
   stormo show RUN                 one run: its settings, epochs and curves
   stormo report RUN...            one page on a run, or on several side by side
-  stormo watch RUN                the same page, live while the run goes on
+  stormo watch RUN                the same page, live while the run trains
   stormo export RUN [FILE]        the weights of a run as one safetensors file
   stormo predict [TASK] [options] will it fit on GPUs that are not here, by which strategy and at which batch?
   stormo scale [TASK] [options]   train on more and more workers: do they pay, for time and for energy?
-  stormo submit [TASK] [options]  train as a Slurm job, which goes on over its time limit until it is done
-  stormo status [RUN]             how submitted runs are doing
-  stormo cancel RUN               end the job of a submitted run
+  stormo submit [TASK] [options]  train as a Slurm job, which resumes after each time limit until it is done
   stormo monitor                  GPUs, processors, memory, disks and network of this node, live or as CSV
-  stormo doctor                   what of this machine, or of a job, would cost hours, and how to mend it
+  stormo doctor                   what is wrong with this machine, or with a job, and how to fix it
 
 stormo VERB --help shows the options of a verb; stormo --version the version.
 """
@@ -73,6 +71,8 @@ def _dispatch(arguments: list[str]) -> int:
     if arguments[0] in ("-V", "--version"):
         print(f"stormo {__version__}")  # noqa: T201
         return 0
+    if arguments[0] in _REMOVED:
+        raise SettingError(f"the verb {arguments[0]} was typed", "stormo no longer has it", _REMOVED[arguments[0]])
     verb = _VERBS.get(arguments[0])
     if verb is None:
         raise unknown_name("verb", arguments[0], _VERBS)
@@ -93,126 +93,32 @@ def _train(arguments: list[str]) -> int:
     return train.main(arguments)
 
 
-def _new(arguments: list[str]) -> int:
-    from stormo.commands import new
-    from stormo.config.options import Parser
+def _verb(module: str) -> Callable[[list[str]], int]:
+    """A verb whose module is imported when it is typed."""
 
-    parser = Parser(
-        prog="stormo new", description="Write a task that trains as it is, to start from.", allow_abbrev=False
-    )
-    parser.add_argument("file", metavar="FILE.py", help="file to write; one that is there is left alone")
-    kinds = "|".join(new.KINDS)
-    parser.add_argument("--kind", default="classification", metavar=kinds, help="(default: classification)")
-    parsed = parser.parse_args(arguments)
-    return new.main(parsed.file, parsed.kind)
+    def run(arguments: list[str]) -> int:
+        code: int = importlib.import_module(module).main(arguments)
+        return code
 
-
-def _run(arguments: list[str]) -> int:
-    from stormo.commands import run
-
-    return run.main(arguments)
-
-
-def _runs(arguments: list[str]) -> int:
-    from stormo.commands import runs
-
-    folder, as_json, _ = _listing("runs", "List the runs of a folder, newest first.", arguments, wants_name=False)
-    return runs.main(folder, json=as_json)
-
-
-def _show(arguments: list[str]) -> int:
-    from stormo.commands import show
-
-    folder, as_json, name = _listing("show", "Show one run.", arguments, wants_name=True)
-    return show.main(folder, name, json=as_json)
-
-
-def _listing(verb: str, description: str, arguments: list[str], *, wants_name: bool) -> tuple[Path, bool, str]:
-    from stormo.config.options import Parser
-
-    parser = Parser(prog=f"stormo {verb}", description=description, allow_abbrev=False)
-    if wants_name:
-        parser.add_argument("run", metavar="RUN", help="name of the run, or its folder")
-    parser.add_argument("--runs-folder", default="runs", metavar="FOLDER", help="folder of all runs (default: runs)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parsed = parser.parse_args(arguments)
-    return Path(parsed.runs_folder), parsed.json, getattr(parsed, "run", "")
-
-
-def _monitor(arguments: list[str]) -> int:
-    from stormo.commands.monitor import command
-
-    return command.main(arguments)
-
-
-def _report(arguments: list[str]) -> int:
-    from stormo.report import command
-
-    return command.main(arguments)
-
-
-def _watch(arguments: list[str]) -> int:
-    from stormo.report import watch
-
-    return watch.main(arguments)
-
-
-def _export(arguments: list[str]) -> int:
-    from stormo.commands import export
-
-    return export.main(arguments)
-
-
-def _predict(arguments: list[str]) -> int:
-    from stormo.predict import command
-
-    return command.main(arguments)
-
-
-def _scale(arguments: list[str]) -> int:
-    from stormo.study import command
-
-    return command.main(arguments)
-
-
-def _doctor(arguments: list[str]) -> int:
-    from stormo.doctor import command
-
-    return command.main(arguments)
-
-
-def _submit(arguments: list[str]) -> int:
-    from stormo.submit import command
-
-    return command.main(arguments)
-
-
-def _status(arguments: list[str]) -> int:
-    from stormo.submit import status
-
-    return status.main(arguments)
-
-
-def _cancel(arguments: list[str]) -> int:
-    from stormo.submit import status
-
-    return status.cancel(arguments)
+    return run
 
 
 _VERBS: dict[str, Callable[[list[str]], int]] = {
-    "new": _new,
+    "new": _verb("stormo.commands.new"),
     "train": _train,
-    "run": _run,
-    "runs": _runs,
-    "show": _show,
-    "report": _report,
-    "watch": _watch,
-    "export": _export,
-    "predict": _predict,
-    "scale": _scale,
-    "submit": _submit,
-    "status": _status,
-    "cancel": _cancel,
-    "monitor": _monitor,
-    "doctor": _doctor,
+    "run": _verb("stormo.commands.run"),
+    "runs": _verb("stormo.commands.runs"),
+    "show": _verb("stormo.commands.show"),
+    "report": _verb("stormo.report.command"),
+    "watch": _verb("stormo.report.watch"),
+    "export": _verb("stormo.commands.export"),
+    "predict": _verb("stormo.predict.command"),
+    "scale": _verb("stormo.study.command"),
+    "submit": _verb("stormo.submit.command"),
+    "monitor": _verb("stormo.commands.monitor"),
+    "doctor": _verb("stormo.doctor.command"),
+}
+_REMOVED = {
+    "status": "squeue --me shows the jobs, tail -F runs/NAME/slurm.log the output of one",
+    "cancel": "scancel JOB ends a job; its number is in runs/NAME/slurm.json",
 }

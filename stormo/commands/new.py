@@ -1,12 +1,17 @@
-"""The verb `new`: writes a task that trains as it is, with a comment on every part a user will change."""
+"""The verb `new`: writes a task that trains as it is, with a comment on every part that a user will change."""
 
 from __future__ import annotations
 
 import shlex
+import sys
+from collections.abc import Sequence
+from importlib import resources
 from pathlib import Path
 
+from stormo.config.options import Parser
 from stormo.errors import SettingError, full_disk, unknown_name
 from stormo.tasks.find import check_file_name
+from stormo.telemetry.text import write_text
 
 KINDS = {
     "classification": "classification.py",
@@ -15,8 +20,29 @@ KINDS = {
 }
 
 
-def main(named: str, kind: str) -> int:
-    """Write the file, say what to type next, return the exit code."""
+def main(arguments: Sequence[str]) -> int:
+    """Read the options, write the file, and say what to type next."""
+    parser = Parser(
+        prog="stormo new", description="Write a task that trains as it is, to start from.", allow_abbrev=False
+    )
+    parser.add_argument("file", metavar="FILE.py", help="file to write; one that is there is left alone")
+    kinds = "|".join(KINDS)
+    parser.add_argument("--kind", default="classification", metavar=kinds, help="(default: classification)")
+    parsed = parser.parse_args(arguments)
+    write_task(parsed.file, parsed.kind)
+    name = shlex.quote(str(Path(parsed.file)))
+    said = f"""\
+{Path(parsed.file)} is written: a task of kind {parsed.kind} that trains as it is.
+  stormo train {name}                 train it
+  stormo train {name} --num-gpus 2    on two GPUs, or on two processes of a machine without
+  stormo train {name} --help          its options and all others
+"""
+    write_text(said, sys.stdout)
+    return 0
+
+
+def write_task(named: str, kind: str) -> None:
+    """Write a task into a new file."""
     path = Path(named)
     if kind not in KINDS:
         raise unknown_name("--kind", kind, KINDS)
@@ -29,7 +55,7 @@ def main(named: str, kind: str) -> int:
         better = path.with_suffix(".py") if path.name != ".py" else path.with_name("my_task.py")
         raise SettingError(f"the file {path} was named", "a task is a Python file", f"name it {better}")
     check_file_name(path)
-    text = (Path(__file__).parents[1] / "tasks" / "templates" / KINDS[kind]).read_text(encoding="utf-8")
+    text = resources.files("stormo.tasks.templates").joinpath(KINDS[kind]).read_text(encoding="utf-8")
     try:
         with path.open("x", encoding="utf-8") as file:  # never over a file that is there
             try:
@@ -43,9 +69,3 @@ def main(named: str, kind: str) -> int:
     except OSError as error:
         instead = "make room" if full_disk(error) else "make its folder, or name another"
         raise SettingError(f"the file {path} was named", f"it cannot be written ({error.strerror})", instead) from None
-    name = shlex.quote(str(path))
-    print(f"{path} is written: a task of kind {kind} that trains as it is.")  # noqa: T201
-    print(f"  stormo train {name}                 train it")  # noqa: T201
-    print(f"  stormo train {name} --num-gpus 2    on two GPUs, or two processes of a machine without")  # noqa: T201
-    print(f"  stormo train {name} --help          its options and all others")  # noqa: T201
-    return 0

@@ -1,4 +1,4 @@
-"""`stormo runs`: the runs of a folder, newest first, one line each.
+"""The verb `runs`: the runs of a folder, newest first, one line each.
 
 The state comes from `summary.json`; without one, from whether a process holds the run, or else from its last event.
 """
@@ -6,27 +6,35 @@ The state comes from `summary.json`; without one, from whether a process holds t
 from __future__ import annotations
 
 import json as json_format
+import shutil
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from stormo.config.options import Parser
 from stormo.errors import SettingError
 from stormo.telemetry.files import to_json
 from stormo.telemetry.finding import list_runs
 from stormo.telemetry.overview import MISSING, RunOverview, align, overview
-from stormo.telemetry.text import encodable, format_duration, format_figure, format_rate, unit_rate, write_text
+from stormo.telemetry.text import format_duration, format_figure, format_rate, unit_rate, write_text
 
-_STATE_STYLES = {"running": "cyan", "done": "green", "stopped": "yellow", "interrupted": "yellow"}
 _TITLES = ("name", "task", "state", "epochs", "accuracy", "loss", "speed", "time", "workers")
 _DROPPED_FIRST = ("workers", "speed", "time", "loss", "task", "epochs")  # in this order when the terminal is too narrow
-_NAME_FOLDS_FROM = 24  # a longer name goes over two lines before a column is dropped
-_CELL_FRAME_WIDTH = 3  # what rich puts around a cell
-_NUM_TEXT_COLUMNS = 3  # the first ones are text, the others figures and flush right
+_TEXT_COLUMNS = ("name", "task", "state")  # the others are figures, flush right
 
 
-def main(folder: Path, *, json: bool) -> int:
+def main(arguments: Sequence[str]) -> int:
+    """Read the options and list the runs."""
+    parser = Parser(prog="stormo runs", description="List the runs of a folder, newest first.", allow_abbrev=False)
+    parser.add_argument("--runs-folder", default="runs", metavar="FOLDER", help="folder of all runs (default: runs)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parsed = parser.parse_args(arguments)
+    return list_folder(Path(parsed.runs_folder), json=parsed.json)
+
+
+def list_folder(folder: Path, *, json: bool) -> int:
     """List the runs of a folder."""
     now_unix_s = time.time()
     if folder.exists() and not folder.is_dir():
@@ -37,11 +45,10 @@ def main(folder: Path, *, json: bool) -> int:
         write_text(json_format.dumps(content, indent=2, allow_nan=False) + "\n", sys.stdout)
     elif not overviews:
         write_text(f"No run in {folder}: start one with `stormo train`, or name the folder of yours.\n", sys.stdout)
-    elif sys.stdout.isatty():
-        _print_rich(overviews)
     else:
-        lines = align([_TITLES, *map(_cells, overviews)], num_text_columns=_NUM_TEXT_COLUMNS)
-        write_text("\n".join([*lines, *_notes(overviews)]) + "\n", sys.stdout)
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        notes = [f"{one.name}: {one.note}" for one in overviews if one.note]
+        write_text("\n".join([*_table([_cells(one) for one in overviews], width), *notes]) + "\n", sys.stdout)
     return 0
 
 
@@ -62,32 +69,13 @@ def _cells(one: RunOverview) -> tuple[str, ...]:
     )
 
 
-def _notes(overviews: Sequence[RunOverview]) -> list[str]:
-    return [f"{one.name}: {one.note}" for one in overviews if one.note]
-
-
-def _print_rich(overviews: Sequence[RunOverview]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(highlight=False)
-    rows = [[encodable(cell, sys.stdout) for cell in _cells(one)] for one in overviews]
-    widths = {title: max(len(row[column]) for row in [_TITLES, *rows]) for column, title in enumerate(_TITLES)}
-    widths["name"] = min(widths["name"], _NAME_FOLDS_FROM)
-    for title in _DROPPED_FIRST:
-        if sum(width + _CELL_FRAME_WIDTH for width in widths.values()) > console.width:
-            del widths[title]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    for title in widths:
-        is_text = _TITLES.index(title) < _NUM_TEXT_COLUMNS
-        # Only the name may break, at any letter, when the terminal is too narrow for it.
-        table.add_column(title, justify="left" if is_text else "right", overflow="fold", no_wrap=title != "name")
-    for one, row in zip(overviews, rows, strict=True):
-        texts = {title: Text(cell) for title, cell in zip(_TITLES, row, strict=True)}
-        texts["state"].stylize(_STATE_STYLES.get(one.state, "red"))
-        table.add_row(*(texts[title] for title in widths))
-    console.print(table)
-    for note in _notes(overviews):
-        console.print(Text(encodable(note, sys.stdout), "dim"))
+def _table(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
+    """The runs as aligned lines; a terminal that is too narrow loses the least important columns."""
+    columns = list(_TITLES)
+    for dropped in ("", *_DROPPED_FIRST):
+        columns = [title for title in columns if title != dropped]
+        cells = [[row[_TITLES.index(title)] for title in columns] for row in [_TITLES, *rows]]
+        lines = align(cells, num_text_columns=len(set(columns) & set(_TEXT_COLUMNS)))
+        if width is None or max(map(len, lines)) <= width:
+            break
+    return lines

@@ -1,4 +1,4 @@
-"""`stormo show NAME`: one run with its configuration, epochs, curves, checkpoints, notices and how to resume it."""
+"""The verb `show`: one run with its configuration, epochs, curves, checkpoints, notices and how to resume it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from stormo.config.options import Parser
 from stormo.energy import read_bill
 from stormo.energy.summary import joules_text
 from stormo.errors import counted
@@ -55,15 +56,21 @@ class _Run:
     resume_command: str | None
 
 
-def main(folder: Path, name: str, *, json: bool) -> int:
+def main(arguments: Sequence[str]) -> int:
+    """Read the options and show one run."""
+    parser = Parser(prog="stormo show", description="Show one run.", allow_abbrev=False)
+    parser.add_argument("run", metavar="RUN", help="name of the run, or its folder")
+    parser.add_argument("--runs-folder", default="runs", metavar="FOLDER", help="folder of all runs (default: runs)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parsed = parser.parse_args(arguments)
+    return show_run(Path(parsed.runs_folder), parsed.run, json=parsed.json)
+
+
+def show_run(folder: Path, name: str, *, json: bool) -> int:
     """Show one run, named or given by its path."""
     run = _read(find_run(folder, name))
-    if json:
-        write_text(json_format.dumps(_as_json(run), indent=2, allow_nan=False) + "\n", sys.stdout)
-    elif sys.stdout.isatty():
-        _print_rich(run)
-    else:
-        write_text("".join(f"{line}\n" for line, _ in _lines(run)), sys.stdout)
+    text = json_format.dumps(_as_json(run), indent=2, allow_nan=False) if json else "\n".join(_lines(run))
+    write_text(f"{text}\n", sys.stdout)
     return 0
 
 
@@ -129,12 +136,11 @@ def _as_json(run: _Run) -> dict[str, Any]:
     return content
 
 
-def _lines(run: _Run) -> Iterator[tuple[str, str]]:
-    """The whole text, line by line, each with its style on a terminal."""
+def _lines(run: _Run) -> Iterator[str]:
     one = run.overview
-    yield f"{one.name}: {one.task or 'task not known yet'}, {one.state}", "bold"
+    yield f"{one.name}: {one.task or 'task not known yet'}, {one.state}"
     if one.note:
-        yield one.note, "dim"
+        yield one.note
     sections = {
         "Configuration": _configuration(run),
         "Result": _result(run.summary),
@@ -148,29 +154,24 @@ def _lines(run: _Run) -> Iterator[tuple[str, str]]:
     }
     for title, lines in sections.items():
         if lines:
-            yield "", ""
-            yield title, "bold"
-            for line in lines:
-                yield f"  {line}", ""
+            yield from ["", title, *(f"  {line}" for line in lines)]
     if not run.epochs:
-        yield "", ""
-        yield f"No epoch is done yet; {_last_step(run)}.", ""
+        yield from ["", f"No epoch is done yet; {_last_step(run)}."]
 
 
 def _resume(run: _Run) -> list[str]:
     if run.resume_command is None:
         return []
     num_workers = _show(run.overview.world_size, str)
-    return [run.resume_command, f"goes on from {run.checkpoints[-1].name}; number of workers so far: {num_workers}"]
+    return [run.resume_command, f"resumes from {run.checkpoints[-1].name}; workers so far: {num_workers}"]
 
 
 def _last_step(run: _Run) -> str:
     if not run.steps:
         return "no step was recorded"
     step = run.steps[-1]
-    return (
-        f"the last recorded step is {step.get('step')} with a training loss of {_show(step.get('loss'), format_figure)}"
-    )
+    loss = _show(step.get("loss"), format_figure)
+    return f"the last recorded step is {step.get('step')} with a training loss of {loss}"
 
 
 def _configuration(run: _Run) -> list[str]:
@@ -214,7 +215,7 @@ def _mib(num_bytes: float) -> str:
 
 
 def _attempts(starts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The jobs of a scheduler that have carried the run, in order."""
+    """The scheduler jobs of the run, in order."""
     return [
         f"from step {start.get('resumed_at_step') or 0} with {counted(start.get('world_size', '?'), 'worker')}: {job}"
         for start in starts
@@ -223,7 +224,7 @@ def _attempts(starts: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _energy(folder: RunFolder) -> list[str]:
-    """The bill so far, also of a run that goes on or was killed; nothing for runs that kept none."""
+    """The energy so far, also of a run that is running or was killed; nothing for runs that recorded none."""
     if not folder.nodes.is_dir():
         return []
     bill = read_bill(folder.path)
@@ -244,7 +245,7 @@ def _epoch_table(epochs: Sequence[Mapping[str, Any]]) -> list[str]:
     unit, _ = speed_of(epochs[0])
     has_mfu = any(epoch.get("mfu") is not None for epoch in epochs)
     titles = [unit_rate(unit), *["MFU"] * has_mfu, "time", "total", "lr"]
-    rows = [["epoch", "train loss", *(_metric_title(name) for name in metrics), *titles]]
+    rows = [["epoch", "train loss", *("val loss" if name == "loss" else name for name in metrics), *titles]]
     for epoch in epochs:
         validation = epoch.get("validation") or {}
         rows.append(
@@ -260,10 +261,6 @@ def _epoch_table(epochs: Sequence[Mapping[str, Any]]) -> list[str]:
             ]
         )
     return align(rows, num_text_columns=0)
-
-
-def _metric_title(name: str) -> str:
-    return {"loss": "val loss"}.get(name, name)
 
 
 def _curves(run: _Run) -> list[str]:
@@ -296,13 +293,3 @@ def _show(value: Any, form: Any) -> str:
 
 def _size_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-
-
-def _print_rich(run: _Run) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(highlight=False)
-    for line, style in _lines(run):
-        # Wrapping is left to the terminal, so that a command that is copied stays one line.
-        console.print(Text(encodable(line, sys.stdout), style), soft_wrap=True)

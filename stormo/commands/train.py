@@ -104,7 +104,7 @@ def _work(config: TrainConfig, layout: Layout, task: Task, place: Place) -> int:
         from stormo.training.trainer import run_worker
 
         if config.command.preflight:
-            from stormo.doctor.reach import require_meeting_point
+            from stormo.doctor.network import require_meeting_point
 
             require_meeting_point(place)
         timeout_s = config.workers.timeout

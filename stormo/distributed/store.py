@@ -89,9 +89,10 @@ class Store:
         """A part of the store with names of its own."""
         return dist.PrefixStore(prefix, self._store)
 
-    def words(self, prefix: str) -> Words:
-        """The same for what only the workers of this job may say."""
-        return Words(self.shared(prefix), prefix, self._key)
+    def words(self, prefix: str, *, own_connection: bool = False) -> Words:
+        """The same for what only the workers of this job may say; `own_connection` where this one may hang."""
+        shared: Any = self.shared(prefix)
+        return Words(shared.clone() if own_connection else shared, prefix, self._key)
 
 
 class Words:
@@ -126,9 +127,13 @@ class Words:
             )
         return json.loads(text)
 
-    def count(self, name: str) -> int:
-        """How many have counted under a name, this worker among them."""
-        return int(self._store.add(name, 1))
+    def has(self, names: Sequence[str]) -> bool:
+        """Whether something is said under each of these names."""
+        return bool(self._store.check(list(names)))
+
+    def count(self, name: str, more: int = 1) -> int:
+        """How many have counted under a name, this worker among them; with 0 it only looks."""
+        return int(self._store.add(name, more))
 
     def _code(self, name: str, text: bytes) -> bytes:
         return hmac.digest(self._key, f"{self._prefix}/{name}\n".encode() + text, hashlib.sha256).hex().encode()

@@ -1,1 +1,1 @@
-"""The verb `doctor`: what of this machine, or of a whole job, would cost a training hours, and how to mend it."""
+"""The verb `doctor` and `--preflight`: what is wrong with a machine or a job, and how to fix it."""

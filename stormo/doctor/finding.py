@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TextIO, get_args
 
@@ -20,26 +20,27 @@ Fact = float | int | str | bool | None
 
 _LEVELS: tuple[Level, ...] = get_args(Level)
 _COLOURS: dict[Level, str] = {"ok": "32", "note": "36", "warning": "33", "error": "1;31"}
+_Paint = Callable[[str, str], str]  # text, colour
 _HELD = "\xa0"
 _BEFORE_UNIT = re.compile(r"(?<=\d) (?=\S)")
 _WIDEST = 120  # lines longer than this are hard to read, however wide the screen is
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """What one check found, and what to do about it."""
 
     check: str  # a short name that stays: "gpu-driver", "open-files"
     level: Level
     text: str  # what was found, with its numbers
-    mend: str = ""  # what to do about it; a warning and an error always have one
+    fix: str = ""  # what to do about it; a warning and an error always have one
     facts: Mapping[str, Fact] = field(default_factory=dict)  # for scripts; names carry units
     where: str = ""  # host, rank, link, GPU; empty for this machine
     group: str = ""  # the heading it is shown under
 
     def __post_init__(self) -> None:
         assert self.level in _LEVELS, self.level
-        assert self.mend or self.level in ("ok", "note"), f"{self.check}: a {self.level} without a mend"
+        assert self.fix or self.level in ("ok", "note"), f"{self.check}: a {self.level} without a fix"
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
@@ -58,10 +59,10 @@ def as_json(findings: Sequence[Finding]) -> str:
 
 
 def show(findings: Sequence[Finding], stream: TextIO) -> None:
-    """Everything found, group by group; then what to mend, once more, and how many there are of each level."""
+    """Everything found, group by group; then what to fix, once more, and how many there are of each level."""
     paint = _painter(stream)
     width = min(shutil.get_terminal_size((100, 24)).columns, _WIDEST)
-    lines = [*_listing(findings, width, paint), *_mends(findings, width, paint), _count(findings)]
+    lines = [*_listing(findings, width, paint), *_fixes(findings, width, paint), _count(findings)]
     write_text("".join(f"{line}\n" for line in lines), stream, is_coloured=True)
 
 
@@ -76,12 +77,12 @@ def _plain(finding: Finding) -> dict[str, Any]:
         "level": finding.level,
         "where": finding.where,
         "text": finding.text,
-        "mend": finding.mend,
+        "fix": finding.fix,
         "facts": facts,
     }
 
 
-def _listing(findings: Sequence[Finding], width: int, paint: _Painter) -> list[str]:
+def _listing(findings: Sequence[Finding], width: int, paint: _Paint) -> list[str]:
     groups: dict[str, list[Finding]] = {}
     for finding in findings:
         groups.setdefault(finding.group or finding.where, []).append(finding)
@@ -95,22 +96,22 @@ def _listing(findings: Sequence[Finding], width: int, paint: _Painter) -> list[s
             first, *rest = _wrapped(text, width - indent)
             level = paint(f"{finding.level:<7}", _COLOURS[finding.level])
             lines.append(f"  {level}  {finding.check:<{check_width}}  {first}")
-            if finding.level == "note" and finding.mend:
-                rest += _wrapped(finding.mend, width - indent, mark="→ ")
+            if finding.level == "note" and finding.fix:
+                rest += _wrapped(finding.fix, width - indent, mark="→ ")
             lines += [" " * indent + line for line in rest]
         lines.append("")
     return lines
 
 
-def _mends(findings: Sequence[Finding], width: int, paint: _Painter) -> list[str]:
+def _fixes(findings: Sequence[Finding], width: int, paint: _Paint) -> list[str]:
     urgent = [finding for level in ("error", "warning") for finding in findings if finding.level == level]
-    lines = [paint("to mend", "1")] if urgent else []
+    lines = [paint("to fix", "1")] if urgent else []
     indent = 2 + len("warning") + 2
     for finding in urgent:
         whose = f" ({finding.where})" if finding.where else ""
         first, *rest = _wrapped(f"{finding.check}{whose}: {finding.text}", width - indent)
         lines.append(f"  {paint(f'{finding.level:<7}', _COLOURS[finding.level])}  {first}")
-        lines += [" " * indent + line for line in [*rest, *_wrapped(finding.mend, width - indent, mark="→ ")]]
+        lines += [" " * indent + line for line in [*rest, *_wrapped(finding.fix, width - indent, mark="→ ")]]
     return [*lines, ""] if urgent else []
 
 
@@ -135,17 +136,9 @@ def _wrapped(text: str, width: int, mark: str = "") -> list[str]:
     return [line.replace(_HELD, " ") for line in lines] or [mark.strip()]
 
 
-class _Painter:
+def _painter(stream: TextIO) -> _Paint:
     """Gives words a colour on a terminal that wants it, and none anywhere else."""
-
-    def __init__(self, *, is_on: bool) -> None:
-        self._is_on = is_on
-
-    def __call__(self, text: str, colour: str) -> str:
-        return f"\x1b[{colour}m{text}\x1b[0m" if self._is_on else text
-
-
-def _painter(stream: TextIO, environ: Mapping[str, str] | None = None) -> _Painter:
-    environ = os.environ if environ is None else environ
-    is_plain = bool(environ.get("NO_COLOR")) or environ.get("TERM") in ("dumb", "unknown")
-    return _Painter(is_on=stream.isatty() and not is_plain)
+    is_plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") in ("dumb", "unknown")
+    if is_plain or not stream.isatty():
+        return lambda text, _: text
+    return lambda text, colour: f"\x1b[{colour}m{text}\x1b[0m"

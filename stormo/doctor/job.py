@@ -1,24 +1,23 @@
-"""`stormo doctor` across a job: starts its workers, or joins those that a launcher has started, and measures them."""
+"""`stormo doctor` across a job, and the pre-flight of a training: joins the workers and measures them."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stormo.config.layout import Layout, at_least, resolve_layout
 from stormo.config.options import Parser, make_config, options_of
 from stormo.config.schema import OF_ONE_CALL, NodeRange, Run, TrainConfig, Workers
-from stormo.doctor.apart import examine
+from stormo.doctor.command import examine
 from stormo.doctor.finding import Finding, as_json, exit_code, show
-from stormo.doctor.naming import Names
-from stormo.doctor.phases import StoppedError, Watch, end_process
-from stormo.doctor.preflight import Preflight
-from stormo.doctor.trouble import Limits, TroubleError
+from stormo.doctor.judge import Names, sentence
+from stormo.doctor.measure import Measurements
+from stormo.doctor.preflight import Limits, Preflight, PreflightError, PreflightStoppedError, end_process, watchdog
 from stormo.errors import EXIT_FAILURE, SettingError, StormoError, counted
 from stormo.launch import Lifeline, Patience, Place, alone, open_lifeline, run_node
 from stormo.launch.hosts import hosts_of, start_on_hosts
@@ -26,12 +25,19 @@ from stormo.launch.nodes import find_place, launched_by, node_of
 from stormo.launch.place import host_name
 from stormo.system.hardware import Gpu, visible_gpus
 from stormo.system.process import own_command
-from stormo.telemetry.text import write_text
+from stormo.telemetry.record import Notice
+from stormo.telemetry.text import format_bytes, write_text
 from stormo.version import __version__
+
+if TYPE_CHECKING:
+    import torch
+
+    from stormo.distributed.store import Store
+    from stormo.distributed.world import World
 
 _CODE_FILE = "STORMO_DOCTOR_CODE"  # into which the first worker of a node writes the exit code for its agent
 _FLAGS = ("num_gpus", "num_nodes", "node_id", "master_addr", "master_port", "device", "backend", *OF_ONE_CALL)
-_ON_EACH_NODE = ("devices", "network", "limits", "clock", "energy")  # what takes a moment and writes nothing
+_ON_EACH_NODE = ("devices", "network", "limits")  # what takes a moment and writes nothing
 _EACH_NODE_S = 20.0
 _LEAST_LIMIT_S = 10.0
 _INTERRUPTED_S = 1.0  # to delete what was written
@@ -68,12 +74,12 @@ def gpus_within(limit_s: float) -> list[Gpu]:
         write_text(text, sys.stderr)
         os._exit(EXIT_FAILURE)
 
-    watch = Watch(limit_s, give_up)
+    watch = watchdog(limit_s, give_up)
     watch.start()
     try:
         return visible_gpus()
     finally:
-        watch.stop()
+        watch.cancel()
 
 
 def _parse(arguments: Sequence[str]) -> Asked:
@@ -146,7 +152,7 @@ def _work(asked: Asked, layout: Layout, place: Place) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's sockets warn of every name they cannot look up
     try:
         from stormo.distributed.store import Store, board_of
-        from stormo.doctor.reach import require_meeting_point
+        from stormo.doctor.network import require_meeting_point
 
         require_meeting_point(place)
         if lifeline is None:
@@ -170,11 +176,11 @@ def _work(asked: Asked, layout: Layout, place: Place) -> int:
 
 
 def _examine(asked: Asked, layout: Layout, place: Place, store: Any, lifeline: Lifeline) -> int:
-    """Go through all phases; print what was found, on the main worker, and return the exit code on all."""
+    """Go through all phases; print what was found, on rank 0, and return the exit code on all."""
     from stormo.distributed.devices import device_of, share_cores
     from stormo.distributed.world import World
 
-    def give_up(trouble: TroubleError) -> None:
+    def give_up(trouble: PreflightError) -> None:
         _print(asked, layout, flight.names, trouble.findings)
         end_process(trouble, lifeline)
 
@@ -198,9 +204,9 @@ def _examine(asked: Asked, layout: Layout, place: Place, store: Any, lifeline: L
         flight.measure(device)
         code = int(flight.decide(lambda: exit_code([*machines, *flight.findings()])))
         world.close()
-    except StoppedError:
+    except PreflightStoppedError:
         return EXIT_FAILURE
-    except TroubleError as trouble:
+    except PreflightError as trouble:
         _print(asked, layout, flight.names, [*trouble.findings, *machines])
         if trouble.is_hang:
             raise  # so that whoever is stuck is ended too
@@ -222,7 +228,7 @@ def merged(findings: Sequence[Finding]) -> list[Finding]:
     """The same finding on several nodes as one, with all of their names."""
     places: dict[tuple[str, str, str, str], list[Finding]] = {}
     for finding in findings:
-        places.setdefault((finding.check, finding.level, finding.text, finding.mend), []).append(finding)
+        places.setdefault((finding.check, finding.level, finding.text, finding.fix), []).append(finding)
     return [
         replace(same[0], where=same[0].where if len(same) == 1 else f"{same[0].where} and {len(same) - 1} more")
         for same in places.values()
@@ -233,8 +239,53 @@ def _print(asked: Asked, layout: Layout, names: Names, findings: Sequence[Findin
     if asked.json:
         write_text(as_json(findings) + "\n", sys.stdout)
         return
-    hosts = names.nodes(names.speakers) or "no node"
+    hosts = names.nodes(names.leaders) or "no node"
     shape = f"{counted(layout.world_size, 'worker')} on {counted(layout.num_nodes, 'node')}"
     write_text(f"stormo {__version__}: {shape}, {layout.backend}; {hosts}\n\n", sys.stdout)
     show(findings, sys.stdout)
     sys.stdout.flush()
+
+
+def join_after_preflight(
+    make: Callable[[], World],
+    device: torch.device,
+    config: TrainConfig,
+    layout: Layout,
+    place: Place,
+    store: Store | None,
+    lifeline: Lifeline,
+) -> tuple[World, list[Notice]]:
+    """Join the workers when their nodes reach one another, and measure them; what to tell, or the culprit raised."""
+    from stormo.distributed.store import PeerFailedError
+
+    flight = Preflight(
+        place,
+        store,
+        backend=layout.backend,
+        limits=Limits(arrival_s=config.workers.timeout),
+        runs_folder=Path(config.run.runs_folder),
+        needs_shared_folder=layout.is_spread or layout.strategy in ("local", "server"),
+        on_hang=lambda trouble: end_process(trouble, lifeline),
+    )
+    try:
+        flight.connect()
+        world = flight.join(make)
+        flight.measure(device)
+        flight.conclude()
+    except PreflightStoppedError as stopped:
+        raise PeerFailedError(str(stopped)) from None
+    return world, notices_of(flight.measured, flight.findings())
+
+
+def notices_of(measured: Measurements, findings: list[Finding]) -> list[Notice]:
+    """One line when all is well, and one for each warning."""
+    warnings = [finding for finding in findings if finding.level == "warning"]
+    nodes = {worker.node for worker in measured.workers}
+    parts = [f"{counted(len(measured.workers), 'worker')} on {counted(len(nodes), 'node')}"]
+    if measured.overall is not None:
+        parts.append(f"all-reduce {format_bytes(measured.overall.bus_bytes_per_s)}/s")
+    if measured.between:
+        parts.append(f"{format_bytes(min(link.bytes_per_s for link in measured.between))}/s or more between nodes")
+    parts.append("no slow device or link" if not warnings else counted(len(warnings), "warning"))
+    said = [Notice(kind="info", text=f"preflight: {', '.join(parts)}")]
+    return said + [Notice(kind="warning", text=f"preflight: {sentence(finding)}") for finding in warnings]

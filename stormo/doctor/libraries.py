@@ -1,16 +1,21 @@
-"""Versions that do not fit together: Python, torch and what it was built against, the driver, libraries in the way."""
+"""Python, torch and what it was built against, the driver, libraries in the way; and whether Gloo and NCCL work."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+import os
 import platform
 import re
+import sys
+import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from stormo.doctor.devices import driver_versions
 from stormo.doctor.finding import Finding
+from stormo.doctor.gpus import driver_versions
 from stormo.doctor.machine import Machine
 from stormo.errors import counted
 
@@ -43,31 +48,23 @@ def check(
     packages: Callable[[], Packages] = installed,
     pins: Callable[[], Iterable[str]] = pins_of_torch,
 ) -> Iterator[Finding]:
-    """All versions, and which of them do not fit."""
-    facts = machine.torch()
+    """All versions, and which of them do not fit; what needs torch comes last, whose import may hang or crash."""
     there = packages()
-    yield Finding(check="python", level="ok", text=f"Python {platform.python_version()}, {_stormo(there)}")
-    if "error" in facts:
-        yield _no_torch(facts)
-    else:
-        yield from _torch(machine, facts)
+    stormo = f"stormo {there['stormo'][0][0]}" if "stormo" in there else "stormo from a folder"
+    yield Finding("python", "ok", f"Python {platform.python_version()}, {stormo}")
     yield from _duplicates(there)
     yield from _pinned(there, pins())
-    yield from _paths(machine, facts)
     if not any(machine.program(name) for name in ("cc", "gcc", "clang")) and not machine.environ.get("CC"):
         text = "no C compiler: --compile and fused kernels cannot be built"
-        yield Finding(check="compiler", level="note", text=text, mend="install gcc, or load a module that has it")
-
-
-def _stormo(there: Packages) -> str:
-    return f"stormo {there['stormo'][0][0]}" if "stormo" in there else "stormo from a folder"
-
-
-def _no_torch(facts: Mapping[str, Any]) -> Finding:
-    mend = "import torch by hand to see it all (python -c 'import torch'), and install it anew where it fails"
-    if facts.get("is_slow"):
-        mend = "look for a hanging driver (nvidia-smi, dmesg) or a slow file system under the Python environment"
-    return Finding(check="torch", level="error", text=str(facts["error"]), mend=mend)
+        yield Finding("compiler", "note", text, "install gcc, or load a module that has it")
+    machine.tell("the import of torch")
+    facts = machine.torch()
+    yield from _paths(machine, facts)
+    if "error" in facts:
+        fix = "import torch by hand to see it all (python -c 'import torch'), and install it anew where it fails"
+        yield Finding("torch", "error", str(facts["error"]), fix)
+    else:
+        yield from _torch(machine, facts)
 
 
 def _torch(machine: Machine, facts: Mapping[str, Any]) -> Iterator[Finding]:
@@ -78,16 +75,16 @@ def _torch(machine: Machine, facts: Mapping[str, Any]) -> Iterator[Finding]:
     text += f", NCCL {facts['nccl']}" if facts.get("nccl") else ""
     text += f", cuDNN {_cudnn(facts['cudnn'])}" if facts.get("cudnn") else ""
     shown = {name: facts.get(name) for name in ("torch", "cuda_of_torch", "nccl", "cudnn", "import_s", "path")}
-    yield Finding(check="torch", level="ok", text=text, facts=shown)
+    yield Finding("torch", "ok", text, facts=shown)
     if facts.get("import_s", 0.0) > 20.0:
-        mend = "keep the Python environment on a local disk, or in one file (a container image, an archive)"
+        fix = "keep the Python environment on a local disk, or in one file (a container image, an archive)"
         text = f"importing torch took {facts['import_s']:.0f} s: so long every worker takes to start"
-        yield Finding(check="torch-import", level="warning", text=text, mend=mend)
+        yield Finding("torch-import", "warning", text, fix)
     for warning in facts.get("warnings") or ():
-        yield Finding(check="torch", level="note", text=f"it warns: {warning}")
+        yield Finding("torch", "note", f"it warns: {warning}")
     if facts.get("numpy_error"):
-        mend = "install a numpy that this torch was built for: pip install --upgrade numpy torch"
-        yield Finding(check="numpy", level="error", text=f"torch cannot use numpy: {facts['numpy_error']}", mend=mend)
+        fix = "install a numpy that this torch was built for: pip install --upgrade numpy torch"
+        yield Finding("numpy", "error", f"torch cannot use numpy: {facts['numpy_error']}", fix)
     yield from _cuda(machine, facts)
 
 
@@ -98,30 +95,30 @@ def _cuda(machine: Machine, facts: Mapping[str, Any]) -> Iterator[Finding]:
     if built is None:
         if num_cards or driver:
             there = counted(num_cards, "NVIDIA GPU") if num_cards else f"NVIDIA driver {driver}"
-            mend = "install a torch that is built for CUDA; pytorch.org lists the command for each release of CUDA"
+            fix = "install a torch that is built for CUDA; pytorch.org lists the command for each release of CUDA"
             text = f"torch is built for CPUs alone, but this machine has {there}"
-            yield Finding(check="torch-cuda", level="error", text=text, mend=mend)
+            yield Finding("torch-cuda", "error", text, fix)
         return
     if newest is not None and _version(built)[:1] > _version(newest)[:1]:
         yield Finding(
-            check="torch-cuda",
-            level="error",
-            text=f"torch is built for CUDA {built}, but driver {driver} goes up to CUDA {newest}",
-            mend=f"update the driver, or install a torch for CUDA {_version(newest)[0]}",
+            "torch-cuda",
+            "error",
+            f"torch is built for CUDA {built}, but driver {driver} goes up to CUDA {newest}",
+            f"update the driver, or install a torch for CUDA {_version(newest)[0]}",
             facts={"cuda_of_torch": built, "cuda_of_driver": newest, "driver": driver},
         )
     elif newest is not None and _version(built) > _version(newest):
         text = f"torch is built for CUDA {built}, the driver for {newest}: fine within one major release, mostly"
-        yield Finding(check="torch-cuda", level="note", text=text, mend="update the driver where something fails")
+        yield Finding("torch-cuda", "note", text, "update the driver where something fails")
     if facts.get("num_gpus") and facts.get("cuda_error"):
-        mend = "see dmesg and nvidia-smi; a GPU in a bad state is mended by a reset or a reboot"
+        fix = "see dmesg and nvidia-smi; a GPU in a bad state is fixed by a reset or a reboot"
         text = f"torch cannot compute on the GPU: {facts['cuda_error']}"
-        yield Finding(check="torch-cuda", level="error", text=text, mend=mend)
+        yield Finding("torch-cuda", "error", text, fix)
     for capability in sorted(set(facts.get("capabilities") or ())):
         if not _runs_on(capability, facts.get("architectures") or ()):
-            mend = "install a torch built for this GPU: an older release for an old GPU, the newest for a new one"
+            fix = "install a torch built for this GPU: an older release for an old GPU, the newest for a new one"
             text = f"this torch has no kernels for a GPU of compute capability {capability}"
-            yield Finding(check="torch-cuda", level="error", text=text, mend=mend)
+            yield Finding("torch-cuda", "error", text, fix)
 
 
 def _runs_on(capability: str, architectures: Iterable[str]) -> bool:
@@ -143,8 +140,8 @@ def _duplicates(there: Packages) -> Iterator[Finding]:
         places = there.get(name, [])
         if len({place for _, place in places}) > 1:
             listed = " and ".join(f"{version} in {place}" for version, place in places)
-            mend = "remove all but one; the second is often in ~/.local, which PYTHONNOUSERSITE=1 leaves out"
-            yield Finding(check=f"two-{name}", level="warning", text=f"{name} is there twice: {listed}", mend=mend)
+            fix = "remove all but one; the second is often in ~/.local, which PYTHONNOUSERSITE=1 leaves out"
+            yield Finding(f"two-{name}", "warning", f"{name} is there twice: {listed}", fix)
 
 
 def _pinned(there: Packages, pins: Iterable[str]) -> Iterator[Finding]:
@@ -160,13 +157,13 @@ def _pinned(there: Packages, pins: Iterable[str]) -> Iterator[Finding]:
         if name in there and there[name][0][0].partition("+")[0] not in versions
     }
     for name, (has, wants) in wrong.items():
-        mend = f"install the one that torch was tested with: pip install '{name}=={wants}'"
+        fix = f"install the one that torch was tested with: pip install '{name}=={wants}'"
         text = f"{name} {has} is installed, but torch wants {wants}"
-        yield Finding(check="torch-pins", level="warning", text=text, mend=mend, facts={"package": name})
+        yield Finding("torch-pins", "warning", text, fix, facts={"package": name})
     num_there = sum(name in there for name in wanted)
     if num_there and not wrong:
         text = f"{counted(num_there, 'package')} that torch wants in one version fit"
-        yield Finding(check="torch-pins", level="ok", text=text)
+        yield Finding("torch-pins", "ok", text)
 
 
 def _paths(machine: Machine, facts: Mapping[str, Any]) -> Iterator[Finding]:
@@ -175,18 +172,18 @@ def _paths(machine: Machine, facts: Mapping[str, Any]) -> Iterator[Finding]:
     loaded = {name: path for name, path in (facts.get("libraries") or {}).items() if not path.startswith(homes)}
     for name, path in loaded.items():
         text = f"torch uses {name} of {path}, not the one that it came with"
-        mend = "unload the module that brings it, or take its folder out of LD_LIBRARY_PATH, unless it is meant"
-        yield Finding(check="library-path", level="warning", text=text, mend=mend)
+        fix = "unload the module that brings it, or take its folder out of LD_LIBRARY_PATH, unless it is meant"
+        yield Finding("library-path", "warning", text, fix)
     for folder in filter(None, machine.environ.get("LD_LIBRARY_PATH", "").split(":")):
         names = sorted({path.name.partition(".so")[0] for kind in _IN_THE_WAY for path in Path(folder).glob(kind)})
         names = [name for name in names if name not in loaded]
         if names:
             text = f"LD_LIBRARY_PATH has {', '.join(names)} in {folder}, which go before torch's own"
-            mend = "unload the module that sets it, or unset LD_LIBRARY_PATH, unless it is meant"
-            yield Finding(check="library-path", level="warning", text=text, mend=mend)
+            fix = "unload the module that sets it, or unset LD_LIBRARY_PATH, unless it is meant"
+            yield Finding("library-path", "warning", text, fix)
     if machine.environ.get("LD_PRELOAD"):
         text = f"LD_PRELOAD={machine.environ['LD_PRELOAD']} is loaded into every process"
-        yield Finding(check="library-path", level="note", text=text)
+        yield Finding("library-path", "note", text)
 
 
 def _cudnn(number: int) -> str:
@@ -201,3 +198,131 @@ def _normal(name: str) -> str:
 
 def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
+
+
+_GLOO_FIX = "check that the interface lo is up (ip link set lo up) and that nothing forbids sockets here"
+_NCCL_FIX = "run again with NCCL_DEBUG=INFO, which says which part fails; see the findings on the GPUs and libraries"
+
+
+def check_backends(machine: Machine) -> Iterator[Finding]:
+    """One finding a backend."""
+    facts = machine.torch()
+    if "error" in facts:
+        yield Finding("backends", "note", "not tried: torch cannot be imported")
+        return
+    has = facts["backends"]
+    if facts["gloo_error"] or not has["gloo"]:
+        why = facts["gloo_error"] or "this torch is built without it"
+        fix = _GLOO_FIX if has["gloo"] else "install a torch that has it: all of pytorch.org's do"
+        yield Finding("gloo", "error", f"Gloo does not work: {why}", fix)
+    else:
+        yield Finding("gloo", "ok", "Gloo works: a group of one process on the loopback address sums")
+    if facts["nccl_error"]:
+        text = f"NCCL does not work: {facts['nccl_error']}"
+        yield Finding("nccl", "error", text, _NCCL_FIX)
+    elif facts["has_tried_nccl"]:
+        yield Finding("nccl", "ok", f"NCCL {facts.get('nccl')} works: one process sums on a GPU")
+    elif has["nccl"]:
+        yield Finding("nccl", "note", "NCCL is there, but no GPU that it could use")
+    elif facts["num_gpus"]:
+        fix = "install a torch that has it: all of pytorch.org's for Linux and CUDA do"
+        yield Finding("nccl", "error", "GPUs, but a torch that is built without NCCL", fix)
+    else:
+        yield Finding("nccl", "ok", "no NCCL, and no GPU that needs it")
+
+
+_WATCHED = ("libnccl", "libcudnn.", "libcudart", "libcublas.")
+
+
+def gather() -> dict[str, Any]:
+    """Versions, devices and backends of torch, each tried; `error` where torch cannot be imported."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    began_s = time.monotonic()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            import torch
+            import torch.distributed as dist
+        except Exception as error:  # whatever goes wrong is what was asked for
+            return {"error": f"torch cannot be imported: {_in_one_line(error)}"}
+        import_s = time.monotonic() - began_s
+        is_cuda_build = torch.version.cuda is not None
+        facts: dict[str, Any] = {
+            "torch": torch.__version__,
+            "path": str(Path(torch.__file__).parent),
+            "homes": _homes(Path(torch.__file__).parents[1]),
+            "import_s": import_s,
+            "cuda_of_torch": torch.version.cuda,
+            "hip_of_torch": torch.version.hip,
+            "num_gpus": torch.cuda.device_count() if is_cuda_build else 0,
+            "architectures": torch.cuda.get_arch_list() if is_cuda_build else [],
+            "cudnn": torch.backends.cudnn.version() if is_cuda_build else None,
+            "backends": {
+                "gloo": dist.is_available() and dist.is_gloo_available(),
+                "nccl": dist.is_available() and dist.is_nccl_available(),
+            },
+            "numpy_error": _outcome(lambda: torch.zeros(1).numpy() + 1),
+        }
+        if facts["backends"]["nccl"]:
+            facts["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
+        if is_cuda_build:
+            facts["cuda_error"] = _outcome(lambda: torch.ones(64, device="cuda").sum().item())
+            names = [torch.cuda.get_device_capability(index) for index in range(facts["num_gpus"])]
+            facts["capabilities"] = [f"{major}.{minor}" for major, minor in names]
+        facts["gloo_error"] = _outcome(lambda: _try_group("gloo")) if facts["backends"]["gloo"] else None
+        can_nccl = facts["backends"]["nccl"] and facts["num_gpus"] and facts["cuda_error"] is None
+        facts["nccl_error"] = _outcome(lambda: _try_group("nccl")) if can_nccl else None
+        facts["has_tried_nccl"] = bool(can_nccl)
+    facts["warnings"] = [str(one.message).splitlines()[0][:300] for one in caught][:5]
+    facts["libraries"] = _loaded()
+    return facts
+
+
+def _try_group(backend: str) -> None:
+    """Meet nobody on the loopback address, and sum."""
+    import torch
+    import torch.distributed as dist
+
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    device = torch.device("cuda", 0) if backend == "nccl" else None
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+    try:
+        tensor = torch.full((1000,), 2.0, device=device)
+        dist.all_reduce(tensor)
+        if tensor.sum().item() != 2000.0:
+            raise ArithmeticError(f"a sum over one process gave {tensor.sum().item()} instead of 2000")
+    finally:
+        dist.destroy_process_group()
+
+
+def _outcome(attempt: Callable[[], object]) -> str | None:
+    """None where it worked, else the error in one line."""
+    try:
+        attempt()
+    except Exception as error:  # whatever goes wrong is what was asked for
+        return _in_one_line(error)
+    return None
+
+
+def _in_one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
+
+
+def _homes(packages: Path) -> list[str]:
+    """Where the libraries of torch live: among its packages or, with conda, in the environment around them."""
+    found = {str(packages), str(packages.resolve())}
+    if Path(sys.prefix, "conda-meta").is_dir():
+        found |= {sys.prefix, str(Path(sys.prefix).resolve())}
+    return sorted(found)
+
+
+def _loaded() -> dict[str, str]:
+    """Where the libraries that matter were loaded from."""
+    found: dict[str, str] = {}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+            path = line.partition("/")[2]
+            name = next((name for name in _WATCHED if path.rpartition("/")[2].startswith(name)), None)
+            if name:
+                found[name.rstrip(".")] = f"/{path}"
+    return found

@@ -1,1 +1,1 @@
-"""The verbs `submit`, `status` and `cancel`: a training as a Slurm job that lives with its time limit."""
+"""The verb `submit`: a training as a Slurm job that resumes after each time limit."""

@@ -1,7 +1,7 @@
-"""The sbatch script of a job, as a pure function of what is asked for.
+"""The sbatch script of a job, as a pure function of its settings.
 
-Every attempt of the job runs the same command, `stormo train … --run-name NAME --resume`, which starts the run where it
-has not begun and goes on where it has.
+Every attempt of the job runs the same command, `stormo train … --run-name NAME --resume`: it starts a new run, or
+resumes one from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -15,25 +15,19 @@ from pathlib import Path
 from stormo.errors import EXIT_RESUMABLE
 from stormo.submit.settings import Slurm
 
-SCRIPT, LOG, ATTEMPTS = "job.sh", "slurm.log", "slurm-attempts.txt"  # in the run folder
+SCRIPT, _LOG, _ATTEMPTS = "job.sh", "slurm.log", "slurm-attempts.txt"  # in the run folder
+_AS_SBATCH = (  # options that have sbatch's own name
+    *("cpus-per-task", "mem", "time", "partition", "account", "qos", "constraint", "reservation"),
+    *("nodelist", "exclude"),
+)
 _PLAIN = re.compile(r"[\w@%+=:,./\[\]-]+", flags=re.ASCII)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
-    """One training of the job: its name, and what it is told besides what all of them are told."""
-
-    name: str
-    words: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
     """Everything the script says."""
 
-    name: str  # of the run, or of the sweep
-    runs: tuple[Run, ...]
-    is_array: bool
+    name: str  # of the run
     slurm: Slurm
     setup: str  # lines of shell before the training
     least_nodes: int
@@ -43,29 +37,29 @@ class Job:
     folder: Path  # where it was submitted, and where it runs
     runs_folder: Path
     python: str
-    words: tuple[str, ...]  # what follows `stormo train`, the same for every run
+    words: tuple[str, ...]  # what follows `stormo train`
 
-    def run_folder(self, run: Run) -> Path:
-        """Where a run of the job is kept."""
-        return self.runs_folder / run.name
+    @property
+    def run_folder(self) -> Path:
+        """Where the run is kept."""
+        return self.runs_folder / self.name
+
+    @property
+    def log(self) -> Path:
+        """The file of the job's output."""
+        return self.folder / self.slurm.log if self.slurm.log is not None else self.run_folder / _LOG
 
 
 def render(job: Job) -> str:
     """The whole script."""
     # What the setup sets stays set; with -e the exit code of the training would end the script.
-    setup = [_setup(job), "set +e -u"] if job.setup.strip() else ["set -u"]
-    parts = [_head(job), _warning(job), *setup, _names(job), _attempt(job), _end(job)]
+    setup = [f"# Said by --setup.\n{job.setup.strip()}", "set +e -u"] if job.setup.strip() else ["set -u"]
+    parts = [_head(job), _warning(job), *setup, _attempt(job), _end(job)]
     return "\n\n".join(parts) + "\n"
 
 
-def log_of(job: Job, run: Run) -> Path:
-    """The file of a run's output."""
-    return job.folder / job.slurm.log if job.slurm.log is not None else job.run_folder(run) / LOG
-
-
 def _head(job: Job) -> str:
-    what = f"the runs of {job.name}" if job.is_array else f"the run {job.name}"
-    lines = ["#!/bin/bash", f"# Trains {what}; written by stormo submit."]
+    lines = ["#!/bin/bash", f"# Trains the run {job.name}; written by stormo submit."]
     lines += [f"#SBATCH --{name}" if value is None else f"#SBATCH --{name}={value}" for name, value in _directives(job)]
     lines += [f"#SBATCH {_directive_word(word)}" for word in shlex.split(job.slurm.sbatch or "")]
     return "\n".join(lines)
@@ -74,30 +68,21 @@ def _head(job: Job) -> str:
 def _directives(job: Job) -> Iterator[tuple[str, str | None]]:
     slurm = job.slurm
     nodes = str(job.most_nodes) if job.least_nodes == job.most_nodes else f"{job.least_nodes}-{job.most_nodes}"
-    log = _escaped(str(log_of(job, job.runs[0])))
-    if job.is_array:
-        log = f"{_escaped(str(job.runs_folder / job.name))}-%a/{LOG}"
-        limit = "" if slurm.array_limit is None else f"%{slurm.array_limit}"
-        yield "array", f"0-{len(job.runs) - 1}{limit}"
     yield "job-name", _quoted(slurm.job_name or job.name)
     yield "chdir", _quoted(str(job.folder))
-    yield "output", _quoted(log)
+    yield "output", _quoted(str(job.log).replace("%", "%%"))
     yield "open-mode", "append"
     yield "nodes", nodes
     yield "ntasks-per-node", str(job.workers_per_node)
     if job.gpus_per_node and not re.search(r"--(gres|gpus)\b", slurm.sbatch or ""):
         yield "gpus-per-node", str(job.gpus_per_node)
-    for name in ("cpus-per-task", "mem", "time", "partition", "account", "qos", "constraint", "reservation"):
+    for name in _AS_SBATCH:
         value = getattr(slurm, name.replace("-", "_"))
         if value is not None:
             yield name, _quoted(str(value))
-    for name, value in (("nodelist", slurm.nodelist), ("exclude", slurm.exclude)):
-        if value is not None:
-            yield name, _quoted(value)
     if slurm.exclusive:
         yield "exclusive", None
-    if slurm.on_time_limit != "chain":
-        yield "requeue", None  # a preempted job and one that has lost a node go on too
+    yield "requeue", None  # Slurm requeues a job that it preempts, and one that has lost a node
     yield "signal", f"B:USR1@{slurm.warn_s}"
 
 
@@ -109,33 +94,13 @@ step= warnings=0
 trap 'warnings=$((warnings + 1)); [ -z "$step" ] || warn' USR1"""
 
 
-def _setup(job: Job) -> str:
-    return f"# Said by --setup.\n{job.setup.strip()}"
-
-
-def _names(job: Job) -> str:
-    if not job.is_array:
-        folder = shlex.quote(str(job.run_folder(job.runs[0])))
-        return f"job=$SLURM_JOB_ID\nrun={shlex.quote(job.name)}\nfolder={folder}"
-    cases = [
-        f"{number}) run={shlex.quote(run.name)} settings=({shlex.join(run.words)}) ;;"
-        for number, run in enumerate(job.runs)
-    ]
-    return "\n".join(
-        [
-            "job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID",
-            "case $SLURM_ARRAY_TASK_ID in",
-            *cases,
-            "esac",
-            f"folder={shlex.quote(str(job.runs_folder))}/$run",
-        ]
-    )
-
-
 def _attempt(job: Job) -> str:
     command = " \\\n        ".join(_command(job))
     return f"""\
-note() {{ printf '%s %s %s\\n' "$job" "$(date +%s)" "$*" >> "$folder/{ATTEMPTS}"; }}
+run={shlex.quote(job.name)}
+folder={shlex.quote(str(job.run_folder))}
+
+note() {{ printf '%s %s %s\\n' "$SLURM_JOB_ID" "$(date +%s)" "$*" >> "$folder/{_ATTEMPTS}"; }}
 
 warn() {{ while kill -USR1 "$step" 2> /dev/null; do sleep 5; done & }}  # until it listens
 
@@ -176,7 +141,7 @@ def _command(job: Job) -> list[str]:
         program = ["apptainer", "exec", *nvidia, "--bind", ",".join(binds), image, "stormo"]
     listening = ["bash", "-c", 'trap "" USR1; exec "$@"', "-"]
     pieces = [shlex.join([*srun, *listening, *program, "train", job.words[0]]), *_pairs(job.words[1:])]
-    return [*pieces, *(['"${settings[@]}"'] if job.is_array else []), '--run-name "$run" --resume']
+    return [*pieces, '--run-name "$run" --resume']
 
 
 def _pairs(words: Sequence[str]) -> Iterator[str]:
@@ -193,44 +158,18 @@ def _pairs(words: Sequence[str]) -> Iterator[str]:
 def _end(job: Job) -> str:
     if job.slurm.on_time_limit == "stop":
         return 'exit "$code"'
-    of_array = "_$SLURM_ARRAY_TASK_ID" if job.is_array else ""
-    chain = f"""\
-    if next=$(sbatch --parsable {_after(job)} "$folder/{SCRIPT}"); then
-        note chain "${{next%%;*}}{of_array}"
-    fi"""
-    requeue = f"""\
-    note requeue
-    if ! scontrol requeue "$SLURM_JOB_ID"; then
-        echo "stormo: Slurm does not queue this job again; another one goes on"
-    {chain.replace(chr(10), chr(10) + "    ")}
-    fi"""
     return f"""\
-# Only after the warning: a job that was cancelled stays so, and Slurm itself requeues one that it preempts.
+# Only after the warning: a cancelled job stays cancelled, and Slurm itself requeues one that it preempts.
 if [ "$code" = {EXIT_RESUMABLE} ] && [ "$warnings" != 0 ]; then
     if [ "$saved" = "$(ls "$folder/checkpoints" 2> /dev/null)" ]; then
         echo "stormo: no step was done within the time limit, nor would be the next time; set a longer --time" >&2
         exit {EXIT_RESUMABLE}
     fi
-{requeue if job.slurm.on_time_limit == "requeue" else chain}
+    note requeue
+    scontrol requeue "$SLURM_JOB_ID" ||
+        echo "stormo: Slurm does not requeue this job; submit it again with --run-name $run --resume" >&2
 fi
 exit "$code\""""
-
-
-def _after(job: Job) -> str:
-    """Which job the next one waits for, in flags of sbatch."""
-    if not job.is_array:
-        return '--dependency="afterany:$SLURM_JOB_ID"'
-    array = '--array="$SLURM_ARRAY_TASK_ID"'
-    if job.slurm.array_limit is None:
-        return f'--dependency="afterany:$SLURM_JOB_ID" {array}'
-    # Slurm's limit is that of one array, and the next job is no part of this one. So it comes after all of this array,
-    # and then in one of as many lanes as may run: of jobs with one name, one runs at a time.
-    lane = f"{shlex.quote(f'{job.slurm.job_name or job.name}-lane')}$((SLURM_ARRAY_TASK_ID % {job.slurm.array_limit}))"
-    return f'--dependency="afterany:$SLURM_ARRAY_JOB_ID,singleton" --job-name={lane} {array}'
-
-
-def _escaped(path: str) -> str:
-    return path.replace("%", "%%")
 
 
 def _quoted(text: str) -> str:

@@ -1,4 +1,4 @@
-"""What a user can say of a Slurm job, and which of it cannot hold; everything else is said to `stormo train`."""
+"""The options of a Slurm job, and their checks; every other option of `stormo submit` is one of `stormo train`."""
 
 from __future__ import annotations
 
@@ -7,21 +7,37 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from stormo.config.options import Option, options_of, settings_from_toml
-from stormo.config.schema import option
+from stormo.config.options import Option, options_of, read_toml, settings_from_toml, take_flags
+from stormo.config.schema import TrainConfig, option
 from stormo.errors import SettingError
+from stormo.tasks.task import Task
+from stormo.training.settings import read_settings
 
-SECTION = "slurm"
+_SECTION = "slurm"
+_USAGE = """\
+stormo submit [TASK] [options of the job] [any option of stormo train]
+       stormo submit my_task.py --num-nodes 4 --num-gpus 8 --time 02:00:00 --partition gpu"""
+_DESCRIPTION = (
+    "Train TASK as a Slurm job. After each time limit the job resumes, until the training is done. "
+    "stormo train --help shows the options of the training."
+)
 _TIMES = (r"(?P<m>\d+)", r"(?P<m>\d+):(?P<s>\d+)", r"(?P<h>\d+):(?P<m>\d+):(?P<s>\d+)")
 _DAYS = (r"(?P<d>\d+)-(?P<h>\d+)", r"(?P<d>\d+)-(?P<h>\d+):(?P<m>\d+)", rf"(?P<d>\d+)-{_TIMES[2]}")
 _UNIT_S = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _UNLIMITED = ("infinite", "unlimited")
-_REPEATED = {"setup": "\n", "bind": ",", "sbatch": " "}  # what stands between the values of a flag that is repeated
-# What the job's own lines say already; a second word on it would silently win or lose.
+_REPEATED = {"setup": "\n", "bind": ",", "sbatch": " "}  # flags that may be repeated: what joins their values
+_LOOP = "submit each run by itself, in a loop of the shell"
+_REMOVED = {
+    "follow": "tail -F runs/NAME/slurm.log shows the output, and submit prints that line",
+    "sweep": _LOOP,
+    "array": _LOOP,
+    "array_limit": _LOOP,
+}
+# What the job's own lines say already: a second value would silently win or lose.
 _OURS = {
-    "--array": "--array or --sweep",
+    "--array": "one job for each run",
     "--chdir": "the folder you submit from",
     "--error": "--log",
     "--job-name": "--job-name",
@@ -33,7 +49,7 @@ _OURS = {
     "--parsable": "nothing: the job's number is printed",
     "--signal": "--warn-s",
     "--time": "--time",
-    "--wait": "--follow",
+    "--wait": "nothing: submit returns at once",
     "--wrap": "the task",
 }
 
@@ -42,7 +58,7 @@ _OURS = {
 class Slurm:
     """Slurm: the job."""
 
-    slurm: bool = option(True, "submit to Slurm, the one scheduler there is here")
+    slurm: bool = option(True, "submit to Slurm, the only scheduler")
     time: str | None = option(
         None, "time limit of one attempt, as Slurm writes it; default the partition's", metavar="[D-]HH:MM:SS"
     )
@@ -58,15 +74,12 @@ class Slurm:
     exclusive: bool = option(False, "share the nodes with no other job")
     job_name: str | None = option(None, "name in the queue; default the run's", metavar="NAME")
     log: str | None = option(None, "file of the output; default slurm.log in the run folder", metavar="FILE")
-    on_time_limit: Literal["requeue", "chain", "stop"] = option(
-        "requeue", "after the warning: queue the job again, submit another job that goes on, or end"
+    on_time_limit: Literal["requeue", "stop"] = option(
+        "requeue",
+        "after the warning: requeue the job, or end",
+        dropped={"chain": "leave it out: the job is requeued, also by Slurm after preemption"},
     )
-    warn_s: int = option(120, "seconds before the time limit at which the training is told to save", metavar="S")
-    sweep: str | None = option(
-        None, "one run for each combination, as an array job: base_lr=0.01,0.02;seed=0,1", metavar="GRID"
-    )
-    array: str | None = option(None, "one run for each seed, as an array job: 0-4, or 0,7,9", metavar="SEEDS")
-    array_limit: int | None = option(None, "runs of a sweep that run at the same time at most")
+    warn_s: int = option(120, "seconds before the time limit at which the training saves", metavar="S")
     apptainer: str | None = option(None, "run inside this image, which has stormo", metavar="IMAGE.sif")
     bind: str | None = option(None, "folders that the image sees too; repeat for more", metavar="FROM[:TO]")
     setup: str | None = option(
@@ -75,16 +88,36 @@ class Slurm:
     setup_file: str | None = option(None, "the same from a file", metavar="FILE")
     sbatch: str | None = option(None, 'any other flags of sbatch: "--mail-type=END --nice=10"', metavar="FLAGS")
     print: bool = option(False, "print the script, submit nothing")
-    follow: bool = option(True, "show the job's output until it ends")
 
 
 def slurm_options() -> list[Option]:
     """The options of `stormo submit` that are not those of `stormo train`."""
-    return options_of(SECTION, Slurm)
+    return options_of(_SECTION, Slurm)
 
 
-def joined(arguments: Sequence[str]) -> list[str]:
-    """The arguments with the values of a flag that may be repeated put together in its first place."""
+def read_slurm(arguments: Sequence[str]) -> tuple[Slurm, TrainConfig, type[Task]]:
+    """The settings of the job (flags, then the section of a TOML file) and of the training."""
+    for flag in (word.partition("=")[0] for word in arguments if word.startswith("--")):
+        _refuse_removed(flag.removeprefix("--").removeprefix("no-").replace("-", "_"), flag)
+    flags, words = take_flags("stormo submit", _USAGE, _DESCRIPTION, _joined(arguments), (_SECTION, Slurm))
+    config, task_class = read_settings(words)
+    source = config.command.config
+    section = (read_toml(Path(source)) if source is not None else {}).get(_SECTION, {})
+    for key in section if isinstance(section, dict) else ():
+        _refuse_removed(key.replace("-", "_"), f"{key} in {source}")
+    of_file = settings_from_toml({_SECTION: section}, slurm_options(), source or "")
+    slurm = Slurm(**(of_file | flags))
+    _check(slurm)
+    return slurm, config, task_class
+
+
+def _refuse_removed(name: str, as_given: str) -> None:
+    if name in _REMOVED:
+        raise SettingError(f"{as_given} was set", "stormo no longer has it", _REMOVED[name])
+
+
+def _joined(arguments: Sequence[str]) -> list[str]:
+    """The arguments with the values of a repeated flag joined, in its first place."""
     found: dict[str, list[str]] = {}
     rest: list[str] = []
     words = iter(arguments)
@@ -94,21 +127,12 @@ def joined(arguments: Sequence[str]) -> list[str]:
         if not flag.startswith("--") or name not in _REPEATED:
             rest.append(word)
             continue
-        value = value if equals else next(words, "")
         if name not in found:
-            rest.append(word)  # its place, filled below
+            rest.append(flag)  # its place, filled below
             found[name] = []
-        found[name].append(value)
+        found[name].append(value if equals else next(words, ""))
     values = {f"--{name}": f"--{name}={_REPEATED[name].join(parts)}" for name, parts in found.items()}
-    return [values.get(word.partition("=")[0], word) for word in rest]
-
-
-def make_slurm(flags: dict[str, Any], document: dict[str, Any], source: str) -> Slurm:
-    """The settings of the job: a TOML file's section, then flags, checked."""
-    of_file = settings_from_toml({SECTION: document[SECTION]}, slurm_options(), source) if SECTION in document else {}
-    slurm = Slurm(**(of_file | flags))
-    _check(slurm)
-    return slurm
+    return [values.get(word, word) for word in rest]
 
 
 def seconds_of(time: str) -> float | None:
@@ -129,9 +153,10 @@ def _check(slurm: Slurm) -> None:
     _check_time(slurm)
     if slurm.mem is not None and not re.fullmatch(r"\d+[KMGTkmgt]?", slurm.mem, flags=re.ASCII):
         raise SettingError(f"--mem {slurm.mem} was set", "it is no size that Slurm reads", "set something like 64G")
-    for flag, value in (("--cpus-per-task", slurm.cpus_per_task), ("--array-limit", slurm.array_limit)):
-        if value is not None and value < 1:
-            raise SettingError(f"{flag} {value} was set", "it must be at least 1", f"set {flag} 1 or more")
+    if slurm.cpus_per_task is not None and slurm.cpus_per_task < 1:
+        raise SettingError(
+            f"--cpus-per-task {slurm.cpus_per_task} was set", "it must be at least 1", "set --cpus-per-task 1 or more"
+        )
     for name in ("partition", "account", "qos", "constraint", "reservation", "nodelist", "exclude", "job_name", "log"):
         value = getattr(slurm, name)
         if value is not None and (not value.strip() or re.search(r'[\n"\\]', value)):
@@ -141,18 +166,6 @@ def _check(slurm: Slurm) -> None:
                 "a line of an sbatch script holds no such text",
                 "set a name without line ends, double quotes and backslashes",
             )
-    if slurm.array_limit is not None and slurm.sweep is None and slurm.array is None:
-        raise SettingError(
-            f"--array-limit {slurm.array_limit} was set", "there is one run", "set it with --sweep or --array"
-        )
-    if slurm.sweep is not None and slurm.array is not None:
-        raise SettingError(
-            "--array was set with --sweep", "both say which runs there are", "put the seeds into the sweep: seed=0,1,2"
-        )
-    if slurm.log is not None and (slurm.sweep or slurm.array):
-        raise SettingError(
-            f"--log {slurm.log} was set with a sweep", "every run has a log of its own", "leave --log out"
-        )
     _check_files(slurm)
     _check_sbatch(slurm.sbatch or "")
 
@@ -195,7 +208,7 @@ def _check_sbatch(flags: str) -> None:
     try:
         words = shlex.split(flags)
     except ValueError as error:
-        raise SettingError(f"--sbatch {flags!r} was set", f"its quotes do not match ({error})", "mend them") from None
+        raise SettingError(f"--sbatch {flags!r} was set", f"its quotes do not match ({error})", "close them") from None
     for word in words:
         flag = word.partition("=")[0]
         if not word.startswith("-"):

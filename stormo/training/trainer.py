@@ -171,7 +171,7 @@ class Trainer:
             needs_group=layout.is_spread,
         )
         if config.command.preflight:
-            from stormo.doctor.training import join_after_preflight
+            from stormo.doctor.job import join_after_preflight
 
             self.world, notices = join_after_preflight(join, device, config, layout, place, store, self._lifeline)
             self._notices += notices

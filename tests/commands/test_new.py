@@ -45,12 +45,7 @@ def test_every_kind_is_tested() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_file_trains_as_it_is(kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["new", "my_task.py", "--kind", kind]) == 0
-    assert capfd.readouterr().out.splitlines() == [
-        f"my_task.py is written: a task of kind {kind} that trains as it is.",
-        "  stormo train my_task.py                 train it",
-        "  stormo train my_task.py --num-gpus 2    on two GPUs, or two processes of a machine without",
-        "  stormo train my_task.py --help          its options and all others",
-    ]
+    assert "stormo train my_task.py" in capfd.readouterr().out
     settings = ["--device", "cpu", "--epochs", "2", "--no-tensorboard", "--run-name", "one"]
     assert main(["train", "my_task.py", *settings]) == 0
     assert capfd.readouterr().err == ""

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from stormo.telemetry.events import EventFile
 from stormo.telemetry.files import write_json
 from stormo.telemetry.folder import RunFolder
 from stormo.telemetry.record import EpochDone, Notice, Record, RunEnded, RunStarted, StepDone
+from tests.golden import check_golden
 
 OLD_UNIX_S = 1_700_000_000.0
 
@@ -86,18 +88,22 @@ def add_checkpoint(run: RunFolder, step: int, size_bytes: int = 0) -> Path:
 
 
 def shown(capsys: pytest.CaptureFixture[str], folder: Path, name: str = "heron") -> str:
-    assert show.main(folder, name, json=False) == 0
+    assert show.show_run(folder, name, json=False) == 0
     return capsys.readouterr().out
 
 
-def test_a_finished_run_is_shown_with_configuration_result_epochs_curves_checkpoints_and_notices(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_whole_output_of_a_finished_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = {"scheduler": "Slurm", "id": "12", "restarts": 0, "nodes": "n[1-2]"}
     run = make_run(
-        tmp_path / "heron",
-        started(),
-        *(step_done(step, 3.0 - step / 30) for step in range(0, 60, 10)),
+        Path("runs/heron"),
+        replace(started(), job=first),
+        *(step_done(step, 3.0 - step / 30) for step in range(0, 30, 10)),
         epoch_done(1),
+        replace(started(resumed_at_step=30), job=first | {"restarts": 1}),
+        *(step_done(step, 3.0 - step / 30) for step in range(30, 60, 10)),
         epoch_done(2),
         Notice(kind="stop", text="Early stopping after epoch 2"),
         RunEnded(
@@ -105,36 +111,20 @@ def test_a_finished_run_is_shown_with_configuration_result_epochs_curves_checkpo
                 "task": "fashion-mnist",
                 "stopped_by": "target",
                 "validation_accuracy": 0.5,
+                "validation_loss": 1.0,
+                "train_time_s": 48.0,
+                "wall_time_s": 61.5,
+                "unit": "images",
+                "samples_per_s": 2500.0,
                 "peak_memory_bytes": 3 * 2**30,
                 "peak_reserved_memory_bytes": 4 * 2**30,
             }
         ),
     )
-    write_json(run.environment, {"torch": "2.13.0", "host": "n1", "git_commit": "abc", "git_has_changes": True})
-    checkpoint = add_checkpoint(run, 60, size_bytes=3 * 2**20)
-    text = shown(capsys, tmp_path)
-    assert text.startswith("heron: fashion-mnist, done\n")
-    assert "  global batch 2048 = 512 per worker × 4 workers × 1 accumulation\n" in text
-    assert "  torch 2.13.0, on n1\n  git commit abc with changes\n" in text
-    assert "  stopped by           target\n  validation accuracy  0.5000\n  validation loss      n/a\n" in text
-    assert "  peak memory          3,072 MiB\n  taken of the GPU     4,096 MiB\n" in text
-    assert (
-        "Epochs\n"
-        "  epoch  train loss  val loss  accuracy  images/s    time   total    lr\n"
-        "      1      2.0000    2.0000    0.2500     2,500  25.0 s  25.0 s  0.04\n"
-        "      2      1.0000    1.0000    0.5000     2,500  25.0 s  50.0 s  0.04\n"
-    ) in text
-    assert (
-        "Curves\n"
-        "  training loss    █▇▅▄▂▁  3.0000 to 1.3333\n"
-        "  validation loss  █▁      2.0000 to 1.0000\n"
-        "  accuracy         ▁█      0.2500 to 0.5000\n"
-        "  images/s         ▄▄      2,500 to 2,500\n"
-        "  learning rate    ▄▄▄▄▄▄  0.04 to 0.04\n"
-    ) in text
-    assert f"Checkpoints\n  {checkpoint}  3.0 MiB\n" in text
-    assert "Notices\n  stop: Early stopping after epoch 2\n" in text
-    assert "Resume with" not in text
+    environment = {"stormo": "0.1.0", "torch": "2.13.0", "host": "n1", "git_commit": "abc", "git_has_changes": True}
+    write_json(run.environment, environment | {"command": ["stormo", "train", "--num-gpus", "4"]})
+    add_checkpoint(run, 60, size_bytes=3 * 2**20)
+    check_golden(Path(__file__).parent / "golden" / "show.txt", shown(capsys, Path("runs")))
 
 
 def test_a_run_without_epochs_says_how_far_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,7 +149,7 @@ def test_a_configuration_that_is_not_toml_is_an_error_that_names_the_file(tmp_pa
     (tmp_path / "heron").mkdir()
     (tmp_path / "heron" / "config.toml").write_text("epochs = \n", encoding="utf-8")
     with pytest.raises(StormoError, match=r"config\.toml: it is not valid TOML"):
-        show.main(tmp_path, "heron", json=False)
+        show.show_run(tmp_path, "heron", json=False)
 
 
 def test_epochs_that_a_resume_made_obsolete_are_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,7 +173,7 @@ def test_an_interrupted_run_with_checkpoints_says_how_to_resume_it(
     add_checkpoint(run, 30)
     add_checkpoint(run, 60)
     command = f"stormo train --resume {tmp_path / 'runs' / 'heron'}"
-    assert (f"Resume with\n  {command}\n  goes on from step-00000060; number of workers so far: 4\n") in shown(
+    assert (f"Resume with\n  {command}\n  resumes from step-00000060; workers so far: 4\n") in shown(
         capsys, tmp_path / "runs"
     )
     monkeypatch.chdir(tmp_path)
@@ -222,38 +212,16 @@ def test_an_output_without_unicode_gets_ascii_curves(tmp_path: Path, monkeypatch
     make_run(tmp_path / "heron", started(), epoch_done(1), epoch_done(2))
     buffer = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(buffer, encoding="ascii"))
-    show.main(tmp_path, "heron", json=False)
+    show.show_run(tmp_path, "heron", json=False)
     text = buffer.getvalue().decode("ascii")
     assert "  validation loss  #_  2.0000 to 1.0000\n" in text
     assert "512 per worker x 4 workers" in text
 
 
-def test_a_terminal_gets_the_same_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class FakeTerminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    long_line = "[red]kept[/red] " + 20 * "as one line "
-    make_run(tmp_path / "heron", started(), epoch_done(1), epoch_done(2), Notice(kind="info", text=long_line.strip()))
-    plain = shown(capsys, tmp_path)
-    stream = FakeTerminal()
-    monkeypatch.setattr(sys, "stdout", stream)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "80")
-    show.main(tmp_path, "heron", json=False)
-    styled = stream.getvalue()
-    for code in ("\x1b[1m", "\x1b[2m", "\x1b[0m"):
-        styled = styled.replace(code, "")
-    assert styled == plain
-    assert long_line.strip() in styled
-
-
 def test_json_holds_everything_the_text_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "heron", started(), step_done(3, math.inf), epoch_done(1))
     add_checkpoint(run, 30, size_bytes=10)
-    assert show.main(tmp_path, "heron", json=True) == 0
+    assert show.show_run(tmp_path, "heron", json=True) == 0
     content = json.loads(capsys.readouterr().out)
     assert content["run"]["state"] == "interrupted"
     assert content["started"]["world_size"] == 4
@@ -267,7 +235,7 @@ def test_json_holds_everything_the_text_shows(tmp_path: Path, capsys: pytest.Cap
 def test_an_unknown_name_is_answered_with_the_closest_one(tmp_path: Path) -> None:
     make_run(tmp_path / "heron", started())
     with pytest.raises(SettingError, match="did you mean heron"):
-        show.main(tmp_path, "herno", json=False)
+        show.show_run(tmp_path, "herno", json=False)
 
 
 @given(st.lists(st.none() | st.floats(), max_size=200))

@@ -33,9 +33,6 @@ RUN_BY = {
     "srun stormo train": ("tests/system/test_slurm.py", '"srun"'),
     "stormo train --dry-run": ("tests/system/test_slurm.py", '"--dry-run"'),
     "stormo submit my_task.py --device cpu --num-gpus 2 --time": ("tests/system/test_submit.py", '"--warn-s"'),
-    "stormo submit my_task.py --device cpu --num-gpus 1 --run-name rates": ("tests/system/test_submit.py", '"--sweep"'),
-    "stormo status": ("tests/system/test_submit.py", '"status"'),
-    "stormo cancel": ("tests/system/test_submit.py", '"cancel"'),
     "stormo train --num-gpus 2 --task.width 1": ("tests/data/staging/test_training.py", '"--stage"'),
 }
 MARK = "not run here"
@@ -72,7 +69,7 @@ def test_every_command_is_run_by_a_test_or_marked(page: Path) -> None:
 @pytest.mark.parametrize("verb", ["train", "submit"])
 def test_every_flag_on_the_pages_exists(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    new.main("my_task.py", "classification")
+    new.write_task("my_task.py", "classification")
     of_slurm = {option.flag for option in slurm_options()}
     num_read = 0
     for page in PAGES:

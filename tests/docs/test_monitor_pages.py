@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stormo.commands.monitor.command import _parser
-from stormo.commands.monitor.table import COLUMNS, CsvFile
+from stormo.commands.monitor import COLUMNS, main, make_parser
 from stormo.errors import SettingError
 from stormo.telemetry.prometheus_metrics import METRICS
 
@@ -25,7 +24,7 @@ def test_every_column_is_explained_in_its_order() -> None:
 
 
 def test_every_option_is_explained() -> None:
-    asked = set(re.findall(r"--[a-z]+", _parser().format_help())) - {"--help"}
+    asked = set(re.findall(r"--[a-z]+", make_parser().format_help())) - {"--help"}
     assert set(re.findall(r"^\| `(--[a-z]+)", MONITOR, re.MULTILINE)) == asked
 
 
@@ -33,7 +32,7 @@ def test_the_refusal_is_the_one_shown(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     Path("results.csv").write_text("epoch,loss\n")
     with pytest.raises(SettingError) as caught:
-        CsvFile(Path("results.csv"))
+        main(["--csv", "results.csv"])
     assert f"stormo: {caught.value}" in MONITOR.splitlines()
 
 

@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 
-from stormo.doctor.checks import Check
+from stormo.doctor.command import Check
 from stormo.doctor.finding import Finding
 from stormo.doctor.machine import Machine
 

@@ -15,12 +15,12 @@ HOT = Finding(
     check="gpu-throttle",
     level="warning",
     text="its clocks are held back by heat, at 91 °C, while the seven other GPUs of this node stay below 60 °C",
-    mend="look at the node's cooling and power supply, or choose another node: all workers wait for this one",
+    fix="look at the node's cooling and power supply, or choose another node: all workers wait for this one",
     where="GPU 3",
     group="devices",
 )
-FULL = Finding(check="storage-runs", level="error", text="no room", mend="make room", group="storage")
-TOLD = Finding(check="cores", level="note", text="2 of 2 cores", mend="ask for more", group="limits")
+FULL = Finding(check="storage-runs", level="error", text="no room", fix="make room", group="storage")
+TOLD = Finding(check="cores", level="note", text="2 of 2 cores", fix="ask for more", group="limits")
 
 
 def shown(findings: list[Finding], stream: io.StringIO | None = None) -> str:
@@ -34,10 +34,10 @@ def test_the_exit_code_is_that_of_the_worst() -> None:
 
 
 def test_a_warning_or_an_error_has_a_mend_and_a_level_is_one_of_four() -> None:
-    with pytest.raises(AssertionError, match="without a mend"):
+    with pytest.raises(AssertionError, match="without a fix"):
         Finding(check="x", level="error", text="bad")
     with pytest.raises(AssertionError):
-        Finding(check="x", level="fatal", text="bad", mend="none")  # type: ignore[arg-type]
+        Finding(check="x", level="fatal", text="bad", fix="none")  # type: ignore[arg-type]
 
 
 def test_json_holds_everything_and_is_strict() -> None:
@@ -51,7 +51,7 @@ def test_json_holds_everything_and_is_strict() -> None:
         "level": "warning",
         "where": "GPU 3",
         "text": HOT.text,
-        "mend": HOT.mend,
+        "fix": HOT.fix,
         "facts": {},
     }
     assert document["findings"][3]["facts"] == {"rate": None, "seen": True, "name": None}
@@ -63,7 +63,7 @@ def test_the_text_keeps_to_the_screen(columns: int, monkeypatch: pytest.MonkeyPa
     lines = shown([FINE, HOT, FULL, TOLD]).splitlines()
     assert max(map(len, lines)) <= min(columns, 120)
     assert [line for line in lines if line and not line.startswith(" ")] == [
-        *("devices", "storage", "limits", "to mend", "1 error, 1 warning, 1 note, 1 ok")
+        *("devices", "storage", "limits", "to fix", "1 error, 1 warning, 1 note, 1 ok")
     ]
     column = lines[1].index("8 ×")
     rest = [line for line in lines[3 : lines.index("storage") - 1] if line]
@@ -71,11 +71,11 @@ def test_the_text_keeps_to_the_screen(columns: int, monkeypatch: pytest.MonkeyPa
 
 
 def test_what_to_mend_stands_at_the_end_errors_first() -> None:
-    text = " ".join(shown([FINE, HOT, FULL, TOLD]).partition("to mend\n")[2].split())
+    text = " ".join(shown([FINE, HOT, FULL, TOLD]).partition("to fix\n")[2].split())
     assert text.startswith("error storage-runs: no room → make room warning gpu-throttle (GPU 3): its clocks")
-    assert HOT.mend in text
-    assert "ask for more" not in text  # a note's mend stands where the note does
-    assert "to mend" not in shown([FINE, TOLD])
+    assert HOT.fix in text
+    assert "ask for more" not in text  # a note's fix stands where the note does
+    assert "to fix" not in shown([FINE, TOLD])
     assert "→ ask for more" in shown([FINE, TOLD])
 
 

@@ -8,13 +8,10 @@ from typing import Any
 import pytest
 
 from stormo.doctor.finding import Finding
-from stormo.doctor.hangs import describe
-from stormo.doctor.judge import judge
-from stormo.doctor.measured import Attempt, Device, Link, Measured, Spot
-from stormo.doctor.naming import Names, sentence, time_text
-from stormo.doctor.pairs import partners, rounds
-from stormo.doctor.phases import HungError
-from stormo.doctor.training import notices_of
+from stormo.doctor.job import notices_of
+from stormo.doctor.judge import Names, judge, sentence, time_text
+from stormo.doctor.measure import Attempt, Device, Link, Measurements, WorkerInfo, partners, rounds
+from stormo.doctor.preflight import HungError, describe_hang
 from stormo.telemetry.text import format_bytes
 
 GPU = Device(
@@ -30,9 +27,9 @@ GPU = Device(
 )
 
 
-def spots(num_nodes: int, per_node: int = 1) -> list[Spot]:
+def workers(num_nodes: int, per_node: int = 1) -> list[WorkerInfo]:
     return [
-        Spot(
+        WorkerInfo(
             rank=rank,
             node=rank // per_node,
             local_rank=rank % per_node,
@@ -43,7 +40,7 @@ def spots(num_nodes: int, per_node: int = 1) -> list[Spot]:
     ]
 
 
-def bad(measured: Measured) -> list[tuple[str, str, str]]:
+def bad(measured: Measurements) -> list[tuple[str, str, str]]:
     return [(one.check, one.level, one.where) for one in judge(measured) if one.level != "ok"]
 
 
@@ -86,7 +83,7 @@ def attempts(num_nodes: int, failed: dict[tuple[int, int], str]) -> list[Attempt
 def test_who_cannot_be_reached(
     num_nodes: int, failed: dict[tuple[int, int], str], expected: list[tuple[str, str]]
 ) -> None:
-    found = judge(Measured(spots=spots(num_nodes), attempts=attempts(num_nodes, failed)))
+    found = judge(Measurements(workers=workers(num_nodes), attempts=attempts(num_nodes, failed)))
     errors = [one for one in found if one.level == "error"]
     assert [one.where for one in errors] == [where for where, _ in expected]
     assert all(one.text.startswith(text) for one, (_, text) in zip(errors, expected, strict=True)), errors
@@ -99,7 +96,7 @@ def test_clocks_count_as_off_by_what_the_measurement_cannot_explain(
     ahead_s: float, error_s: float, level: str | None
 ) -> None:
     attempt = Attempt(node=1, to=0, outcome="ok", clock_ahead_s=ahead_s, clock_error_s=error_s)
-    found = [one for one in judge(Measured(spots=spots(2), attempts=[attempt])) if one.check == "clock"]
+    found = [one for one in judge(Measurements(workers=workers(2), attempts=[attempt])) if one.check == "clock"]
     assert [one.level for one in found] == ([] if level is None else [level])
 
 
@@ -122,32 +119,32 @@ def devices(**changed: Any) -> list[Device]:
         ({"digest": "b"}, [("bits", "warning")]),
         ({"copy_out_bytes_per_s": 1e10}, [("copy-speed", "warning")]),
         ({"free_bytes": 100 << 30}, [("device-memory", "warning")]),
-        ({"name": "H100", "flops_per_s": 3e14, "digest": "b"}, []),  # another model is compared with its own likes
+        ({"name": "H100", "flops_per_s": 3e14, "digest": "b"}, []),  # another model is compared with its own peers
         ({"flops_per_s": 3e14, "uuid": "2"}, []),  # two workers share a GPU on purpose
     ],
 )
 def test_which_device_is_bad(changed: dict[str, Any], expected: list[tuple[str, str]]) -> None:
-    found = bad(Measured(spots=spots(2, 2), devices=devices(**changed)))
+    found = bad(Measurements(workers=workers(2, 2), devices=devices(**changed)))
     assert found == [(check, level, "rank 3 (n1, local rank 1)") for check, level in expected]
 
 
 def test_processors_are_judged_mildly_for_they_are_shared() -> None:
     slow = [replace(one, kind="cpu", uuid="") for one in devices(flops_per_s=3.5e14, digest="b", free_bytes=1)]
-    assert bad(Measured(spots=spots(4), devices=slow)) == [("bits", "note", "rank 3 (n3)")]
+    assert bad(Measurements(workers=workers(4), devices=slow)) == [("bits", "note", "rank 3 (n3)")]
 
 
 @pytest.mark.parametrize(("kind", "level"), [("torch", "error"), ("NVIDIA driver", "warning")])
 def test_versions_that_differ_are_named_by_node(kind: str, level: str) -> None:
     odd = devices(versions={**GPU.versions, kind: "0"})
-    (found,) = [one for one in judge(Measured(spots=spots(4), devices=odd)) if one.check == "versions"]
+    (found,) = [one for one in judge(Measurements(workers=workers(4), devices=odd)) if one.check == "versions"]
     assert (found.level, found.text) == (level, f"{kind} is 0 on node 3 (n3) and {GPU.versions[kind]} on the others")
 
 
 @pytest.mark.parametrize(("is_needed", "level"), [(False, "note"), (True, "error")])
 def test_a_folder_that_a_node_does_not_see(is_needed: bool, level: str) -> None:
     blind = [replace(one, sees_runs_folder=one.rank != 2) for one in devices()]
-    seen = Measured(
-        spots=spots(2, 2),
+    seen = Measurements(
+        workers=workers(2, 2),
         devices=blind,
         runs_folder="runs",
         runs_folder_free_bytes=1 << 40,
@@ -182,7 +179,7 @@ def between(num_nodes: int, rates: dict[tuple[int, int], float]) -> list[Link]:
 def test_which_node_or_link_is_slow(
     num_nodes: int, rates: dict[tuple[int, int], float], expected: list[tuple[str, str, str]]
 ) -> None:
-    assert bad(Measured(spots=spots(num_nodes, 2), between=between(num_nodes, rates))) == expected
+    assert bad(Measurements(workers=workers(num_nodes, 2), between=between(num_nodes, rates))) == expected
 
 
 def test_a_link_that_answers_late_and_a_node_that_is_slow_inside() -> None:
@@ -190,7 +187,7 @@ def test_a_link_that_answers_late_and_a_node_that_is_slow_inside() -> None:
     inside = [
         Link(a=node, b=node, width=2, latency_s=1e-5, bytes_per_s=1e9 if node == 1 else 1e11) for node in range(4)
     ]
-    assert bad(Measured(spots=spots(4, 2), between=late, inside=inside)) == [
+    assert bad(Measurements(workers=workers(4, 2), between=late, inside=inside)) == [
         ("inside", "warning", "node 1 (n1)"),
         ("latency", "warning", "node 0 (n0) and node 2 (n2)"),
     ]
@@ -206,13 +203,13 @@ def test_a_link_that_answers_late_and_a_node_that_is_slow_inside() -> None:
     ],
 )
 def test_whoever_did_not_finish_is_named(phase: str, missing: list[int], where: str) -> None:
-    (found,) = describe(HungError(phase, 5.0, missing, {}), Names(spots(4, 2)), [[(0, 3), (1, 2)]])
+    (found,) = describe_hang(HungError(phase, 5.0, missing, {}), Names(workers(4, 2)), [[(0, 3), (1, 2)]])
     assert (found.where, found.level) == (where, "error")
     assert "within 5 s" in found.text
 
 
 def test_a_worker_that_failed_is_named_with_its_words() -> None:
-    (found,) = describe(HungError("device", 5.0, [], {3: "RuntimeError: ECC"}), Names(spots(2, 2)), [])
+    (found,) = describe_hang(HungError("device", 5.0, [], {3: "RuntimeError: ECC"}), Names(workers(2, 2)), [])
     assert sentence(found).startswith(
         "rank 3 (n1, local rank 1) failed in the phase device: RuntimeError: ECC; look at"
     )
@@ -235,7 +232,7 @@ def test_a_large_job_tries_a_bounded_number_of_partners() -> None:
 
 
 def test_a_training_is_told_in_one_line_and_a_line_for_each_warning() -> None:
-    measured = Measured(spots=spots(3, 2), between=between(3, {(1, 2): 4e9}))
+    measured = Measurements(workers=workers(3, 2), between=between(3, {(1, 2): 4e9}))
     warned = notices_of(measured, judge(measured))
     assert [notice.kind for notice in warned] == ["info", "warning"]
     assert warned[0].text == "preflight: 6 workers on 3 nodes, 4 GB/s or more between nodes, 1 warning"

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from stormo.doctor import backends, libraries
+from stormo.doctor import libraries
 from stormo.doctor.finding import Finding
 from stormo.doctor.machine import Machine
-from stormo.doctor.torch_facts import TorchProcess
-from tests.doctor.test_devices import Driver, cards
+from tests.doctor.machines import bad
+from tests.doctor.test_gpus import Driver, cards
 
 GOOD: dict[str, Any] = {
     "torch": "2.11.0+cu128",
@@ -25,7 +25,7 @@ GOOD: dict[str, Any] = {
     "capabilities": ["9.0"],
     "cudnn": 91900,
     "nccl": "2.28.9",
-    "backends": {"gloo": True, "nccl": True, "mpi": False},
+    "backends": {"gloo": True, "nccl": True},
     "numpy_error": None,
     "cuda_error": None,
     "gloo_error": None,
@@ -58,16 +58,12 @@ def look(
     return list(libraries.check(machine, lambda: packages, lambda: PINS))
 
 
-def bad(findings: list[Finding]) -> list[tuple[str, str]]:
-    return [(one.check, one.level) for one in findings if one.level != "ok"]
-
-
 def test_what_fits_together() -> None:
     found = look(GOOD)
     assert not bad(found)
     assert [one.text for one in found[1:]] == [
-        "torch 2.11.0+cu128 for CUDA 12.8, NCCL 2.28.9, cuDNN 9.19.0",
         "2 packages that torch wants in one version fit",
+        "torch 2.11.0+cu128 for CUDA 12.8, NCCL 2.28.9, cuDNN 9.19.0",
     ]
 
 
@@ -109,7 +105,7 @@ def test_machine_code_and_ptx(capability: str, architectures: list[str], runs: b
 def test_packages_in_another_version_or_twice() -> None:
     found = look(GOOD, FITTING | {"triton": [("3.4.0", "/env")]})
     assert bad(found) == [("torch-pins", "warning")]
-    assert found[-1].mend == "install the one that torch was tested with: pip install 'triton==3.6.0'"
+    assert found[1].fix == "install the one that torch was tested with: pip install 'triton==3.6.0'"
     found = look(GOOD, FITTING | {"torch": [("2.11.0", "/env"), ("2.4.0", "/home/me/.local")]})
     assert bad(found) == [("two-torch", "warning")]
     assert any("2.11.0 in /env and 2.4.0 in /home/me/.local" in one.text for one in found)
@@ -119,24 +115,20 @@ def test_libraries_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "libnccl.so.2").touch()
     found = look(GOOD, LD_LIBRARY_PATH=f"/nowhere:{tmp_path}", LD_PRELOAD="/opt/spy.so")
     assert bad(found) == [("library-path", "warning"), ("library-path", "note")]
-    assert f"LD_LIBRARY_PATH has libnccl in {tmp_path}" in found[-2].text
+    assert any(f"LD_LIBRARY_PATH has libnccl in {tmp_path}" in one.text for one in found)
 
 
 def test_a_machine_without_a_compiler(tmp_path: Path) -> None:
     assert bad(look(GOOD, PATH=str(tmp_path), CC="")) == [("compiler", "note")]
 
 
-def test_a_torch_that_cannot_be_imported() -> None:
-    process = TorchProcess({}, [sys.executable, "-c", "raise ImportError('libcudart.so.12: cannot open')"])
-    facts = dict(process.read())
+def test_a_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    facts = libraries.gather()
     found = look(facts)
     assert bad(found) == [("torch", "error")]
-    assert "exit code 1: ImportError: libcudart.so.12" in found[1].text
-    assert [one.level for one in backends.check(Machine(torch=lambda: facts))] == ["note"]
-    slow = TorchProcess({}, [sys.executable, "-c", "import time; time.sleep(60)"]).read(limit_s=0.01)
-    assert "hanging driver" in look(dict(slow))[1].mend
-    crashed = TorchProcess({}, [sys.executable, "-c", "import os; os.kill(os.getpid(), 11)"]).read()
-    assert "ended with signal 11" in crashed["error"]
+    assert "torch cannot be imported: ModuleNotFoundError" in found[-1].text
+    assert [one.level for one in libraries.check_backends(Machine(torch=lambda: facts))] == ["note"]
 
 
 @pytest.mark.parametrize(
@@ -146,8 +138,8 @@ def test_a_torch_that_cannot_be_imported() -> None:
         ({"gloo_error": "RuntimeError: lo is down"}, [("gloo", "error")]),
         ({"nccl_error": "DistBackendError: bad"}, [("nccl", "error")]),
         ({"has_tried_nccl": False, "num_gpus": 0}, [("nccl", "note")]),
-        ({"backends": {"gloo": True, "nccl": False, "mpi": False}, "has_tried_nccl": False}, [("nccl", "error")]),
+        ({"backends": {"gloo": True, "nccl": False}, "has_tried_nccl": False}, [("nccl", "error")]),
     ],
 )
 def test_backends(changes: dict[str, Any], expected: list[tuple[str, str]]) -> None:
-    assert bad(list(backends.check(Machine(torch=lambda: GOOD | changes)))) == expected
+    assert bad(list(libraries.check_backends(Machine(torch=lambda: GOOD | changes)))) == expected

@@ -10,13 +10,7 @@ from stormo.doctor import network
 from stormo.doctor.finding import Finding
 from stormo.doctor.machine import Machine
 from stormo.errors import SettingError
-
-
-def write(root: Path, files: dict[str, object]) -> None:
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{text}\n")
+from tests.doctor.machines import bad, write
 
 
 def card(
@@ -43,10 +37,6 @@ def root(tmp_path: Path) -> Path:
 def look(root: Path, number: str = "10.0.0.7", **environ: str) -> list[Finding]:
     machine = Machine(root=root, environ=environ)
     return list(network.check(machine, lambda _: [number], lambda: "node7"))
-
-
-def bad(findings: list[Finding]) -> list[tuple[str, str]]:
-    return [(one.check, one.level) for one in findings if one.level != "ok"]
 
 
 def test_a_healthy_machine(root: Path) -> None:
@@ -105,7 +95,7 @@ def test_infiniband_that_a_container_does_not_get(root: Path) -> None:
     write(root, port("mlx5_0"))
     found = look(root)
     assert bad(found) == [("infiniband", "warning")]
-    assert any("/dev/infiniband" in one.mend for one in found)
+    assert any("/dev/infiniband" in one.fix for one in found)
 
 
 def test_the_hosts_own_name(root: Path) -> None:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,9 @@ import pytest
 from stormo import __version__
 from stormo.doctor import job
 from stormo.doctor.finding import Finding
-from stormo.doctor.measure import measure_device
-from stormo.doctor.measured import Spot
-from stormo.doctor.phases import HungError, Phases
-from stormo.doctor.preflight import Preflight
-from stormo.doctor.reach import Greeter, own_address, require_meeting_point
-from stormo.doctor.trouble import Limits, TroubleError
+from stormo.doctor.measure import WorkerInfo, measure_device
+from stormo.doctor.network import Greeter, own_address, require_meeting_point
+from stormo.doctor.preflight import HungError, Limits, Phases, Preflight, PreflightError
 from stormo.errors import SettingError, StormoError
 from stormo.launch import Place, alone
 from tests import programs
@@ -38,8 +36,8 @@ def greeter() -> Iterator[Greeter]:
     made.close()
 
 
-def spot(port: int, node: int = 1) -> Spot:
-    return Spot(rank=node, node=node, local_rank=0, host="other", address=LOCAL, port=port)
+def worker(port: int, node: int = 1) -> WorkerInfo:
+    return WorkerInfo(rank=node, node=node, local_rank=0, host="other", address=LOCAL, port=port)
 
 
 def serve(answer: Callable[[socket.socket, int], None]) -> int:
@@ -81,7 +79,7 @@ def drop_large_packets(connection: socket.socket, port: int) -> None:
 def test_a_connection_that_opens_is_not_yet_a_node_that_answers(
     greeter: Greeter, answer: Callable[[socket.socket, int], None], outcome: str
 ) -> None:
-    (attempt,) = greeter.try_all([spot(serve(answer))], 1.0)
+    (attempt,) = greeter.try_all([worker(serve(answer))], 1.0)
     assert (attempt.node, attempt.to, attempt.outcome) == (0, 1, outcome)
 
 
@@ -90,7 +88,7 @@ def test_nodes_greet_each_other_and_tell_their_time(greeter: Greeter) -> None:
     try:
         with socket.create_server((LOCAL, 0)) as closed:
             port = closed.getsockname()[1]
-        well, wrong, refused = greeter.try_all([spot(other.port), spot(other.port, node=2), spot(port)], 20.0)
+        well, wrong, refused = greeter.try_all([worker(other.port), worker(other.port, node=2), worker(port)], 20.0)
     finally:
         other.close()
     assert [one.outcome for one in (well, wrong, refused)] == ["ok", "stranger", "refused"]
@@ -121,6 +119,8 @@ def test_a_meeting_point_that_cannot_be_reached_is_said_at_once() -> None:
 def test_a_main_worker_that_hangs_is_found_out_by_its_own_watch() -> None:
     import torch.distributed as dist
 
+    from stormo.distributed.store import Words
+
     found: list[HungError] = []
     hung = threading.Event()
 
@@ -128,9 +128,22 @@ def test_a_main_worker_that_hangs_is_found_out_by_its_own_watch() -> None:
         found.append(trouble)
         hung.set()
 
-    phases = Phases(dist.HashStore(), 0, 1, on_hang)
+    phases = Phases(Words(dist.HashStore(), "", b""), 0, 1, on_hang)
     phases.run("device", lambda: hung.wait(60.0), 0.1)
     assert [(trouble.phase, trouble.missing) for trouble in found] == [("device", [0])]
+
+
+def test_what_a_stranger_writes_into_the_store_is_refused() -> None:
+    import torch.distributed as dist
+
+    from stormo.distributed.store import Words
+
+    store = dist.HashStore()
+    phases = Phases(Words(store, "preflight", b"secret"), 0, 2, lambda hung: None)
+    store.set("arrival/1", '{"value": 1}')
+    store.add("arrival/count", 1)
+    with pytest.raises(StormoError, match="no worker of this job has written preflight/arrival/1"):
+        phases.run("arrival", lambda: 0, 60.0)
 
 
 # --- on several ranks ------------------------------------------------------------------------------------------------
@@ -142,10 +155,13 @@ class _Meeting:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def shared(self, prefix: str) -> Any:
+    def words(self, prefix: str, *, own_connection: bool) -> Any:
         import torch.distributed as dist
 
-        return dist.PrefixStore(f"{self._name}/{prefix}", dist.distributed_c10d._get_default_store())
+        from stormo.distributed.store import Words
+
+        shared = dist.PrefixStore(f"{self._name}/{prefix}", dist.distributed_c10d._get_default_store())
+        return Words(shared, prefix, b"secret")
 
 
 def _as_two_nodes(place: Place) -> Place:
@@ -153,7 +169,7 @@ def _as_two_nodes(place: Place) -> Place:
 
 
 def _flight(world: Any, name: str, folder: str, limits: Limits) -> Preflight:
-    def on_hang(trouble: TroubleError) -> None:
+    def on_hang(trouble: PreflightError) -> None:
         raise AssertionError(trouble)
 
     meeting: Any = _Meeting(name)
@@ -194,7 +210,8 @@ def _measure(world: Any, folder: str) -> list[tuple[str, str]]:
 def _hang(world: Any, folder: str) -> str:
     def part() -> None:
         if world.rank == 2:  # until the others have given it up
-            _Meeting("hang").shared("preflight").wait(["device/verdict"])
+            words = _Meeting("hang").words("preflight", own_connection=True)
+            words.wait("device/verdict", timedelta(seconds=60))
 
     flight = _flight(world, "hang", folder, Limits(arrival_s=60.0))
     flight.connect()
@@ -223,8 +240,8 @@ def test_four_workers_that_pose_as_two_nodes(run_ranks: Callable[..., list[Any]]
 def test_a_worker_that_hangs_or_fails_is_named_to_all(run_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
     main, *others = run_ranks(_hang, 4, str(tmp_path))
     cause = "preflight: rank 2 (localhost, local rank 0) did not finish a small computation within 0.5 s; look at that"
-    assert main.startswith(f"TroubleError: {cause}")
-    assert all(other.startswith(f"StoppedError: {cause}") for other in others)
+    assert main.startswith(f"PreflightError: {cause}")
+    assert all(other.startswith(f"PreflightStoppedError: {cause}") for other in others)
     main, *_ = run_ranks(_fail, 4, str(tmp_path))
     assert "rank 3 (localhost, local rank 1) failed in the phase device: ZeroDivisionError: " in main
 
@@ -233,7 +250,7 @@ _HANGING = """
 import sys, time
 import stormo.doctor.job as job
 import stormo.doctor.preflight as preflight
-from stormo.doctor.measured import Device
+from stormo.doctor.measure import Device
 
 def measure(device, rank, budget_s):
     time.sleep(600.0 if rank == {rank} else 0.0)

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from stormo.energy.vitals import Vitals
-from tests.commands.monitor.fakes import FakeDevice
+from tests.energy.fakes import FakeDevice
 
 KEYS = {
     *("time_unix_s", "host", "cpu_fraction", "num_cpus", "load_1", "memory_used_bytes", "memory_total_bytes"),

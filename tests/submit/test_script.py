@@ -1,4 +1,4 @@
-"""The script of a job: its whole text, and what bash makes of it where srun, scontrol and sbatch are small fakes."""
+"""The script of a job: its whole text, and what bash makes of it where srun and scontrol are small fakes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from stormo.submit.script import Job, Run, render
+from stormo.submit.script import Job, render
 from stormo.submit.settings import Slurm
+from tests.golden import check_golden
 from tests.system.hosts import wait_until
 
 GOLDEN = Path(__file__).parent / "golden"
 PLAIN = Job(
     name="demo",
-    runs=(Run(name="demo"),),
-    is_array=False,
     slurm=Slurm(time="02:00:00"),
     setup="",
     least_nodes=4,
@@ -34,7 +33,7 @@ PLAIN = Job(
 )
 JOBS = {
     "plain": PLAIN,
-    "chain": replace(
+    "full": replace(
         PLAIN,
         least_nodes=1,
         words=("my_task.py", "--num-gpus", "8"),
@@ -52,25 +51,10 @@ JOBS = {
             exclusive=True,
             job_name="ada's run",
             log="out/50 %.txt",
-            on_time_limit="chain",
             warn_s=300,
             sbatch="--mail-type=END --comment='two words'",
         ),
         setup="module load cuda\nsource env.sh",
-    ),
-    "sweep": replace(
-        PLAIN,
-        name="rates",
-        is_array=True,
-        runs=(
-            Run(name="rates-0", words=("--base-lr", "0.01", "--task.note", "it's 5 o'clock")),
-            Run(name="rates-1", words=("--base-lr", "0.02", "--task.note", "50 % «ß»")),
-        ),
-        gpus_per_node=0,
-        least_nodes=1,
-        most_nodes=1,
-        workers_per_node=1,
-        slurm=Slurm(array_limit=4),
     ),
     "apptainer": replace(
         PLAIN,
@@ -82,10 +66,7 @@ JOBS = {
 
 @pytest.mark.parametrize("name", JOBS)
 def test_the_whole_text(name: str) -> None:
-    path = GOLDEN / f"{name}.sh"
-    if os.environ.get("STORMO_UPDATE_GOLDEN"):
-        path.write_text(render(JOBS[name]), encoding="utf-8")
-    assert render(JOBS[name]) == path.read_text(encoding="utf-8")
+    check_golden(GOLDEN / f"{name}.sh", render(JOBS[name]))
 
 
 def test_every_script_is_bash_and_no_other_golden_file_is_there() -> None:
@@ -110,8 +91,7 @@ class Node:
         self.calls = folder / "calls"
         self.calls.touch()
         (folder / "bin").mkdir()
-        for name in ("scontrol", "sbatch"):
-            self.fake(name, "true")
+        self.fake("scontrol", "true")
 
     def fake(self, name: str, body: str) -> None:
         """Put a command there."""
@@ -125,11 +105,10 @@ class Node:
         """A job that runs here."""
         at = {"folder": self.folder, "runs_folder": self.folder / "runs", "python": "python"}
         job = replace(PLAIN, **{**at, **changed})  # type: ignore[arg-type]
-        for run in job.runs:
-            (job.run_folder(run) / "checkpoints").mkdir(parents=True)
+        (job.run_folder / "checkpoints").mkdir(parents=True)
         return job
 
-    def start(self, job: Job, **environ: str) -> subprocess.Popen[bytes]:
+    def start(self, job: Job) -> subprocess.Popen[bytes]:
         """Start the script as Slurm would."""
         script = self.folder / "job.sh"
         script.write_text(render(job), encoding="utf-8")
@@ -138,15 +117,15 @@ class Node:
             "SLURM_JOB_NODELIST": "n[1-4]",
             "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
         }
-        return subprocess.Popen(["bash", str(script)], env={**os.environ, **told, **environ}, cwd=self.folder)
+        return subprocess.Popen(["bash", str(script)], env={**os.environ, **told}, cwd=self.folder)
 
     def called(self) -> list[list[str]]:
         """Every call so far."""
         return [shlex.split(line) for line in self.calls.read_text().splitlines()]
 
-    def notes(self, run: str = "demo") -> list[str]:
+    def notes(self) -> list[str]:
         """What the script has noted, without the time."""
-        lines = (self.folder / "runs" / run / "slurm-attempts.txt").read_text().splitlines()
+        lines = (self.folder / "runs" / "demo" / "slurm-attempts.txt").read_text().splitlines()
         return [" ".join([line.split(" ")[0], *line.split(" ")[2:]]) for line in lines]
 
 
@@ -222,13 +201,12 @@ def test_a_warning_during_the_setup_is_kept_and_what_the_setup_sets_does_no_harm
     assert node.notes() == ["12 start n[1-4]", "12 end 75", "12 requeue"]
 
 
-def test_where_slurm_does_not_queue_it_again_another_job_goes_on(node: Node) -> None:
+def test_where_slurm_does_not_requeue_it_the_log_says_how_to_resume(
+    node: Node, capfd: pytest.CaptureFixture[str]
+) -> None:
     node.fake("scontrol", "exit 1")
-    node.fake("sbatch", "echo '13;cluster'")
     assert _warned(node, node.job()) == 75
-    script = str(node.folder / "runs" / "demo" / "job.sh")
-    assert node.called()[2:] == [["sbatch", "--parsable", "--dependency=afterany:12", script]]
-    assert node.notes()[2:] == ["12 requeue", "12 chain 13"]
+    assert "--run-name demo --resume" in capfd.readouterr().err
 
 
 def test_an_attempt_without_a_step_is_the_last(node: Node) -> None:
@@ -291,35 +269,6 @@ def test_every_word_reaches_the_training_as_it_was_typed(node: Node) -> None:
         "demo",
         "--resume",
     ]
-
-
-@pytest.mark.parametrize(
-    ("slurm", "flags"),
-    [
-        (Slurm(), ["--dependency=afterany:14", "--array=1"]),
-        (  # two at a time of those that go on too: after the array, and one of each name at a time
-            Slurm(array_limit=2, job_name="it's"),
-            ["--dependency=afterany:13,singleton", "--job-name=it's-lane1", "--array=1"],
-        ),
-    ],
-)
-def test_a_task_of_an_array_has_its_own_run_and_settings(node: Node, slurm: Slurm, flags: list[str]) -> None:
-    runs, words = JOBS["sweep"].runs, ("my_task.py",)
-    node.fake("srun", _listens("mkdir runs/rates-1/checkpoints/step-1"))
-    node.fake("scontrol", "exit 1")
-    node.fake("sbatch", "echo 21")
-    process = node.start(
-        node.job(name="rates", is_array=True, runs=runs, words=words, slurm=slurm),
-        **{"SLURM_JOB_ID": "14", "SLURM_ARRAY_JOB_ID": "13", "SLURM_ARRAY_TASK_ID": "1"},
-    )
-    wait_until((node.folder / "ready").exists, 60.0, "the training did not start")
-    process.send_signal(signal.SIGUSR1)
-    assert process.wait(60.0) == 75
-    srun, _, sbatch = node.called()
-    assert srun[10:12] == ["my_task.py", "--base-lr"]
-    assert srun[-3:] == ["--run-name", "rates-1", "--resume"]
-    assert sbatch[1:-1] == ["--parsable", *flags]
-    assert node.notes("rates-1") == ["13_1 start n[1-4]", "13_1 end 75", "13_1 requeue", "13_1 chain 21_1"]
 
 
 def test_an_image_gets_the_command_and_sees_the_folders(node: Node) -> None:

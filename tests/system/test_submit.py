@@ -1,4 +1,4 @@
-"""Trainings as Slurm jobs: submitted, followed, warned of their time limit, preempted, cancelled, and always exact.
+"""Trainings as Slurm jobs: submitted, warned of their time limit, preempted, and always exact.
 
 Jobs of one test run beside another: the controller looks at time limits every 30 seconds only.
 """
@@ -6,7 +6,6 @@ Jobs of one test run beside another: the controller looks at time limits every 3
 from __future__ import annotations
 
 import json
-import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -52,25 +51,32 @@ class Run:
         self.path = folder / "run"
 
     def submit(self, *options: str, **environ: str) -> Job:
-        """Start `stormo submit`."""
+        """Run `stormo submit` to its end."""
         settings = ["--epochs", "3", "--target-accuracy", "1", "--patience", "100"]
         place = ["--runs-folder", str(self.folder), "--run-name", "run", "--device", "cpu", "--num-gpus", "2"]
         words = [*settings, *place, "--task.hold", str(self.hold), "--timeout", "60"]
         settled = [f"{name}={value}" for name, value in environ.items()]
-        return self.cluster.start("env", *settled, *STORMO, "submit", str(HERE / "held_task.py"), *words, *options)
+        job = self.cluster.start("env", *settled, *STORMO, "submit", str(HERE / "held_task.py"), *words, *options)
+        job.wait()
+        return job
 
     def call(self, verb: str, *options: str) -> str:
         """Run another verb on it; what it says."""
         return self.cluster.command(*STORMO, verb, *options, "--runs-folder", str(self.folder))
 
-    def status(self) -> dict[str, Any]:
-        """What `stormo status` says."""
-        (row,) = json.loads(self.call("status", "run", "--json"))
-        return dict(row)
+    def number(self) -> str:
+        """The number of its job."""
+        return str(json.loads((self.path / "slurm.json").read_text())["job_id"])
 
-    def warn(self) -> None:
-        """Send what Slurm sends ahead of the time limit, as it does."""
-        self.cluster.command("scancel", "--batch", "--signal=USR1", self.status()["job"])
+    def restarts(self) -> int:
+        """How often Slurm has requeued it."""
+        shown = self.cluster.command("scontrol", "--oneliner", "show", "job", self.number())
+        return int(shown.partition("Restarts=")[2].split()[0])
+
+    def wait_for_end(self) -> str:
+        """Wait until the training has ended; what the job has written."""
+        wait_until(lambda: self.attempts()[-1][2] == "end 0", DEADLINE_S, lambda: str(self.attempts()))
+        return (self.path / "slurm.log").read_text(encoding="utf-8")
 
     def wait_for_start(self, number: int) -> None:
         """Wait until the training has begun, or gone on, so many times."""
@@ -104,7 +110,7 @@ def make_run(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Call
 
 
 @pytest.fixture(scope="module")
-def limited(make_run: Callable[[str], Run]) -> tuple[Run, Job]:
+def limited(make_run: Callable[[str], Run]) -> Run:
     """A training that is longer than its time limit, under way while other tests run."""
     run = make_run("limited")
     trace = run.folder / "trace.jsonl"
@@ -112,14 +118,16 @@ def limited(make_run: Callable[[str], Run]) -> tuple[Run, Job]:
     lines: list[dict[str, Any]] = [{"sources": [source | {"interval_s": 0.001}], "origin_unix_s": time.time()}]
     lines += [{"time_s": t, "raw": {"cpu": 90.0 * t}} for t in range(3600)]
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return run, run.submit("--nodelist", "n1", "--time", "1", "--warn-s", "30", STORMO_ENERGY_TRACE=str(trace))
+    assert run.submit("--nodelist", "n1", "--time", "1", "--warn-s", "30", STORMO_ENERGY_TRACE=str(trace)).wait() == 0
+    return run
 
 
 @pytest.fixture(scope="module")
-def preempted(make_run: Callable[[str], Run]) -> tuple[Run, Job]:
+def preempted(make_run: Callable[[str], Run]) -> Run:
     """A training that has a node for itself, for now."""
     run = make_run("preempted")
-    return run, run.submit("--nodelist", "n2", "--exclusive", "--num-gpus", "1")
+    assert run.submit("--nodelist", "n2", "--exclusive", "--num-gpus", "1").wait() == 0
+    return run
 
 
 @pytest.mark.usefixtures("limited", "preempted")  # which have the time to start meanwhile
@@ -144,45 +152,20 @@ def test_what_slurm_refuses_is_one_sentence_with_its_own_reason_and_leaves_nothi
         assert not run.path.exists()
 
 
-def test_a_chained_job_shares_a_node_with_another_and_goes_on_where_requeueing_is_not_wanted(
-    make_run: Callable[[str], Run],
-    limited: tuple[Run, Job],
-    local_digests: Callable[[int], Digests],
-) -> None:
-    run, (other, _) = make_run("chained"), limited
-    job = run.submit("--nodelist", "n1", "--on-time-limit", "chain", "--time", "10")
-    other.wait_for_start(1)
-    run.wait_for_start(1)
-    first = run.status()
-    assert (first["state"], first["why"]) == ("running", "n1")
-    assert (other.status()["state"], other.status()["why"]) == ("running", "n1")
-    again = run.submit("--resume")
+def test_a_run_that_is_under_way_is_not_submitted_again(limited: Run) -> None:
+    limited.wait_for_start(1)
+    again = limited.submit("--resume")
     assert again.wait() == 2
-    assert f"job {first['job']} carries it already (running)" in again.err
-    run.warn()
-    run.hold.unlink()
-    assert job.wait(DEADLINE_S) == 0, job.out + job.err
-    assert job.err == ""
-    assert job.out.count("Epoch = 3:") == 1
-    assert digests_of(run.folder) == local_digests(2)
-    (_, first_job, _, _), (step, second_job, restarts, _) = run.jobs()
-    assert (first_job, restarts) == (first["job"], 0)
-    assert second_job == run.status()["job"] != first_job
-    assert step is not None
-    notes = [(job_id, what) for job_id, _, what in run.attempts()]
-    assert notes == [
-        *((first_job, "start n1"), (first_job, "end 75"), (first_job, f"chain {second_job}")),
-        *((second_job, "start n1"), (second_job, "end 0")),
-    ]
+    assert f"job {limited.number()} carries it already" in again.err
 
 
 def test_a_job_that_is_preempted_and_then_loses_its_node_ends_with_the_same_bits(
     cluster: Cluster,
     hosts: tuple[Host, Host],
-    preempted: tuple[Run, Job],
+    preempted: Run,
     local_digests: Callable[[int], Digests],
 ) -> None:
-    run, job = preempted
+    run = preempted
     run.wait_for_start(1)
     urgent = ("sbatch", "--partition=urgent", "--nodelist=n2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
     cluster.command(*urgent)
@@ -190,11 +173,11 @@ def test_a_job_that_is_preempted_and_then_loses_its_node_ends_with_the_same_bits
     run.wait_for_start(2)
     for state in ("drain", "down"):  # one that is down alone comes back by itself
         cluster.command("scontrol", "update", "nodename=n2", f"state={state}", "reason=tests")
-    wait_until(lambda: run.status()["restarts"] == 2, DEADLINE_S, "it was not queued again")
+    wait_until(lambda: run.restarts() == 2, DEADLINE_S, "it was not queued again")
     run.hold.unlink()
     wait_until(lambda: not hosts[1].processes(), DEADLINE_S, "the attempt before did not end")
     cluster.command("scontrol", "update", "nodename=n2", "state=resume")
-    assert job.wait(DEADLINE_S) == 0, job.out + job.err
+    run.wait_for_end()
     assert digests_of(run.folder) == local_digests(1)
     starts = run.jobs()
     assert [(restarts, nodes) for _, _, restarts, nodes in starts] == [(0, "n2"), (1, "n2"), (2, "n2")]
@@ -205,18 +188,13 @@ def test_a_job_that_is_preempted_and_then_loses_its_node_ends_with_the_same_bits
 
 
 def test_a_time_limit_shorter_than_the_training_is_lived_with_and_all_attempts_are_one_run(
-    limited: tuple[Run, Job], local_digests: Callable[[int], Digests]
+    limited: Run, local_digests: Callable[[int], Digests]
 ) -> None:
-    run, job = limited
+    run = limited
     run.wait_for("stopped at step", times=2)
     run.hold.unlink()
-    assert job.wait(DEADLINE_S) == 0, job.out + job.err
-    assert job.err == ""
-    number = run.status()["job"]
-    lines = job.out.splitlines()
-    assert lines[0] == f"job {number}: run run in {run.path}, log {run.path / 'slurm.log'}"
-    assert lines[-1] == f"job {number} is done; stormo show {run.path} tells the result"
-    assert job.out.count("Epoch = 1:") == job.out.count("Epoch = 3:") == 1
+    written, number = run.wait_for_end(), run.number()
+    assert written.count("Epoch = 1:") == written.count("Epoch = 3:") == 1
     assert digests_of(run.folder) == local_digests(2)
     starts = run.jobs()
     assert len(starts) >= 3  # on a slow machine more
@@ -236,35 +214,3 @@ def test_a_time_limit_shorter_than_the_training_is_lived_with_and_all_attempts_a
     page = run.path / "report.html"
     run.call("report", "run")
     assert f"Slurm job {number}, restart 2, on n1" in page.read_text(encoding="utf-8")
-
-
-def test_a_sweep_is_an_array_job_of_which_ctrl_c_ends_the_following_alone_and_cancel_one_run_for_good(
-    cluster: Cluster, make_run: Callable[[str], Run]
-) -> None:
-    run = make_run("sweep")
-    options = ["--sweep", "seed=0,1", "--array-limit", "1", "--job-name", "it's a näme", "--epochs", "1"]
-    job = run.submit(*options, "--nodelist", "n2", "--num-gpus", "1")
-    job.wait_for("1 running, 1 waiting", DEADLINE_S)
-    job.process.send_signal(signal.SIGINT)
-    assert job.wait() == 130
-    first, second = (run.folder / name for name in ("run-0", "run-1"))
-    number = json.loads((first / "slurm.json").read_text())["job_id"].partition("_")[0]
-    assert job.out.splitlines()[-1].startswith(f"job {number} goes on; stormo status run --runs-folder {run.folder}")
-    assert "it's a näme" in cluster.command("squeue", "--noheader", f"--job={number}", "--format=%j")
-    follower = cluster.start(*STORMO, "status", str(first), "--follow")
-    follower.wait_for("starts from the beginning", DEADLINE_S)
-    said = run.call("cancel", f"{number}_0")
-    assert said == f"job {number}_0 of run {first} is cancelled; what it has saved is kept\n"
-    assert follower.wait(DEADLINE_S) != 0
-    assert f"job {number}_0 was cancelled; " in follower.out
-    run.hold.unlink()
-    follower = cluster.start(*STORMO, "status", str(second), "--follow")
-    assert follower.wait(DEADLINE_S) == 0, follower.out
-    assert "Epoch = 1:" in follower.out
-    rows = json.loads(run.call("status", number, "--json"))
-    assert [(row["run"], row["settings"], row["state"], row["starts"]) for row in rows] == [
-        ("run-0", ["--seed", "0"], "cancelled", 1),
-        ("run-1", ["--seed", "1"], "done", 1),
-    ]
-    assert json.loads((second / "summary.json").read_text())["stopped_by"] == "epochs"
-    assert run.call("cancel", "run-0").endswith("has ended already (cancelled)\n")

@@ -124,7 +124,7 @@ def test_show_takes_the_unit_of_the_run(tmp_path: Path, capsys: pytest.CaptureFi
     for record in (_started(), _epoch("tokens", 0.4567), _epoch("tokens", 0.4567), RunEnded(summary=summary)):
         sink.write(record)
     sink.close()
-    assert show.main(tmp_path, "tern", json=False) == 0
+    assert show.show_run(tmp_path, "tern", json=False) == 0
     text = capsys.readouterr().out
     assert "epoch  train loss  val loss  tokens/s     MFU    time" in text
     assert "2,048  45.7 %  10.0 s" in text
@@ -141,7 +141,7 @@ def test_show_reads_the_events_of_a_run_from_before_there_were_units(
     started = {"event": "run_started", "time_unix_s": 0.0, "task": "fashion-mnist"}
     (folder / "events.jsonl").write_text(f"{json.dumps(started)}\n{json.dumps(epoch)}\n", encoding="utf-8")
     (folder / "summary.json").write_text(json.dumps({"images_per_s": 300.0, "stopped_by": "epochs"}), encoding="utf-8")
-    assert show.main(tmp_path, "old", json=False) == 0
+    assert show.show_run(tmp_path, "old", json=False) == 0
     text = capsys.readouterr().out
     assert "  images/s             300\n" in text
     assert "epoch  train loss  images/s  time" in text

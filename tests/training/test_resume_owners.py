@@ -11,8 +11,6 @@ import pytest
 
 from stormo.cli import main
 from stormo.errors import EXIT_USAGE, SettingError
-from stormo.submit import submitted
-from stormo.system.files import BadFileError
 from stormo.telemetry.folder import RunFolder
 from stormo.training import resume
 from stormo.training.resume import require_few_processes, require_own
@@ -45,17 +43,6 @@ def test_a_file_alone_does_not_start_thousands_of_processes(key: str) -> None:
         require_few_processes({key: 100_000}, {})
     require_few_processes({key: 100_000}, {key: 100_000})
     require_few_processes({key: 8}, {})
-
-
-@pytest.mark.parametrize("job_id", ["1 2", "--help", "12;x", "", "12_", "١٢"])
-def test_the_number_of_a_job_goes_to_slurm_only_if_it_is_one(tmp_path: Path, job_id: str) -> None:
-    one = submitted.Submitted(run="a", job_id="12_3", log="", sweep=None, settings=(), submitted_unix_s=1.0)
-    submitted.write(tmp_path, one)
-    assert submitted.read(tmp_path) == one
-    path = tmp_path / submitted.RECORD
-    path.write_text(path.read_text().replace("12_3", job_id))
-    with pytest.raises(BadFileError):
-        submitted.read(tmp_path)
 
 
 def test_modules_of_the_current_folder_are_not_imported(tmp_path: Path) -> None:

@@ -16,11 +16,10 @@ trap 'warnings=$((warnings + 1)); [ -z "$step" ] || warn' USR1
 
 set -u
 
-job=$SLURM_JOB_ID
 run=demo
 folder=/scratch/runs/demo
 
-note() { printf '%s %s %s\n' "$job" "$(date +%s)" "$*" >> "$folder/slurm-attempts.txt"; }
+note() { printf '%s %s %s\n' "$SLURM_JOB_ID" "$(date +%s)" "$*" >> "$folder/slurm-attempts.txt"; }
 
 warn() { while kill -USR1 "$step" 2> /dev/null; do sleep 5; done & }  # until it listens
 

@@ -17,11 +17,10 @@ trap 'warnings=$((warnings + 1)); [ -z "$step" ] || warn' USR1
 
 set -u
 
-job=$SLURM_JOB_ID
 run=demo
 folder=/home/ada/work/runs/demo
 
-note() { printf '%s %s %s\n' "$job" "$(date +%s)" "$*" >> "$folder/slurm-attempts.txt"; }
+note() { printf '%s %s %s\n' "$SLURM_JOB_ID" "$(date +%s)" "$*" >> "$folder/slurm-attempts.txt"; }
 
 warn() { while kill -USR1 "$step" 2> /dev/null; do sleep 5; done & }  # until it listens
 
@@ -51,18 +50,14 @@ if [ "$code" = 0 ] && ! grep -qs '"stopped_by": "\(target\|epochs\)"' "$folder/s
 fi
 note end "$code"
 
-# Only after the warning: a job that was cancelled stays so, and Slurm itself requeues one that it preempts.
+# Only after the warning: a cancelled job stays cancelled, and Slurm itself requeues one that it preempts.
 if [ "$code" = 75 ] && [ "$warnings" != 0 ]; then
     if [ "$saved" = "$(ls "$folder/checkpoints" 2> /dev/null)" ]; then
         echo "stormo: no step was done within the time limit, nor would be the next time; set a longer --time" >&2
         exit 75
     fi
     note requeue
-    if ! scontrol requeue "$SLURM_JOB_ID"; then
-        echo "stormo: Slurm does not queue this job again; another one goes on"
-        if next=$(sbatch --parsable --dependency="afterany:$SLURM_JOB_ID" "$folder/job.sh"); then
-            note chain "${next%%;*}"
-        fi
-    fi
+    scontrol requeue "$SLURM_JOB_ID" ||
+        echo "stormo: Slurm does not requeue this job; submit it again with --run-name $run --resume" >&2
 fi
 exit "$code"

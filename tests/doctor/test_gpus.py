@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from stormo.doctor import devices, energy, gpu
+from stormo.doctor import gpus
 from stormo.doctor.finding import Finding
 from stormo.doctor.machine import Machine
 from stormo.system.hardware import Gpu
@@ -71,7 +71,7 @@ def look(library: Any, num_cuda: int | None = None, root: Path = Path("/nowhere"
     num_cuda = len(getattr(library, "cards", [])) if num_cuda is None else num_cuda
     shown = Gpu(name="NVIDIA H200", memory_bytes=1, capability=(9, 0))
     machine = Machine(root=root, environ=environ, load=lambda _: library, gpus=lambda: [shown] * num_cuda)
-    return list(devices.check(machine))
+    return list(gpus.check(machine))
 
 
 def bad(findings: list[Finding]) -> list[Finding]:
@@ -129,8 +129,7 @@ def test_what_is_wrong_with_one_gpu(changes: dict[str, Any], check: str, level: 
 
 def test_nvidias_library_knows_every_name_that_it_is_asked_for() -> None:
     library = importlib.import_module("pynvml")
-    sources = [Path(inspect.getfile(module)).read_text(encoding="utf-8") for module in (devices, gpu)]
-    names = set(re.findall(r"\bnvml[A-Z]\w+", "".join(sources)))
+    names = set(re.findall(r"\bnvml[A-Z]\w+", Path(inspect.getfile(gpus)).read_text(encoding="utf-8")))
     assert len(names) > 15
     assert not [name for name in names if not hasattr(library, name)]
     assert (library.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, library.NVML_VOLATILE_ECC) == (1, 0)
@@ -203,29 +202,4 @@ def test_without_a_driver(tmp_path: Path) -> None:
     assert "AMD" in look(absent, root=tmp_path)[0].text
     (found,) = look(Driver([], init=NVMLError("Driver/library version mismatch")), root=tmp_path)
     assert found.level == "error"
-    assert "reboot" in found.mend
-
-
-def test_energy_counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    zone = tmp_path / "sys/class/powercap/intel-rapl:0"
-    zone.mkdir(parents=True)
-    for name, text in {"name": "package-0", "energy_uj": "5", "max_energy_range_uj": "1000"}.items():
-        (zone / name).write_text(text)
-    machine = Machine(root=tmp_path, load=lambda _: Driver(cards(2)))
-    found = list(energy.check(machine))
-    assert [(one.check, one.level) for one in found[:2]] == [("energy-gpu", "ok"), ("energy-cpu", "ok")]
-    assert found[0].text == "the energy of 2 GPUs can be read"
-    assert found[1].text == "the energy of 1 CPU package can be read"
-
-    def refuse(path: Path, *_: object, **__: object) -> str:
-        if path.name == "energy_uj":
-            raise PermissionError(13, "Permission denied")
-        return read(path)
-
-    read = Path.read_text
-    monkeypatch.setattr(Path, "read_text", refuse)
-    found = list(energy.check(machine))
-    (refused,) = [one for one in found if one.level == "warning"]
-    assert f"sudo chmod a+r {zone / 'energy_uj'}" in refused.mend
-    assert "root alone may read" in refused.text
+    assert "reboot" in found.fix
