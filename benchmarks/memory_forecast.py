@@ -78,8 +78,8 @@ class Cell:
 
 def predict(flags: Sequence[str]) -> tuple[int, bool]:
     """What the forecast says of the way as set, in this process, and whether a pass would be captured."""
-    from stormo.predict.study import Study
-    from stormo.predict.ways import every_way
+    from stormo.predict.candidates import every_way
+    from stormo.predict.forecaster import Study
     from stormo.system.hardware import visible_gpus
     from stormo.training.settings import read_settings
 

@@ -13,9 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from stormo.errors import SettingError
-from stormo.telemetry.files import to_json
-from stormo.telemetry.finding import list_runs
-from stormo.telemetry.overview import MISSING, RunOverview, align, overview
+from stormo.telemetry.folder import to_json
+from stormo.telemetry.runs_folder import MISSING, RunOverview, align, list_runs, overview
 from stormo.telemetry.text import encodable, format_duration, format_figure, format_rate, unit_rate, write_text
 
 _STATE_STYLES = {"running": "cyan", "done": "green", "stopped": "yellow", "interrupted": "yellow"}

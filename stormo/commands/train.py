@@ -24,7 +24,7 @@ from stormo.system.early_signals import leave_if_warned
 from stormo.system.process import STARTED, own_command, process_start_unix_s
 from stormo.tasks.check import check_task, note_method
 from stormo.tasks.task import Task
-from stormo.telemetry.finding import default_run_name
+from stormo.telemetry.runs_folder import default_run_name
 from stormo.training import dry_run, staging
 from stormo.training.settings import checked, read_settings
 from stormo.version import __version__

@@ -18,7 +18,7 @@ from stormo.energy.meter import Meter
 from stormo.energy.nodefile import PHASES
 from stormo.energy.window import Window
 from stormo.system.files import make_folder
-from stormo.telemetry.files import to_json
+from stormo.telemetry.folder import to_json
 
 _POWER_SPAN_S = 3.0
 _SHORTEST_POWER_SPAN_S = 0.5

@@ -22,11 +22,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from stormo.config.plan.profile import ProfileSpec
 from stormo.data.loaders import Batch
 from stormo.distributed.world import World
-from stormo.profiling.overview import lines, overview
 from stormo.profiling.ranges import range_of, record_ranges
-from stormo.profiling.summary import STEP, summarise
+from stormo.profiling.summary import STEP, lines, overview, summarise
 from stormo.system.files import create
-from stormo.telemetry.files import write_json
+from stormo.telemetry.folder import write_json
 
 _TRACE = "rank-{}.pt.trace.json.gz"  # the ending is what TensorBoard's plugin looks for
 _NO_KERNELS = (

@@ -8,13 +8,11 @@ from pathlib import Path
 
 from stormo.config.options import Parser
 from stormo.errors import SettingError, counted
-from stormo.report.document import make_document, make_panels
 from stormo.report.exports import check_matplotlib, write_csv, write_png
 from stormo.report.history import Reader
-from stormo.report.page import check_plotly, make_page
-from stormo.telemetry.files import write_whole
-from stormo.telemetry.finding import find_run
-from stormo.telemetry.folder import RunFolder
+from stormo.report.page import check_plotly, make_document, make_page, make_panels
+from stormo.telemetry.folder import RunFolder, write_whole
+from stormo.telemetry.runs_folder import find_run
 from stormo.telemetry.text import write_text
 
 

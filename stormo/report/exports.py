@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stormo.errors import MissingPackageError
-from stormo.report.panel import Chart, Lanes, Panel
-from stormo.report.series import AXES
+from stormo.report.charts import AXES, Chart, Lanes, Panel
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C8400")  # as in page.js
 _DASHES = ("-", "--", ":", "-.", (0, (8, 3)), (0, (8, 2, 2, 2)))

@@ -1,11 +1,11 @@
-"""Everything the files of one run say, gathered for the page; a file that is not there yet is no error."""
+"""What the files of one run say, read for the page; a file that is not there yet is no error."""
 
 from __future__ import annotations
 
 import hashlib
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,15 +13,133 @@ from typing import TYPE_CHECKING, Any
 
 from stormo.energy.nodefile import parse_line
 from stormo.errors import StormoError, counted
-from stormo.report.clock import Clock, make_clock
-from stormo.report.lines import JsonLines
-from stormo.system.files import BadFileError
+from stormo.system.files import MAX_RECORDS_BYTES, BadFileError, lines_of, open_to_read
 from stormo.telemetry.events import current_events, parse_event
 from stormo.telemetry.folder import RunFolder, goes_on, read_environment, read_summary
-from stormo.telemetry.overview import flat_config, overview
+from stormo.telemetry.runs_folder import flat_config, overview
 
 if TYPE_CHECKING:
     from stormo.energy.ledger import Bill
+
+
+_SHORTEST_PAUSE_S = 30.0  # a shorter one is setting up: nodes and the main worker do not write their first line at once
+
+
+class Clock:
+    """Maps a time of day to the seconds for which the run has been running until then."""
+
+    def __init__(self, spans_unix_s: Sequence[tuple[float, float]]) -> None:
+        self._begins = [begin for begin, _ in spans_unix_s]
+        self._ends = [end for _, end in spans_unix_s]
+        self._before_s = [0.0]
+        for begin, end in spans_unix_s:
+            self._before_s.append(self._before_s[-1] + end - begin)
+
+    @property
+    def total_s(self) -> float:
+        """How long all attempts have been running together."""
+        return self._before_s[-1]
+
+    def running_s(self, time_unix_s: float) -> float:
+        """The running time at a time of day; during a pause it stands still."""
+        attempt = bisect_right(self._begins, time_unix_s) - 1
+        if attempt < 0:
+            return 0.0
+        until = min(time_unix_s, self._ends[attempt])
+        return self._before_s[attempt] + max(until - self._begins[attempt], 0.0)
+
+
+def make_clock(events: Iterable[Mapping[str, Any]], nodes: Iterable[Sequence[Mapping[str, Any]]]) -> Clock:
+    """The attempts of a run, from the times of everything it wrote."""
+    times = [(float(event["time_unix_s"]), event.get("event") == "run_started") for event in events]
+    for lines in nodes:
+        times += [(float(line["time_unix_s"]), line.get("kind") == "start") for line in lines]
+    times.sort(key=lambda item: item[0])
+    spans: list[tuple[float, float]] = []
+    for time_unix_s, opens in times:
+        if not spans or (opens and time_unix_s - spans[-1][1] > _SHORTEST_PAUSE_S):
+            spans.append((time_unix_s, time_unix_s))
+        spans[-1] = (spans[-1][0], max(spans[-1][1], time_unix_s))
+    return Clock(spans)
+
+
+_HEAD_BYTES = 256  # by which a file that was written anew is told: its first line holds the time
+
+
+class JsonLines:
+    """The objects of one file in order; a last line that is not finished yet is left for the next read.
+
+    Each has a number under `time_unix_s`. A line that is no such object is an error or, where not strict, counted and
+    left out.
+
+    Args:
+        path: of the file.
+        parse: the object of a line; None or a `ValueError` where it is none.
+        strict: whether a damaged line is an error.
+    """
+
+    def __init__(self, path: Path, parse: Callable[[bytes], dict[str, Any] | None], *, strict: bool = True) -> None:
+        self.path = path
+        self.num_damaged = 0
+        self._parse_line = parse
+        self._strict = strict
+        self._objects: list[dict[str, Any]] = []
+        self._head = b""
+        self._end = 0
+        self._num_lines = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """All objects so far; none while there is no file."""
+        try:
+            file = open_to_read(self.path, MAX_RECORDS_BYTES)
+        except FileNotFoundError:
+            self._forget()
+            return []
+        with file:
+            if file.read(len(self._head)) != self._head or file.seek(0, 2) < self._end:
+                self._forget()  # written anew
+            if self._end == 0:
+                file.seek(0)
+                self._head = file.read(_HEAD_BYTES)
+            file.seek(self._end)
+            rest = b""
+            for line in lines_of(file, self.path):
+                if not line.endswith(b"\n"):
+                    rest = line
+                    break
+                self._num_lines += 1
+                self._end += len(line)
+                self._take(line)
+        # The last line of a killed run may be whole but for its line break.
+        try:
+            last = self._parse(rest)
+        except ValueError:
+            last = None
+        return self._objects if last is None else [*self._objects, last]
+
+    def _forget(self) -> None:
+        self._objects, self._head = [], b""
+        self._end = self._num_lines = self.num_damaged = 0
+
+    def _take(self, line: bytes) -> None:
+        why = "it is no JSON object with the time of a record"
+        try:
+            found = self._parse(line)
+        except ValueError as error:
+            found, why = None, str(error)
+        if found is not None:
+            self._objects.append(found)
+        elif self._strict:
+            number = self._num_lines
+            self._forget()  # the next read begins at the first line again, and must not take any twice
+            raise BadFileError(self.path, f"line {number} was damaged after it was written ({why})")
+        elif line.strip():
+            self.num_damaged += 1
+
+    def _parse(self, line: bytes) -> dict[str, Any] | None:
+        found = self._parse_line(line)
+        return found if found is not None and isinstance(found.get("time_unix_s"), int | float) else None
+
 
 Line = Mapping[str, Any]
 Places = dict[str, float]

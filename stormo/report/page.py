@@ -1,4 +1,4 @@
-"""The page as one HTML file: template, style, script, plotting library and data, with nothing to load from outside."""
+"""The page: a document of all panels as JSON, and one HTML file around it with nothing to load from outside."""
 
 from __future__ import annotations
 
@@ -7,15 +7,128 @@ import hashlib
 import html
 import importlib.util
 import json
+import math
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from stormo.errors import MissingPackageError
-from stormo.telemetry.files import to_json
+from stormo.report.charts import MOST_POINTS, Chart, Lanes, Panel, Series
+from stormo.report.facts import MOST_HAPPENINGS, fact_panels, happenings, summary_figures, timeline_panel
+from stormo.report.history import History
+from stormo.report.machines import ledger_panel, machine_panels, power_panel
+from stormo.report.training import pipeline_panel, training_panels
+from stormo.telemetry.folder import to_json
+
+_TIME_UNITS = (("s", 1, 180), ("min", 60, 180 * 60), ("h", 3600, 72 * 3600), ("d", 86400, math.inf))
+_MOST_CHART_POINTS = 6000  # over all its lines
+_CHECKPOINTS_DRAWN = 60  # more of them would hide the curves
+
+
+def make_panels(histories: Sequence[History]) -> list[Panel]:
+    """Every panel, in the order of the page."""
+    return [
+        *training_panels(histories),
+        pipeline_panel(histories),
+        power_panel(histories),
+        ledger_panel(histories),
+        *machine_panels(histories),
+        timeline_panel(histories),
+        *fact_panels(histories),
+    ]
+
+
+def make_document(histories: Sequence[History]) -> dict[str, Any]:
+    """What the page shows of these runs, thinned to what can be seen."""
+    longest_s = max((history.clock.total_s for history in histories), default=0.0)
+    unit, seconds, _ = next(row for row in _TIME_UNITS if longest_s < row[2])
+    happened = [one for run, history in enumerate(histories) for one in _happenings(run, history)]
+    return {
+        "title": " · ".join(history.label for history in histories),
+        "made_unix_s": time.time(),
+        "time_unit": {"name": unit, "seconds": seconds},
+        "runs": [
+            {
+                "name": history.label,
+                "task": history.started.get("task") or history.summary.get("task"),
+                "state": history.state,
+                "figures": summary_figures(history),
+                "notes": list(history.notes),
+            }
+            for history in histories
+        ],
+        "happenings": happened[:MOST_HAPPENINGS],
+        "draws_checkpoints": sum(one["kind"] == "checkpoint" for one in happened) <= _CHECKPOINTS_DRAWN,
+        "panels": [_panel(panel) for panel in make_panels(histories)],
+    }
+
+
+def _happenings(run: int, history: History) -> Iterator[dict[str, Any]]:
+    """What happened when, on every axis."""
+    for step, event, kind, words in happenings(history):
+        yield {
+            "run": run,
+            "kind": kind,
+            "words": words,
+            "step": step,
+            "epoch": round(history.epoch_at(step), 4),
+            "time_s": round(history.clock.running_s(event["time_unix_s"]), 2),
+        }
+
+
+def _panel(panel: Panel) -> dict[str, Any]:
+    charts = [_chart(chart) for chart in panel.charts]
+    reasons = {chart["why_empty"] for chart in charts}
+    # Where all figures lack for one reason, it is said once.
+    is_empty = len(charts) > 1 and len(reasons) == 1 and "" not in reasons
+    return {
+        **{key: getattr(panel, key) for key in ("id", "title", "about")},
+        "why_empty": reasons.pop() if is_empty else panel.why_empty,
+        "notes": list(panel.notes),
+        "charts": [] if is_empty else charts,
+        "stacks": [asdict(stack) for stack in panel.stacks],
+        "lanes": [_lanes(lanes) for lanes in panel.lanes],
+        "tables": [asdict(table) for table in panel.tables],
+    }
+
+
+def _chart(chart: Chart) -> dict[str, Any]:
+    most = min(MOST_POINTS, _MOST_CHART_POINTS // max(len(chart.series), 1))
+    drawn = [line.thinned(most) for line in chart.series]
+    num_points, num_drawn = (sum(len(line.y) for line in lines) for lines in (chart.series, drawn))
+    thinned = (
+        f"{num_points:,} points drawn as {num_drawn:,}: the lowest and the highest of each stretch."
+        if num_drawn < num_points
+        else ""
+    )
+    return {
+        **{key: getattr(chart, key) for key in ("id", "title", "y_title", "from_zero", "top")},
+        "why_empty": "" if drawn else chart.why_empty or "There is no figure of this.",
+        "note": " ".join(text for text in (chart.note, thinned) if text),
+        "series": [_series(line) for line in drawn],
+    }
+
+
+def _lanes(lanes: Lanes) -> dict[str, Any]:
+    kinds = [{"name": name, "colour": colour, "bars": bars} for name, colour, bars in lanes.kinds]
+    return {**{key: getattr(lanes, key) for key in ("id", "title", "x_title", "rows", "note")}, "kinds": kinds}
+
+
+def _series(line: Series) -> dict[str, Any]:
+    return {
+        "run": line.run,
+        "name": line.name,
+        "mode": line.mode,
+        "at": line.at,
+        # Six digits are more than a screen shows, and keep the page small.
+        "y": [None if value is None else float(f"{value:.6g}") for value in line.y],
+    }
+
 
 _SCRIPTS = ("page.look.js", "page.lanes.js", "page.figures.js", "page.js")
 _SLOT = re.compile(r"@([a-z]+)@")

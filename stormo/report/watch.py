@@ -24,12 +24,10 @@ from urllib.parse import parse_qs, urlsplit
 
 from stormo.config.options import Parser
 from stormo.errors import SettingError
-from stormo.report.document import make_document
 from stormo.report.history import Reader
-from stormo.report.page import check_plotly, make_page
-from stormo.telemetry.files import to_json
-from stormo.telemetry.finding import find_run
-from stormo.telemetry.folder import RunFolder
+from stormo.report.page import check_plotly, make_document, make_page
+from stormo.telemetry.folder import RunFolder, to_json
+from stormo.telemetry.runs_folder import find_run
 from stormo.telemetry.text import write_text
 
 _POLL_S = 2.0

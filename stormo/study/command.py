@@ -11,17 +11,23 @@ from pathlib import Path
 from typing import Any
 
 from stormo.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_RESUMABLE, SettingError, counted
-from stormo.study.checks import check_runs
-from stormo.study.children import Runner, StoppedError, run_child, stop_signals
 from stormo.study.curve import make_curve
 from stormo.study.fit import fit_model
-from stormo.study.folder import check_folder, open_folder
-from stormo.study.lines import report_lines
-from stormo.study.measurement import Measurement
+from stormo.study.measurement import Measurement, read_table
 from stormo.study.results import Answer, write_results
+from stormo.study.runs import (
+    Failed,
+    Runner,
+    StoppedError,
+    check_folder,
+    check_runs,
+    open_folder,
+    run_child,
+    run_study,
+    stop_signals,
+)
 from stormo.study.settings import read_arguments, read_mode, read_study
-from stormo.study.study import Failed, run_study
-from stormo.study.table import read_table
+from stormo.study.text import report_lines
 from stormo.telemetry.text import write_text
 
 

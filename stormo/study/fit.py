@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
-from stormo.study.estimate import Estimate
+from stormo.study.curve import Estimate
 from stormo.study.measurement import Measurement
 
 _NUM_DRAWS = 4000

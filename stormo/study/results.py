@@ -10,11 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from stormo.study.curve import Curve, Point
-from stormo.study.estimate import Estimate
+from stormo.study.curve import Curve, Estimate, Point
 from stormo.study.fit import Fit
-from stormo.study.verdict import paragraph
-from stormo.telemetry.files import write_json, write_whole
+from stormo.study.text import paragraph
+from stormo.telemetry.folder import write_json, write_whole
 
 _ESTIMATES = (
     "units_per_s",

@@ -3,22 +3,210 @@
 from __future__ import annotations
 
 import argparse
+import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from stormo.config.options import Parser, flat_settings
-from stormo.config.schema import Command, TrainConfig
-from stormo.errors import SettingError
+from stormo.config import options
+from stormo.config.layout import OF_SEVERAL
+from stormo.config.mesh import Mesh, parse_mesh
+from stormo.config.options import Parser, flat_settings, train_options, without_effect, without_flags
+from stormo.config.schema import EFFECTIVE, OF_ONE_CALL, Command, TrainConfig
+from stormo.errors import SettingError, counted
 from stormo.launch.nodes import find_place
-from stormo.study.cells import Cell
-from stormo.study.config_file import BATCHES, ITS_OWN, TARGETS, spell_out
-from stormo.study.lone import lone_arguments, lone_note
-from stormo.study.sizes import positive, read_batches, read_sizes, whole
 from stormo.system.hardware import visible_gpus
+from stormo.tasks.task import Task
 from stormo.training.settings import read_settings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """One run of a study."""
+
+    mode: str
+    workers: int
+    num_nodes: int = 1
+    repeat: int = 1
+
+    @property
+    def name(self) -> str:
+        """The name of its run, which no other run of the study has."""
+        nodes = f"-on-{self.num_nodes}-nodes" if self.num_nodes > 1 else ""
+        return f"{self.mode}-{self.workers}-workers{nodes}-{self.repeat}"
+
+    @property
+    def words(self) -> str:
+        """The run as users read it."""
+        kind = "strong and weak" if self.mode == "both" else self.mode
+        nodes = f" on {self.num_nodes} nodes" if self.num_nodes > 1 else ""
+        return f"repeat {self.repeat}, {kind}, {self.workers} worker{'s' * (self.workers > 1)}{nodes}"
+
+
+def make_cells(
+    workers: Sequence[int], num_nodes: Sequence[int], modes: Sequence[str], repeats: int, seed: int
+) -> list[Cell]:
+    """Every run in its order: repeat after repeat, so that a machine that warms up or slows down meets all alike.
+
+    Within a repeat the order is random but always the same for one seed. One worker is the same run in both modes.
+    """
+    ordered: list[Cell] = []
+    for repeat in range(1, repeats + 1):
+        cells = []
+        for count, nodes in zip(workers, num_nodes, strict=True):
+            for mode in ("both",) if count == 1 and len(modes) > 1 else modes:
+                cells.append(Cell(mode=mode, workers=count, num_nodes=nodes, repeat=repeat))
+        random.Random(f"{seed}/{repeat}").shuffle(cells)
+        ordered += cells
+    return ordered
+
+
+# What a study sets itself, for each of its runs.
+ITS_OWN = ("num_gpus", "run_name", "runs_folder", "resume", "dry_run", "plot_schedule", "grow_batch", *OF_ONE_CALL)
+BATCHES = ("batch_size", "global_batch_size")
+TARGETS = ("target_accuracy", "target_loss")
+# Of another run, what does not hold for those of a study: where it ran, how its batch grew, what it left behind.
+_OF_A_RUN = (
+    *(*ITS_OWN, "max_batch_size"),
+    *("num_nodes", "node_id", "master_addr", "master_port", "max_restarts"),
+    *("checkpoint_every", "tensorboard", "prometheus"),
+)
+
+
+def spell_out(
+    own: argparse.Namespace, rest: Sequence[str], path: str, task_class: type[Task]
+) -> tuple[argparse.Namespace, list[str]]:
+    """The study's own options and those of `stormo train` without `--config`; flags win over what the file says."""
+    document = options.read_toml(Path(path))
+    every = options.train_options(task_class.Options)
+    flags = options.parse_flags("stormo train", rest, every, f"Task {task_class.name}")
+    in_file = options.asked_by_file(document, every, path)
+    is_of_a_run = EFFECTIVE in document
+    if is_of_a_run:
+        dropped = {*_OF_A_RUN}
+        if flags.keys().isdisjoint(TARGETS):  # a study is as long as it says, unless it goes for a target
+            dropped |= {"epochs", *TARGETS}
+        in_file = {key: value for key, value in in_file.items() if key not in dropped}
+    stronger = flags | {key: getattr(own, key) for key in ("num_nodes", *BATCHES) if getattr(own, key) is not None}
+    left = options.left_below(in_file, stronger)
+    left = {key: value for key, value in left.items() if key not in stronger}
+    batch = {key: left.pop(key) for key in BATCHES if key in left}
+    if not stronger.keys().isdisjoint(BATCHES):
+        batch = {}  # also an "auto" that would go with a global batch
+    if batch and not is_of_a_run:
+        raise _for_a_flag(next(iter(batch)), path, "sets the batch of every run from its flags")
+    if str(left.pop("num_nodes", 1)) != "1":  # a range is no number
+        raise _for_a_flag("num_nodes", path, "spreads its runs over nodes by its flags")
+    if "global_batch_size" in batch:
+        batch.pop("batch_size", None)
+    task = [left.pop("task")] if "task" in left else []
+    merged = argparse.Namespace(**{**vars(own), **{key: str(value) for key, value in batch.items()}})
+    return merged, [*task, *options.without_flags(rest, {"--config": 1}), *options.as_flags(left)]
+
+
+def _for_a_flag(key: str, path: str, why: str) -> SettingError:
+    return SettingError(f"{key} was set in {path}", f"a study {why}", f"set --{key.replace('_', '-')} instead")
+
+
+def lone_note(config: TrainConfig) -> str:
+    """What one worker has instead of what was set, and why; nothing where it can have it."""
+    workers = config.workers
+    if workers.mesh is not None:
+        return "" if Mesh(**parse_mesh(workers.mesh)).size == 1 else _note(f"--mesh {workers.mesh}")
+    return _note(f"--strategy {workers.strategy}") if workers.strategy in OF_SEVERAL else ""
+
+
+def _note(asked: str) -> str:
+    return f"strategy single, as one worker cannot have {asked}"
+
+
+def lone_arguments(arguments: Sequence[str], config: TrainConfig) -> tuple[str, ...]:
+    """What `stormo train` is told for one worker instead."""
+    alone = {"strategy": "single", "mesh": None}
+    theirs = {*alone, *without_effect({**flat_settings(config), **alone})}
+    flags = {option.flag: int(option.kind is not bool) for option in train_options() if option.key in theirs}
+    return (*without_flags(arguments, flags), "--strategy", "single")  # over what a file of settings says of another
+
+
+def read_sizes(own: argparse.Namespace) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The numbers of workers, fewest first, and the nodes of each."""
+    if own.workers is None:
+        raise SettingError("no --workers was set", "a study compares numbers of workers", "set --workers 1,2,4")
+    workers = _wholes(own.workers, "--workers")
+    nodes = _wholes(own.num_nodes or "1", "--num-nodes")
+    if len(nodes) == 1:
+        nodes *= len(workers)
+    if len(nodes) != len(workers):
+        raise SettingError(
+            f"--num-nodes {own.num_nodes} was set with --workers {own.workers}",
+            f"{len(nodes)} is not {len(workers)}",
+            "give one number of nodes for all, or one for each number of workers",
+        )
+    if len(set(workers)) != len(workers) or len(workers) < 2:
+        raise SettingError(
+            f"--workers {own.workers} was set", "a study compares different numbers", "set two or more, such as 1,2,4"
+        )
+    pairs = sorted(zip(workers, nodes, strict=True))
+    for count, spread in pairs:
+        if count % spread:
+            raise SettingError(
+                f"--workers {count} was set on {counted(spread, 'node')}",
+                f"{count} / {spread} is no whole number and every node starts equally many",
+                f"set {count + spread - count % spread}, or fewer --num-nodes",
+            )
+    return tuple(count for count, _ in pairs), tuple(spread for _, spread in pairs)
+
+
+def read_batches(own: argparse.Namespace, config: TrainConfig, smallest: int) -> tuple[int, int]:
+    """The global batch of strong scaling and a worker's of weak scaling: with the fewest workers they are the same."""
+    passes = smallest * config.batch.accumulate
+    total, each = own.global_batch_size, own.batch_size
+    if total is not None and each is not None:
+        raise SettingError(
+            f"--global-batch-size {total} and --batch-size {each} were both set",
+            "each follows from the other with the fewest workers",
+            "set only one of them",
+        )
+    if total is None and each is None:
+        total, each = config.batch.global_batch_size, config.batch.batch_size
+    if total is None:
+        if each == "auto":
+            raise SettingError("--batch-size auto was set", "the runs must have batches that compare", "set a number")
+        size = whole(str(each), "--batch-size")
+        return size * passes, size
+    size = whole(str(total), "--global-batch-size")
+    if size % passes:
+        raise SettingError(
+            f"--global-batch-size {size} was set",
+            f"{counted(smallest, 'worker')} × {config.batch.accumulate} accumulation cut it unevenly",
+            f"set a multiple of {passes}",
+        )
+    return size, size // passes
+
+
+def _wholes(text: str, flag: str) -> list[int]:
+    return [whole(part.strip(), flag) for part in text.split(",")]
+
+
+def whole(text: str, flag: str) -> int:
+    """The number from 1 on that a flag gives."""
+    if not text.isdecimal() or int(text) < 1:
+        raise SettingError(f"{flag} was set to {text!r}", "it takes whole numbers from 1 on", f"set {flag} 4")
+    return int(text)
+
+
+def positive(text: str, flag: str, example: float) -> float:
+    """The number above 0 that a flag gives."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise SettingError(f"{flag} was set to {text!r}", "it takes a number above 0", f"set {flag} {example:g}")
+    return value
+
 
 MODES = {"strong": ("strong",), "weak": ("weak",), "both": ("strong", "weak")}
 _EPOCHS = 3  # where nothing says how long to train: a warm-up and two that are measured

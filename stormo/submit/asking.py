@@ -19,7 +19,7 @@ from stormo.submit.sweep import Point, read_grid, read_seeds
 from stormo.system.hardware import Gpu
 from stormo.tasks.check import check_made, check_task
 from stormo.tasks.task import Task
-from stormo.telemetry.finding import default_run_name, require_new_run
+from stormo.telemetry.runs_folder import default_run_name, require_new_run
 from stormo.training.settings import read_settings
 
 _USAGE = """\

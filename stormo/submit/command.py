@@ -13,7 +13,7 @@ from stormo.submit.asking import read_job
 from stormo.submit.follow import Log, follow, follow_sweep, reference, state_of
 from stormo.submit.script import SCRIPT, Job, log_of, render
 from stormo.submit.submitted import Submitted
-from stormo.telemetry.files import write_whole
+from stormo.telemetry.folder import write_whole
 from stormo.telemetry.text import run_reference, write_text
 
 

@@ -12,7 +12,7 @@ from stormo.submit import client, submitted
 from stormo.submit.client import JobState, NoAnswerError
 from stormo.submit.follow import Log, exit_code, follow, follow_sweep, state_of, state_word
 from stormo.telemetry.folder import RunFolder
-from stormo.telemetry.overview import align, overview
+from stormo.telemetry.runs_folder import align, overview
 from stormo.telemetry.text import run_reference, write_text
 
 _UNKNOWN = "UNKNOWN"  # Slurm does not answer

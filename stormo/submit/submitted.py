@@ -15,7 +15,7 @@ from typing import Any
 from stormo.errors import SettingError, unknown_name
 from stormo.submit.script import ATTEMPTS
 from stormo.system.files import MAX_JSON_BYTES, BadFileError, fits, open_to_append, read_bytes, read_object, write_all
-from stormo.telemetry.files import write_json
+from stormo.telemetry.folder import write_json
 
 RECORD = "slurm.json"
 _JOB_ID = re.compile(r"\d+(_\d+)?", flags=re.ASCII)  # as it goes to scancel and scontrol

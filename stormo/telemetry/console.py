@@ -10,10 +10,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TextIO
 
-from stormo.telemetry.live import can_redraw
 from stormo.telemetry.record import DivergenceNoticed, EpochDone, Notice, Record, RunStarted, Sink
 from stormo.telemetry.terminal import TerminalConsole
-from stormo.telemetry.text import metric_order, write_text
+from stormo.telemetry.text import can_redraw, metric_order, write_text
 
 
 def make_console(

@@ -25,8 +25,7 @@ from stormo.system.files import (
     whole_lines_bytes,
     write_all,
 )
-from stormo.telemetry.files import naming, to_json, write_json
-from stormo.telemetry.folder import SUMMARY, RunFolder
+from stormo.telemetry.folder import SUMMARY, RunFolder, naming, to_json, write_json
 from stormo.telemetry.record import (
     CheckpointSaved,
     DivergenceNoticed,

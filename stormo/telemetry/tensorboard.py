@@ -15,7 +15,7 @@ from io import FileIO
 from pathlib import Path
 
 from stormo.system.files import make_folder, open_to_append
-from stormo.telemetry.files import naming
+from stormo.telemetry.folder import naming
 from stormo.telemetry.record import DivergenceNoticed, EpochDone, Record, RunEnded, RunStarted, StepDone
 
 _CRC32C_POLYNOMIAL = 0x82F63B78  # Castagnoli, bits reversed

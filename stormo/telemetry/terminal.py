@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
-from stormo.telemetry.live import steady_console
 from stormo.telemetry.record import (
     CheckpointSaved,
     DivergenceNoticed,
@@ -25,6 +24,7 @@ from stormo.telemetry.record import (
     StepDone,
     ValidationProgress,
 )
+from stormo.telemetry.text import steady_console
 
 if TYPE_CHECKING:
     from rich.live import Live

@@ -15,8 +15,7 @@ import pytest
 from stormo.commands import runs
 from stormo.errors import SettingError
 from stormo.telemetry.events import EventFile
-from stormo.telemetry.files import write_json
-from stormo.telemetry.folder import RunFolder
+from stormo.telemetry.folder import RunFolder, write_json
 from stormo.telemetry.record import EpochDone, Record, RunEnded, RunStarted, StepDone
 from stormo.training.journal.opening import lock_folder
 

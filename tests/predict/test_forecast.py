@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from stormo.predict.curve import Curve
-from stormo.predict.forecast import forecast, gpus_needed
-from stormo.predict.terms import GIB, MIB, Forecast, Model, Parameter, Spread
+from stormo.predict.forecast import GIB, MIB, Curve, Forecast, Model, Parameter, Spread, forecast, gpus_needed
 
 VALUES = 10 * MIB
 

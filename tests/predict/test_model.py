@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from stormo.config.schema import Optimizer, TrainConfig
 from torch import Tensor, nn
 
+from stormo.config.schema import Optimizer, TrainConfig
 from stormo.errors import SettingError
 from stormo.optim.table import OPTIMIZERS, make_optimizer
-from stormo.predict.blank import Blank
+from stormo.predict.fake_tensors import Blank
 from stormo.predict.model import count_model, cut_by_tensor, stages_by_pipeline
 from stormo.tasks.task import NoOptions, Task
-from tests.predict.test_passes import Convolutions, make
+from tests.predict.test_tracing import Convolutions, make
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:

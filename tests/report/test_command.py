@@ -14,10 +14,9 @@ import pytest
 
 from stormo.errors import MissingPackageError, SettingError, StormoError
 from stormo.report import command
-from stormo.report.document import make_document, make_panels
 from stormo.report.exports import write_png
 from stormo.report.history import Reader
-from stormo.report.page import make_page
+from stormo.report.page import make_document, make_page, make_panels
 from stormo.telemetry.folder import RunFolder
 from tests.report.made_run import BEGIN_UNIX_S, MadeRun, append
 

@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 
 from stormo.errors import StormoError
-from stormo.report.clock import make_clock
 from stormo.report.facts import happenings
-from stormo.report.history import Reader
-from stormo.report.lines import JsonLines
+from stormo.report.history import JsonLines, Reader, make_clock
 from stormo.telemetry.events import parse_event
 from stormo.telemetry.folder import RunFolder
 from tests.report.made_run import BEGIN_UNIX_S, MadeRun, append

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from stormo.study.estimate import Estimate
+from stormo.study.curve import Estimate
 from stormo.study.fit import Fit, _non_negative, fit_model
 from tests.study.made_up import measurement, step_s, truth
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from stormo.config.layout import resolve_layout
-from stormo.config.schema import Effective
 
 from stormo.config import options
+from stormo.config.layout import resolve_layout
 from stormo.config.plan import check_settings
+from stormo.config.schema import Effective
 from stormo.errors import SettingError, StormoError
-from stormo.study.cells import Cell
-from stormo.study.checks import check_runs
-from stormo.study.settings import Study, read_arguments, read_study
+from stormo.study.runs import check_runs
+from stormo.study.settings import Cell, Study, read_arguments, read_study
 from stormo.training.settings import read_settings
 
 

@@ -22,8 +22,7 @@ from stormo.commands.monitor.lines import (
     used_of,
 )
 from stormo.commands.monitor.table import gpu_label
-from stormo.telemetry.live import can_redraw, steady_console
-from stormo.telemetry.text import discard, encodable, nobody_reads, write_text
+from stormo.telemetry.text import can_redraw, discard, encodable, nobody_reads, steady_console, write_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -9,8 +9,8 @@ from typing import Any
 from stormo.errors import EXIT_DIVERGED, SettingError, StormoError
 from stormo.launch.environments.torchrun import launch_id
 from stormo.system.files import is_own
-from stormo.telemetry.finding import find_run, launched_run, list_runs
 from stormo.telemetry.folder import RunFolder, read_environment, read_summary
+from stormo.telemetry.runs_folder import find_run, launched_run, list_runs
 
 
 def run_to_resume(flags: dict[str, Any]) -> RunFolder | None:

@@ -1,4 +1,4 @@
-"""A pass of the task's own loss on a model without memory, watched; and a validation, and the data that go in."""
+"""Traces the memory of a forward and backward pass on tensors that have shapes and no memory."""
 
 from __future__ import annotations
 
@@ -21,12 +21,9 @@ from stormo.parallel.blocks import blocks_of
 from stormo.parallel.halves import HALVES
 from stormo.parallel.recompute import Recomputed, recompute
 from stormo.parallel.sample import sample_batch
-from stormo.predict.blank import Blank
-from stormo.predict.curve import Curve, Rows
-from stormo.predict.gpu_kernels import AsOnGpu, fuse
-from stormo.predict.model import keep_one_part
-from stormo.predict.rounds import keep_one_round
-from stormo.predict.watching import OTHER, Watch
+from stormo.predict.fake_tensors import OTHER, AsOnGpu, Blank, Watch, fuse
+from stormo.predict.forecast import Curve, Rows
+from stormo.predict.model import keep_one_part, keep_one_round
 from stormo.tasks.fashion_mnist import FashionMnist
 from stormo.tasks.returned import read_loss
 from stormo.tasks.task import Task

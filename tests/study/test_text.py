@@ -8,9 +8,8 @@ import pytest
 
 from stormo.study.curve import make_curve
 from stormo.study.fit import fit_model
-from stormo.study.lines import report_lines
 from stormo.study.measurement import Measurement
-from stormo.study.verdict import figure, paragraph
+from stormo.study.text import figure, paragraph, report_lines
 from tests.study.made_up import measurement, truth
 
 

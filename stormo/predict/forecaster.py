@@ -13,14 +13,11 @@ from stormo.config.schema import TrainConfig
 from stormo.data.fashion_mnist import DataNotFoundError
 from stormo.errors import SettingError, StormoError
 from stormo.parallel.halves import HALVES
-from stormo.predict.blank import Blank
-from stormo.predict.curve import Curve, Rows
-from stormo.predict.forecast import forecast
-from stormo.predict.model import count_model, cut_by_tensor, stages_by_pipeline
-from stormo.predict.passes import NotKnownError, Passes, few_samples, without_fetching
-from stormo.predict.rounds import cut_by_hybrid
-from stormo.predict.terms import Forecast, Model, Spread
-from stormo.predict.ways import Way
+from stormo.predict.candidates import Way
+from stormo.predict.fake_tensors import Blank
+from stormo.predict.forecast import Curve, Forecast, Model, Rows, Spread, forecast
+from stormo.predict.model import count_model, cut_by_hybrid, cut_by_tensor, stages_by_pipeline
+from stormo.predict.tracing import NotKnownError, Passes, few_samples, without_fetching
 from stormo.system.hardware import Gpu
 from stormo.tasks.task import Task
 

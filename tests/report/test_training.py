@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from stormo.report import pipeline
-from stormo.report.document import make_document, make_panels
+from stormo.report import training
+from stormo.report.charts import Panel
 from stormo.report.exports import write_csv, write_png
 from stormo.report.history import Reader
-from stormo.report.panel import Panel
+from stormo.report.page import make_document, make_panels
 from stormo.telemetry.folder import RunFolder
 from tests.report.made_run import MadeRun, append, made_pass
 
@@ -81,7 +81,7 @@ def test_without_a_picture_the_panel_says_why(tmp_path: Path) -> None:
 def test_a_crowded_pass_is_drawn_by_its_first_micro_batches_and_exported_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "_MOST_BARS", 12)
+    monkeypatch.setattr(training, "_MOST_BARS", 12)
     told = made_pass("gpipe", num_workers=2, micro_batches=8)
     panels = drawn_of(MadeRun(epochs=1, pipeline=told).write(tmp_path))
     [lanes] = panels[0].lanes

@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 
 from stormo.errors import SettingError, StormoError
 from stormo.telemetry.events import EventFile, current_events, read_events
-from stormo.telemetry.files import to_json, write_json
-from stormo.telemetry.finding import find_run, list_runs
-from stormo.telemetry.folder import RunFolder, read_summary
+from stormo.telemetry.folder import RunFolder, read_summary, to_json, write_json
 from stormo.telemetry.record import (
     CheckpointSaved,
     EpochDone,
@@ -24,6 +22,7 @@ from stormo.telemetry.record import (
     StepDone,
     ValidationProgress,
 )
+from stormo.telemetry.runs_folder import find_run, list_runs
 
 
 def started(resumed_at_step: int | None = None) -> RunStarted:

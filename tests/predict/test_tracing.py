@@ -13,10 +13,9 @@ from stormo.data.batches import repeat_rows, tensors_in
 from stormo.layers.norm_act import NormAct
 from stormo.parallel.blocks import blocks_of
 from stormo.parallel.recompute import recompute
-from stormo.predict.blank import Blank
-from stormo.predict.curve import Load
-from stormo.predict.passes import NotKnownError, Passes, few_samples, without_fetching
-from stormo.predict.watching import Watch
+from stormo.predict.fake_tensors import Blank, Watch
+from stormo.predict.forecast import Load
+from stormo.predict.tracing import NotKnownError, Passes, few_samples, without_fetching
 from stormo.tasks.gpt_sizes import Size
 from stormo.tasks.language_model import LanguageModel, LanguageModelOptions
 from stormo.tasks.task import NoOptions, Task

@@ -16,14 +16,12 @@ from stormo.config import options
 from stormo.data.loaders import Batch
 from stormo.data.order import Pass
 from stormo.distributed.world import World
-from stormo.predict.blank import Blank
-from stormo.predict.forecast import forecast
-from stormo.predict.model import count_model, cut_by_tensor
-from stormo.predict.passes import Passes, few_samples
-from stormo.predict.rounds import cut_by_hybrid
-from stormo.predict.study import Study
-from stormo.predict.terms import GIB, Spread
-from stormo.predict.ways import every_way
+from stormo.predict.candidates import every_way
+from stormo.predict.fake_tensors import Blank
+from stormo.predict.forecast import GIB, Spread, forecast
+from stormo.predict.forecaster import Study
+from stormo.predict.model import count_model, cut_by_hybrid, cut_by_tensor
+from stormo.predict.tracing import Passes, few_samples
 from stormo.system.hardware import KNOWN_GPUS
 from stormo.tasks.gpt_sizes import Size
 from tests.tiny_run import build

@@ -1,9 +1,11 @@
-"""A study from its first run to its answer, with runs that only pretend to train."""
+"""A study from its first run to its answer: the order of runs, the file that keeps them, child processes, failures."""
 
 from __future__ import annotations
 
 import csv
 import json
+import sys
+import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -12,8 +14,103 @@ import pytest
 
 from stormo.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USAGE, SettingError, StormoError
 from stormo.study import main
-from stormo.study.children import StoppedError
-from tests.study.made_up import write_run
+from stormo.study import runs as study_runs
+from stormo.study.runs import CellFile, StoppedError, last_words, run_child
+from stormo.study.settings import Cell, make_cells
+from tests.study.made_up import measurement, write_run
+
+
+def test_each_repeat_holds_every_run_once_in_an_order_of_its_own() -> None:
+    cells = make_cells([1, 2, 4, 8], [1] * 4, ["strong"], 6, seed=0)
+    repeats = [cells[start : start + 4] for start in range(0, 24, 4)]
+    for number, repeat in enumerate(repeats, start=1):
+        assert {cell.repeat for cell in repeat} == {number}
+        assert sorted(cell.workers for cell in repeat) == [1, 2, 4, 8]
+    assert len({tuple(cell.workers for cell in repeat) for repeat in repeats}) > 2
+
+
+def test_order_is_the_same_for_a_seed_and_does_not_depend_on_the_repeats() -> None:
+    first = make_cells([1, 2, 4], [1, 1, 2], ["strong", "weak"], 2, seed=5)
+    longer = make_cells([1, 2, 4], [1, 1, 2], ["strong", "weak"], 4, seed=5)
+    assert longer[: len(first)] == first  # repeats that are added later leave those before as they were
+    assert make_cells([1, 2, 4], [1, 1, 2], ["strong", "weak"], 2, seed=6) != first
+
+
+def test_one_worker_is_one_run_for_both_modes() -> None:
+    cells = make_cells([1, 2], [1, 1], ["strong", "weak"], 1, seed=0)
+    assert sorted(cell.name for cell in cells) == ["both-1-workers-1", "strong-2-workers-1", "weak-2-workers-1"]
+    assert [cell.mode for cell in make_cells([1], [1], ["weak"], 1, seed=0)] == ["weak"]
+
+
+def test_a_line_that_was_cut_short_is_a_run_that_was_not_done(tmp_path: Path) -> None:
+    path = tmp_path / "cells.jsonl"
+    one, two, three = (Cell(mode="strong", workers=workers) for workers in (1, 2, 4))
+    file = CellFile(path)
+    file.add(one, "done", measurement(1, 100.0))
+    file.add(two, "failed", error="out of memory")
+    file.add(three, "done", measurement(4, 300.0))
+    path.write_bytes(path.read_bytes()[:-40])
+    again = CellFile(path)
+    assert again.measurement(one) == measurement(1, 100.0)
+    assert (again.measurement(two), again.measurement(three)) == (None, None)
+    again.add(three, "done", measurement(4, 310.0))
+    assert CellFile(path).measurement(three) == measurement(4, 310.0)
+
+
+def is_gone(pid: int) -> bool:
+    for _ in range(100):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.fixture
+def sleeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In place of Python: a program that ignores Ctrl-C, has a child of its own, and never ends."""
+    program, pids = tmp_path / "sleeper", tmp_path / "pids"
+    program.write_text(f"#!/bin/sh\ntrap '' INT\nsleep 600 &\necho $$ $! > {pids}.new\nmv {pids}.new {pids}\nwait\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(study_runs, "_ENOUGH_S", 0.0)
+    monkeypatch.setattr(study_runs, "_WAIT_S", 0.3)
+    return pids
+
+
+def test_an_interrupt_leaves_no_process(tmp_path: Path, sleeper: Path) -> None:
+    def interrupt() -> bool:
+        if sleeper.exists():
+            raise KeyboardInterrupt
+        return False
+
+    with pytest.raises(KeyboardInterrupt):
+        run_child([], tmp_path / "log", interrupt)
+    assert all(is_gone(int(pid)) for pid in sleeper.read_text(encoding="ascii").split())
+
+
+def test_a_run_that_was_measured_for_long_enough_is_ended(tmp_path: Path, sleeper: Path) -> None:
+    assert run_child([], tmp_path / "log", sleeper.exists) == -15
+    assert all(is_gone(int(pid)) for pid in sleeper.read_text(encoding="ascii").split())
+
+
+def test_what_a_refused_run_said_is_found(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert run_child(["fashion-mnist", "--num-gpus", "none"], log, lambda: False) == EXIT_USAGE
+    assert last_words(log).startswith("--num-gpus was set to 'none'")
+
+
+def test_last_words_without_a_sentence_of_stormo(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert last_words(log) == "it left no output"
+    log.write_text("Traceback\n\nValueError: no\n\n", encoding="utf-8")
+    assert last_words(log) == "ValueError: no"
+    log.write_text("", encoding="utf-8")
+    assert last_words(log) == "it said nothing"
+
 
 OPTIONS = ["fashion-mnist", "--device", "cpu", "--workers", "1,2,4", "--repeats", "2"]
 
@@ -112,7 +209,7 @@ def test_what_any_run_would_be_refused_for_is_said_before_the_first_one(folder: 
 def test_a_run_that_is_done_need_not_be_possible_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert main([*OPTIONS, "--output", str(folder)], FakeTraining(fails={"strong-1": EXIT_FAILURE})) == EXIT_FAILURE
     asked: list[int] = []
-    monkeypatch.setattr("stormo.study.checks.resolve", lambda config, layout, facts: asked.append(layout.world_size))
+    monkeypatch.setattr("stormo.study.runs.resolve", lambda config, layout, facts: asked.append(layout.world_size))
     assert main([*OPTIONS, "--output", str(folder)], FakeTraining()) == 0
     assert asked == [1]  # once for both repeats
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from stormo.report.series import MOST_LINES, MOST_POINTS, Series, gathered, thin, uncrowded
+from stormo.report.charts import MOST_LINES, MOST_POINTS, Series, gathered, thin, uncrowded
 
 
 def line(run: int, name: str, values: list[float | None]) -> Series:
