@@ -1,6 +1,7 @@
-"""What the measurements of one mode say at each number of workers: speed-up, efficiency, energy, losses.
+"""Speed-up, efficiency, energy and losses at each number of workers, with 95 % intervals.
 
-Runs of one repeat are compared with each other, so that what slows a whole repeat down cancels.
+Runs of one repeat are compared with each other, so that whatever slows a whole repeat down cancels. Means are
+geometric: on logarithms no interval reaches below 0, and the ratio of two means is the mean of the ratios.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _WIDE = 100.0
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A figure and, where it was measured more than once, its 95 % interval."""
+    """A mean and, where it was measured more than once, its 95 % interval by Student's t."""
 
     value: float
     low: float | None = None
@@ -27,7 +28,7 @@ class Estimate:
 
     @property
     def is_wide(self) -> bool:
-        """Whether the runs scatter so much that their interval says nothing."""
+        """True where the runs scatter so much that the interval says nothing."""
         return self.low is not None and self.high is not None and self.high > _WIDE * self.low
 
     def times(self, factor: float) -> Estimate:
@@ -48,7 +49,7 @@ def t95(degrees: int) -> float:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """The mean of repeated measurements, all above 0."""
+    """The geometric mean of repeated measurements, all above 0."""
     logs = [math.log(value) for value in values]
     mean = math.fsum(logs) / len(logs)
     if len(values) == 1:
@@ -60,17 +61,16 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """Where the workers' time went that ideal scaling would not have taken, as shares of all their time.
+    """The workers' time that ideal scaling would not have taken, as shares of all their time.
 
-    The parts sum to the whole. One that was not measured is None and lies inside the rest. A part can be negative: less
-    of it than ideal scaling would have.
+    The parts sum to the whole. One that was not measured is None and part of the rest. A negative part is a gain.
     """
 
     whole: float
-    communication: float | None  # all workers stood still for gradients
-    input: float | None  # waited for data, beyond what the base did
+    communication: float | None  # all workers waited for gradients
+    input: float | None  # waited for data, more than the base did
     imbalance: float | None  # waited for slower workers
-    rest: float  # smaller kernels, shared hardware, and whatever was not measured
+    rest: float  # smaller kernels, shared hardware, what was not measured
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,8 +87,8 @@ class Point:
     time_to_target_s: Estimate | None  # of the runs that reached it
     energy_to_target_j: Estimate | None
     num_reached: int
-    split: Split | None  # None for the fewest workers, which all others are held against
-    note: str = ""  # how they were trained, where that is not as the others
+    split: Split | None  # None for the fewest workers, the base
+    note: str = ""  # how they were trained, where that differs from the others
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +97,7 @@ class Curve:
 
     mode: str
     unit: str
-    energy_per: str  # what energy is counted by: sample, image, ...
+    energy_per: str  # the unit of energy: sample, image, ...
     points: tuple[Point, ...]
     energy_reason: str  # why energy was not measured, or ""
     measurements: tuple[Measurement, ...]
@@ -163,7 +163,7 @@ def _some(ones: Sequence[Measurement], of: Callable[[Measurement], float | None]
 
 
 def _pairs(runs: Mapping[int, Measurement], base: Mapping[int, Measurement]) -> list[tuple[Measurement, Measurement]]:
-    """Runs beside those of the base in the same repeat; without any, the first of each, which tell no interval."""
+    """Runs and the base's of the same repeat; without any, the first of each, which give no interval."""
     common = [repeat for repeat in runs if repeat in base]
     return [(runs[repeat], base[repeat]) for repeat in common] or [
         (next(iter(runs.values())), next(iter(base.values())))
@@ -184,7 +184,7 @@ def _against(
 
 
 def _split(runs: Mapping[int, Measurement], base: Mapping[int, Measurement], whole: float) -> Split:
-    """The loss of efficiency in parts: each is what a worker spent beyond its share of what the base spent."""
+    """The lost efficiency in parts: each is what a worker spent beyond its share of the base's."""
     pairs = _pairs(runs, base)
 
     def excess(of: Callable[[Measurement], float | None]) -> float | None:
@@ -210,7 +210,7 @@ def _split(runs: Mapping[int, Measurement], base: Mapping[int, Measurement], who
 
 
 def _communication_s(one: Measurement) -> float | None:
-    # Whoever waits least for gradients has not waited for a slower worker, but for the exchange itself.
+    # The worker that waits least for gradients waits for the exchange itself, not for a slower worker.
     return 0.0 if one.workers == 1 else one.exposed_min_s
 
 

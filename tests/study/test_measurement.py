@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from stormo.errors import SettingError, StormoError
-from stormo.study.measurement import Table, measure_run, measured_s, read_table
-from stormo.study.settings import Cell
+from stormo.study.measurement import CsvTable, measure_run, measured_s, read_csv
+from stormo.study.settings import Run
 from tests.study.made_up import write_run
 
-CELL = Cell(mode="strong", workers=2)
+CELL = Run(mode="strong", workers=2)
 
 
 def steps(folder: Path, *records: dict[str, Any]) -> Path:
@@ -65,7 +65,7 @@ def test_epochs_too_short_for_the_counters_are_taken_together(tmp_path: Path) ->
     path.write_text("".join(f"{json.dumps(event)}\n" for event in [started, *epochs[:4]]))
     (tmp_path / "run" / "summary.json").write_text(json.dumps({"energy_j": 6000.0, "energy_reasons": ["a note"]}))
     found = measure_run(tmp_path / "run", CELL)
-    assert (found.j_per_sample, found.energy_reason) == (None, "they are too short for the counters: set more --epochs")
+    assert (found.j_per_sample, found.energy_reason) == (None, "the epochs are too short for the counters: set more --epochs")
 
 
 def test_a_run_that_was_ended_early_is_measured_by_its_steps(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_run_that_was_ended_early_is_measured_by_its_steps(tmp_path: Path) -> 
     assert found.j_per_sample == pytest.approx(6.0)  # 60 W at 10 samples a second
     assert found.input_s == pytest.approx(0.1 / 10)
     assert (found.exposed_min_s, found.basis) == (None, "2 steps")
-    on_two_nodes = measure_run(folder, Cell(mode="strong", workers=2, num_nodes=2))
+    on_two_nodes = measure_run(folder, Run(mode="strong", workers=2, num_nodes=2))
     assert on_two_nodes.j_per_sample is None  # the power of one node is not that of both
     assert "several nodes" in on_two_nodes.energy_reason
 
@@ -120,14 +120,14 @@ def test_a_first_epoch_that_ends_late_does_not_shorten_what_was_measured(tmp_pat
 EXAMPLE = Path(__file__).parents[2] / "examples" / "t4_scaling.csv"
 
 
-def read(folder: Path, text: str) -> Table:
+def read(folder: Path, text: str) -> CsvTable:
     path = folder / "table.csv"
     path.write_text(text, encoding="utf-8")
-    return read_table(path, "strong")
+    return read_csv(path, "strong")
 
 
 def test_energy_of_an_image_is_watts_by_images_per_second() -> None:
-    table = read_table(EXAMPLE, "weak")
+    table = read_csv(EXAMPLE, "weak")
     assert [(one.workers, one.units_per_s) for one in table.measurements] == [(1, 652.0), (4, 2500.0)]
     assert [one.j_per_sample for one in table.measurements] == pytest.approx([68 / 652, 280 / 2500])
     assert (table.energy_per, table.measurements[0].unit) == ("image", "images")
@@ -162,7 +162,7 @@ def test_a_row_without_power_has_no_energy(tmp_path: Path) -> None:
         ("workers,units_per_s\n1,10\ntwo,20\n", "line 3 has workers = 'two'"),
         ("workers,units_per_s\n0,10\n", "line 2 has workers = '0'"),
         ("workers,units_per_s\n1,-3\n", "line 2 has units_per_s = '-3'"),
-        ("workers,units_per_s\n1,nan\n2,inf\n", "line 2 has units_per_s = 'nan', which is no number above 0; line 3"),
+        ("workers,units_per_s\n1,nan\n2,inf\n", "line 2 has units_per_s = 'nan', which is not a number above 0; line 3"),
         ("workers,units_per_s\n1\n", "line 2 has 1 fields where the first line names 2"),
         ("workers,units_per_s\n\n1,10\n2,\n", "line 4 has no units_per_s"),
         ("workers,units_per_s,repeat\n1,10,1\n1,12,1\n", "line 3 repeats workers 1, repeat 1"),
@@ -170,8 +170,8 @@ def test_a_row_without_power_has_no_energy(tmp_path: Path) -> None:
         ("workers,units_per_s\n" + "x,1\n" * 7, "and 2 more"),
         ("workers,units_per_s\n", "no row of figures"),
         ("", "no row of figures"),
-        ('"""Trains, and more.\n"""\nimport a\n', "its first line is none of names with commas between"),
-        ("workers;units_per_s\n1;10\n", "its first line is none of names with commas between"),
+        ('"""Trains, and more.\n"""\nimport a\n', "its first line does not name columns"),
+        ("workers;units_per_s\n1;10\n", "its first line does not name columns"),
         ("gpus,units_per_s\n1,10\n", "its columns are gpus, units_per_s"),
         ("workers,power_w\n1,10\n", "its columns are workers, power_w"),
         ("workers,workers,units_per_s\n1,1,10\n", "two columns workers"),
@@ -186,4 +186,4 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, text: str, said: str) -> N
 
 def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="cannot be read"):
-        read_table(tmp_path / "none.csv", "strong")
+        read_csv(tmp_path / "none.csv", "strong")

@@ -15,46 +15,46 @@ import pytest
 from stormo.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USAGE, SettingError, StormoError
 from stormo.study import main
 from stormo.study import runs as study_runs
-from stormo.study.runs import CellFile, StoppedError, last_words, run_child
-from stormo.study.settings import Cell, make_cells
+from stormo.study.runs import RunFile, StoppedError, last_words, run_child
+from stormo.study.settings import Run, make_runs
 from tests.study.made_up import measurement, write_run
 
 
 def test_each_repeat_holds_every_run_once_in_an_order_of_its_own() -> None:
-    cells = make_cells([1, 2, 4, 8], [1] * 4, ["strong"], 6, seed=0)
-    repeats = [cells[start : start + 4] for start in range(0, 24, 4)]
+    runs = make_runs([1, 2, 4, 8], [1] * 4, ["strong"], 6, seed=0)
+    repeats = [runs[start : start + 4] for start in range(0, 24, 4)]
     for number, repeat in enumerate(repeats, start=1):
-        assert {cell.repeat for cell in repeat} == {number}
-        assert sorted(cell.workers for cell in repeat) == [1, 2, 4, 8]
-    assert len({tuple(cell.workers for cell in repeat) for repeat in repeats}) > 2
+        assert {run.repeat for run in repeat} == {number}
+        assert sorted(run.workers for run in repeat) == [1, 2, 4, 8]
+    assert len({tuple(run.workers for run in repeat) for repeat in repeats}) > 2
 
 
 def test_order_is_the_same_for_a_seed_and_does_not_depend_on_the_repeats() -> None:
-    first = make_cells([1, 2, 4], [1, 1, 2], ["strong", "weak"], 2, seed=5)
-    longer = make_cells([1, 2, 4], [1, 1, 2], ["strong", "weak"], 4, seed=5)
+    first = make_runs([1, 2, 4], [1, 1, 2], ["strong", "weak"], 2, seed=5)
+    longer = make_runs([1, 2, 4], [1, 1, 2], ["strong", "weak"], 4, seed=5)
     assert longer[: len(first)] == first  # repeats that are added later leave those before as they were
-    assert make_cells([1, 2, 4], [1, 1, 2], ["strong", "weak"], 2, seed=6) != first
+    assert make_runs([1, 2, 4], [1, 1, 2], ["strong", "weak"], 2, seed=6) != first
 
 
 def test_one_worker_is_one_run_for_both_modes() -> None:
-    cells = make_cells([1, 2], [1, 1], ["strong", "weak"], 1, seed=0)
-    assert sorted(cell.name for cell in cells) == ["both-1-workers-1", "strong-2-workers-1", "weak-2-workers-1"]
-    assert [cell.mode for cell in make_cells([1], [1], ["weak"], 1, seed=0)] == ["weak"]
+    runs = make_runs([1, 2], [1, 1], ["strong", "weak"], 1, seed=0)
+    assert sorted(run.name for run in runs) == ["both-1-workers-1", "strong-2-workers-1", "weak-2-workers-1"]
+    assert [run.mode for run in make_runs([1], [1], ["weak"], 1, seed=0)] == ["weak"]
 
 
 def test_a_line_that_was_cut_short_is_a_run_that_was_not_done(tmp_path: Path) -> None:
     path = tmp_path / "cells.jsonl"
-    one, two, three = (Cell(mode="strong", workers=workers) for workers in (1, 2, 4))
-    file = CellFile(path)
+    one, two, three = (Run(mode="strong", workers=workers) for workers in (1, 2, 4))
+    file = RunFile(path)
     file.add(one, "done", measurement(1, 100.0))
     file.add(two, "failed", error="out of memory")
     file.add(three, "done", measurement(4, 300.0))
     path.write_bytes(path.read_bytes()[:-40])
-    again = CellFile(path)
+    again = RunFile(path)
     assert again.measurement(one) == measurement(1, 100.0)
     assert (again.measurement(two), again.measurement(three)) == (None, None)
     again.add(three, "done", measurement(4, 310.0))
-    assert CellFile(path).measurement(three) == measurement(4, 310.0)
+    assert RunFile(path).measurement(three) == measurement(4, 310.0)
 
 
 def is_gone(pid: int) -> bool:
@@ -76,7 +76,7 @@ def sleeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program.write_text(f"#!/bin/sh\ntrap '' INT\nsleep 600 &\necho $$ $! > {pids}.new\nmv {pids}.new {pids}\nwait\n")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
-    monkeypatch.setattr(study_runs, "_ENOUGH_S", 0.0)
+    monkeypatch.setattr(study_runs, "_CHECK_PROGRESS_S", 0.0)
     monkeypatch.setattr(study_runs, "_WAIT_S", 0.3)
     return pids
 
@@ -109,7 +109,7 @@ def test_last_words_without_a_sentence_of_stormo(tmp_path: Path) -> None:
     log.write_text("Traceback\n\nValueError: no\n\n", encoding="utf-8")
     assert last_words(log) == "ValueError: no"
     log.write_text("", encoding="utf-8")
-    assert last_words(log) == "it said nothing"
+    assert last_words(log) == "it printed nothing"
 
 
 OPTIONS = ["fashion-mnist", "--device", "cpu", "--workers", "1,2,4", "--repeats", "2"]
@@ -146,7 +146,7 @@ class FakeTraining:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     # A picture takes a second; test_results.py draws one.
-    monkeypatch.setattr("stormo.study.results.draw", lambda path, answers: path.write_text("picture"))
+    monkeypatch.setattr("stormo.study.results.draw", lambda path, results: path.write_text("picture"))
     return tmp_path / "out"
 
 
@@ -158,7 +158,7 @@ def test_a_study_prints_and_writes_everything(folder: Path, capsys: pytest.Captu
     assert "Strong scaling" in out
     assert "Weak scaling" in out
     assert "  1.82 " in out  # 2 / 1.1
-    assert "more workers pay for time: 4 workers train 3.08 times as fast as 1 worker" in out
+    assert "4 workers train 3.08 times as fast as 1 worker" in out
     assert "Energy was not measured (the runs recorded none)" in out
     assert out.isascii()  # a pipe: bars of plain signs
     rows = list(csv.DictReader((folder / "scale.csv").read_text(encoding="utf-8").splitlines()))
@@ -193,7 +193,7 @@ def test_a_lone_worker_with_another_strategy_is_said_in_its_row(
         ("1,2 --mesh shard=3", "--mesh shard=3 was set, but that is 3 and there are 2 workers"),
         ("1,2 --strategy hsdp", "--strategy hsdp was set, but it shards within a node"),
         ("2,4 --strategy server --servers 4", "2 workers: --servers 4 was set, but servers are workers too and there "),
-        ("2,4 --strategy single", "2 workers: --strategy single was set with 2 workers, but single trains on one"),
+        ("2,4 --strategy single", "--strategy single was set with 2 workers, but single trains on one"),
         ("1,4 --global-batch-size 3", "4 workers: a global batch of 3 was set, but 4 workers × 1 accumulation cut it"),
         ("1,2 --mode both --average-every 4000 --strategy local", "weak, 2 workers: --average-every 4000 was set, but"),
     ],
@@ -217,7 +217,7 @@ def test_a_run_that_is_done_need_not_be_possible_again(folder: Path, monkeypatch
 def test_it_goes_on_where_it_was_stopped(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stopped = FakeTraining(stops_at=3)
     assert main([*OPTIONS, "--output", str(folder)], stopped) == EXIT_INTERRUPTED
-    assert "go on with the same command" in capsys.readouterr().out
+    assert "resume with the same command" in capsys.readouterr().out
     (folder / "runs" / stopped.names[2]).mkdir(parents=True)  # what the run that was stopped has left
     again = FakeTraining()
     assert main([*OPTIONS, "--output", str(folder)], again) == 0
@@ -241,11 +241,11 @@ def test_a_failed_run_is_named_and_the_others_go_on(folder: Path, capsys: pytest
     assert len(train.names) == 6  # each repeat is tried
     out = capsys.readouterr().out
     assert "2 runs failed:" in out
-    assert "repeat 1, strong, 4 workers: 4 workers were asked for, but 2 are here. (exit code 1; all it said is" in out
+    assert "repeat 1, strong, 4 workers: 4 workers were asked for, but 2 are here. (exit code 1; its output is" in out
     assert "2 workers train 1.82 times as fast" in out
-    mended = FakeTraining()
-    assert main([*OPTIONS, "--output", str(folder)], mended) == 0
-    assert sorted(mended.names) == ["strong-4-workers-1", "strong-4-workers-2"]
+    fixed = FakeTraining()
+    assert main([*OPTIONS, "--output", str(folder)], fixed) == 0
+    assert sorted(fixed.names) == ["strong-4-workers-1", "strong-4-workers-2"]
 
 
 def test_refused_settings_are_not_tried_again(folder: Path) -> None:
@@ -318,7 +318,7 @@ def test_a_study_that_kept_no_settings_goes_on_by_its_arguments(folder: Path, tm
 def test_what_lies_there_is_checked_before_anything_runs(folder: Path) -> None:
     folder.mkdir()
     (folder / "study.json").write_text("[1, 2]")
-    with pytest.raises(SettingError, match=r"study\.json there is not what a study wrote"):
+    with pytest.raises(SettingError, match=r"study\.json there was not written by a study"):
         main([*OPTIONS, "--output", str(folder)], FakeTraining())
     file = folder / "file"
     file.touch()
