@@ -15,61 +15,56 @@ from stormo.config.schema import TrainConfig
 from stormo.errors import SettingError
 from stormo.system.hardware import Gpu
 
-# All but dp, which cannot be checked without GPUs.
+# All but dp, which torch has on GPUs only.
 KNOWN = (
     *("single", "ddp", "zero1", "zero2", "fsdp", "hsdp", "tensor", "pipeline", "naive", "mesh"),
     *("local", "server", "hybrid"),
 )
-_OF_PIPELINE = {"schedule", "micro_batches"}
-OF_ONE = {"servers", "staleness", "average_every", "outer_lr", "outer_momentum"}  # settings of a strategy alone
-OF_COPIES = {"compress", "compress_rank"}
+_PIPELINE_SETTINGS = {"schedule", "micro_batches"}
+STRATEGY_SETTINGS = {"servers", "staleness", "average_every", "outer_lr", "outer_momentum"}  # of one strategy
+COPY_SETTINGS = {"compress", "compress_rank"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Way:
-    """One row of the comparison."""
+class Candidate:
+    """One way to train: a row of the comparison."""
 
-    key: str  # by which the advice knows it
+    key: str  # its name in the advice
     flags: tuple[str, ...]  # of `stormo train`
-    plan: Plan | None = None  # None where it cannot be, for the reason
+    plan: Plan | None = None  # None where it is not possible, for `reason`
     reason: str = ""
     config: TrainConfig
-    is_as_set: bool = False  # what the settings alone would do
+    is_as_set: bool = False  # what the user set
 
     @property
     def label(self) -> str:
-        """The flags as a user types them, without the longest word."""
+        """The flags, without `--strategy` and `--mesh`."""
         return " ".join(self.flags).replace("--strategy ", "").replace("--mesh ", "") or self.key
 
 
-def every_way(config: TrainConfig, gpus: Sequence[Gpu], facts: Facts) -> list[Way]:
-    """All that are worth comparing for these workers; what was set is among them, and first where it is none of these.
+def list_candidates(config: TrainConfig, gpus: Sequence[Gpu], facts: Facts) -> list[Candidate]:
+    """All candidates for the GPUs of each node, without doubles; what the user set is first where it is not listed.
 
-    What training would refuse is refused in its words.
-
-    Args:
-        config: as set.
-        gpus: of one node.
-        facts: of the task.
+    Raises the error of `stormo train` where it would refuse what the user set.
     """
-    asked = _way("as set", {}, config, gpus, facts)
+    asked = _candidate("as set", {}, config, gpus, facts)
     if asked.plan is None:
-        resolve(config, resolve_layout(config, gpus), facts)  # says why not
+        resolve(config, resolve_layout(config, gpus), facts)  # raises the reason
     elif asked.plan.layout.strategy not in KNOWN:
         raise SettingError(
             f"--strategy {config.workers.strategy} was set",
-            "the memory of several GPUs in one process is not forecast, and the first holds more than the others",
+            "several GPUs in one process hold different amounts, which is not forecast",
             "set --strategy ddp, which is faster and holds less, or leave it out to compare strategies",
         )
     num_nodes, per_node = int(config.workers.num_nodes), len(gpus)
     rows = _one() if num_nodes * per_node == 1 else _several(num_nodes, per_node)
-    found = [_way(key, fields, config, gpus, facts) for key, fields in rows]
+    found = [_candidate(key, fields, config, gpus, facts) for key, fields in rows]
     if not any(_is_same(asked, other) for other in found):
         found.insert(0, asked)
-    unique: list[Way] = []
-    for way in found:
-        if not any(_is_same(way, other) for other in unique):
-            unique.append(replace(way, is_as_set=_is_same(way, asked)))
+    unique: list[Candidate] = []
+    for candidate in found:
+        if not any(_is_same(candidate, other) for other in unique):
+            unique.append(replace(candidate, is_as_set=_is_same(candidate, asked)))
     return unique
 
 
@@ -113,14 +108,16 @@ def _several(num_nodes: int, per_node: int) -> list[tuple[str, dict[str, Any]]]:
     return [*rows, ("pipeline", named("pipeline"))]
 
 
-def _way(key: str, fields: Mapping[str, Any], config: TrainConfig, gpus: Sequence[Gpu], facts: Facts) -> Way:
+def _candidate(
+    key: str, fields: Mapping[str, Any], config: TrainConfig, gpus: Sequence[Gpu], facts: Facts
+) -> Candidate:
     given = config.given
     if "pipeline" not in key and key != "as set":
-        given -= _OF_PIPELINE
+        given -= _PIPELINE_SETTINGS
     if key != "as set":
-        given -= OF_ONE
+        given -= STRATEGY_SETTINGS
         if not key.startswith(("single", "ddp")):
-            fields, given = {**fields, "compress": "none"}, given - OF_COPIES
+            fields, given = {**fields, "compress": "none"}, given - COPY_SETTINGS
     parts = {name: {k: v for k, v in fields.items() if hasattr(getattr(config, name), k)} for name in _SECTIONS}
     sections = {name: replace(getattr(config, name), **own) for name, own in parts.items()}
     changed = replace(config, given=given, **sections)
@@ -130,16 +127,11 @@ def _way(key: str, fields: Mapping[str, Any], config: TrainConfig, gpus: Sequenc
         layout = resolve_layout(changed, gpus)
         plan = resolve(changed, layout, facts)
     except SettingError as error:
-        return Way(key=key, flags=_flags(changed), reason=_why(error), config=changed)
-    return Way(key=key, flags=_flags(changed), plan=plan, config=changed)
+        return Candidate(key=key, flags=_flags(changed), reason=error.why, config=changed)
+    return Candidate(key=key, flags=_flags(changed), plan=plan, config=changed)
 
 
 _SECTIONS = ("workers", "sharding")
-
-
-def _why(error: SettingError) -> str:
-    """The middle of the sentence: what stands against it."""
-    return str(error).partition(", but ")[2].partition("; ")[0] or str(error)
 
 
 def _flags(config: TrainConfig) -> tuple[str, ...]:
@@ -156,89 +148,83 @@ def _flags(config: TrainConfig) -> tuple[str, ...]:
     return tuple(flags)
 
 
-def _is_same(one: Way, other: Way) -> bool:
+def _is_same(one: Candidate, other: Candidate) -> bool:
     if one.plan is None or other.plan is None:
         return one.plan is other.plan and one.flags == other.flags
-    return _essence(one.config, one.plan) == _essence(other.config, other.plan)
+    return _identity(one.config, one.plan) == _identity(other.config, other.plan)
 
 
-def _essence(config: TrainConfig, plan: Plan) -> tuple[Any, ...]:
-    """What tells two ways apart, by whichever flags they were asked for."""
+def _identity(config: TrainConfig, plan: Plan) -> tuple[Any, ...]:
+    """What distinguishes two candidates, whatever flags led to them."""
     layout, sharding = plan.layout, config.sharding
     special = layout.strategy if layout.strategy in ("naive", "local", "server", "hybrid") else ""
     return layout.mesh, layout.zero, special, sharding.checkpoint_activations, sharding.offload
 
 
-# Flags that an advice replaces, each with so many values.
-_OF_WAY = {"--strategy": 1, "--mesh": 1, "--zero": 1, "--checkpoint-activations": 0, "--offload": 0}
-_OF_WAY |= {f"--{name.replace('_', '-')}": 1 for name in OF_ONE}
-_OF_COPIES = {f"--{name.replace('_', '-')}": 1 for name in OF_COPIES}
+# Flags that the advice replaces, with the number of values of each.
+_CANDIDATE_FLAGS = {"--strategy": 1, "--mesh": 1, "--zero": 1, "--checkpoint-activations": 0, "--offload": 0}
+_CANDIDATE_FLAGS |= {f"--{name.replace('_', '-')}": 1 for name in STRATEGY_SETTINGS}
+_COPY_FLAGS = {f"--{name.replace('_', '-')}": 1 for name in COPY_SETTINGS}
 _NEGATIONS = {"--no-checkpoint-activations": "checkpoint_activations", "--no-offload": "offload"}
-_OF_BATCH = {"--batch-size": 1, "--accumulate": 1}
+_BATCH_FLAGS = {"--batch-size": 1, "--accumulate": 1}
 
 
 def command_line(
-    words: Sequence[str], config: TrainConfig, way: Way, passes: int, gpus: Sequence[Gpu], facts: Facts
+    words: Sequence[str], config: TrainConfig, candidate: Candidate, num_splits: int, gpus: Sequence[Gpu], facts: Facts
 ) -> str:
-    """What to type.
+    """The command to type for a candidate, from the words that the user typed.
 
-    Args:
-        words: as the user typed them, behind the verb.
-        config: what they come to.
-        way: to be taken.
-        passes: into which each pass is cut; the batch of a step and its rate stay what they are.
-        gpus: of one node.
-        facts: of the task.
+    Each micro-batch is split into `num_splits`; the global batch and the learning rate stay the same.
     """
-    if way.is_as_set and "--no-graph" not in way.flags:
+    if candidate.is_as_set and "--no-graph" not in candidate.flags:
         kept, added = list(words), []
     else:
-        kept, added = without_flags(words, _OF_WAY), list(way.flags)
-        if way.config.workers.compress != config.workers.compress:
-            plain = without_flags(kept, _OF_COPIES)
-            added += ["--compress", "none"] * (plain == kept)  # a file of settings has it
+        kept, added = without_flags(words, _CANDIDATE_FLAGS), list(candidate.flags)
+        if candidate.config.workers.compress != config.workers.compress:
+            plain = without_flags(kept, _COPY_FLAGS)
+            added += ["--compress", "none"] * (plain == kept)  # set in a config file
             kept = plain
-        added += [flag for flag in _NEGATIONS if _is_to_be_negated(flag, words, config, way)]
+        added += [flag for flag in _NEGATIONS if _needs_negation(flag, words, config, candidate)]
     if "num_gpus" not in config.given:
         added += ["--num-gpus", str(len(gpus))]
-    if passes > 1:
-        kept = without_flags(kept, _OF_BATCH)
-        added += _cut(way, passes, gpus, facts)
+    if num_splits > 1:
+        kept = without_flags(kept, _BATCH_FLAGS)
+        added += _accumulation_flags(candidate, num_splits, gpus, facts)
     return shlex.join(["stormo", "train", *kept, *added])
 
 
-def _is_to_be_negated(flag: str, words: Sequence[str], config: TrainConfig, way: Way) -> bool:
-    """Whether a flag is off in the way although it was set, or is turned off by the user, perhaps against a file."""
+def _needs_negation(flag: str, words: Sequence[str], config: TrainConfig, candidate: Candidate) -> bool:
+    """True where a flag is off in the candidate although the user, or a config file, set it."""
     name = _NEGATIONS[flag]
     is_said = getattr(config.sharding, name) or flag in (word.replace("_", "-") for word in words)
-    return is_said and not getattr(way.config.sharding, name)
+    return is_said and not getattr(candidate.config.sharding, name)
 
 
-def remarks(config: TrainConfig, way: Way) -> list[str]:
-    """What is to be said beside the command line."""
+def remarks(config: TrainConfig, candidate: Candidate) -> list[str]:
+    """Sentences to print beside the command line."""
     told = []
-    if "--no-graph" in way.flags:
-        told.append("A captured pass would keep its memory beside that of others, and does not fit.")
+    if "--no-graph" in candidate.flags:
+        told.append("A CUDA graph would keep its own memory, and does not fit.")
     if int(config.workers.num_nodes) > 1:
         told.append("Start it on every node (docs/launching.md), or as a job (stormo submit).")
     return told
 
 
-def _cut(way: Way, passes: int, gpus: Sequence[Gpu], facts: Facts) -> list[str]:
-    """Flags of smaller passes, under which the plan has the batch and the rate that it had."""
-    config, before = way.config, way.plan
+def _accumulation_flags(candidate: Candidate, num_splits: int, gpus: Sequence[Gpu], facts: Facts) -> list[str]:
+    """Flags of smaller micro-batches that keep the global batch and the learning rate of the plan."""
+    config, before = candidate.config, candidate.plan
     assert before is not None
-    accumulate = config.batch.accumulate * passes
+    accumulate = config.batch.accumulate * num_splits
     flags = ["--accumulate", str(accumulate)]
     if config.batch.global_batch_size is not None or config.resumed is not None:
         return flags
     size = per_worker(config)
-    flags = ["--batch-size", str(size // passes), *flags]
+    flags = ["--batch-size", str(size // num_splits), *flags]
     optimizer = config.optimizer
     if optimizer.base_batch_size is None and optimizer.lr_rule != "none":
         optimizer = replace(optimizer, base_batch_size=size)
-        flags += ["--base-batch-size", str(size)]  # for which the rate was meant
-    batch = replace(config.batch, batch_size=size // passes, accumulate=accumulate)
+        flags += ["--base-batch-size", str(size)]  # for which the learning rate was set
+    batch = replace(config.batch, batch_size=size // num_splits, accumulate=accumulate)
     changed = replace(config, batch=batch, optimizer=optimizer)
     after = resolve(changed, resolve_layout(changed, gpus), facts)
     if after.warmup_start != before.warmup_start:

@@ -23,23 +23,23 @@ from stormo.parallel.blank import make_room, without_memory
 from stormo.tasks.returned import check_model
 from stormo.tasks.task import Task
 
-OTHER, CAST, GRADIENT = range(3)  # activations and all that comes and goes; copies of weights in another format
+OTHER, CAST, GRADIENT = range(3)  # activations and temporary tensors; weights cast to another dtype; gradients
 
 
-class Blank:
-    """Makes the model on fake tensors, which all belong to one mode."""
+class FakeModel:
+    """Builds the task's model on fake tensors, which have shapes and no memory."""
 
     def __init__(self, task: Task, precision: str) -> None:
-        # An operation whose shapes torch does not know would be run on real memory of that size.
+        # Otherwise an operation with unknown shapes would run on real memory.
         self.fake = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
         self.notices: list[str] = []
-        self.frozen: set[str] = set()  # parameters that an optimizer leaves out
+        self.frozen: set[str] = set()  # parameters that the optimizer leaves out
         self._task, self._precision = task, precision
-        self._on_meta: nn.Module | None = None  # of one that reads its own values while it is made
+        self._on_meta: nn.Module | None = None  # where the model reads its own values while it is built
 
     def model(self) -> nn.Module:
-        """A new one, as one process would have it."""
-        model = self._made()
+        """A new model, as one process would have it."""
+        model = self._built()
         if self._precision == "fp64":
             self.convert(model, lambda tensor: tensor.double())
         for name, parameter in model.named_parameters():
@@ -47,7 +47,7 @@ class Blank:
                 parameter.requires_grad_(False)
         return model
 
-    def _made(self) -> nn.Module:
+    def _built(self) -> nn.Module:
         if self._on_meta is None:
             state = torch.get_rng_state()
             try:
@@ -55,18 +55,18 @@ class Blank:
                     return check_model(self._task, self._task.model())
             except SettingError:
                 raise
-            except Exception:  # what it is, building it in memory will show
+            except Exception:  # building it in real memory shows the error
                 torch.set_rng_state(state)
                 self._on_meta = check_model(self._task, self._task.model())
                 without_memory(self._on_meta)
-                self.notices.append("The model was built in the memory of this host, as it reads its own values.")
+                self.notices.append("The model was built in host memory, as it reads its own values")
         model = copy.deepcopy(self._on_meta)
         with self.fake:
             make_room(model, torch.device("cpu"))
         return model
 
     def convert(self, model: nn.Module, change: Callable[[Tensor], Tensor], *, of_norms: bool = True) -> None:
-        """Change the floating-point tensors of a model, in place; ties stay."""
+        """Convert the floating-point tensors of a model, in place; tied ones stay tied."""
         made: dict[int, Tensor] = {}
         with self.fake, torch.no_grad():
             for layer in model.modules():
@@ -85,20 +85,20 @@ class Blank:
 _CONVERSION = torch.ops.aten._to_copy.default
 
 
-_QUESTION = torch.ops.prim.device.default  # which fake tensors ask of each other all the time
+_QUESTION = torch.ops.prim.device.default  # which fake tensors call all the time
 
 
-class Watch(TorchDispatchMode):
-    """While it is entered: after every operation the bytes that are alive, but for weights and buffers.
+class MemoryTrace(TorchDispatchMode):
+    """Records the bytes alive after every operation, without weights and buffers.
 
-    A storage counts once, however many tensors share it, from the operation that makes it until nobody refers to it.
+    A storage counts once, from the operation that creates it until nothing refers to it.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
         self.rows: list[tuple[int, int, int]] = []  # bytes of each kind, after each operation
         self._weights = {_key(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        self._alive: dict[int, tuple[int, int, Any]] = {}  # by storage: kind, bytes, and what tells of its end
+        self._alive: dict[int, tuple[int, int, Any]] = {}  # by storage: kind, bytes, weak reference
         self._sums = [0, 0, 0]
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._is_gradient)
@@ -107,40 +107,40 @@ class Watch(TorchDispatchMode):
         ]
 
     def __exit__(self, *error: Any) -> None:
-        """Stop watching."""
+        """Stop recording."""
         super().__exit__(*error)  # type: ignore[no-untyped-call, unused-ignore]
         for hook in self._hooks:
             hook.remove()
 
-    def hold(self, tensors: Iterable[Any]) -> None:
-        """Count tensors that were there before."""
+    def add(self, tensors: Iterable[Any]) -> None:
+        """Count tensors that existed before."""
         for tensor in tensors:
             self._note(tensor, OTHER)
-        self._mark()
+        self._record()
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
-        """Leave out tensors that are counted elsewhere."""
+        """Leave out tensors."""
         self._weights |= {_key(tensor) for tensor in tensors}
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: dict[str, Any] | None = None
     ) -> Any:
-        """Do as asked, and look."""
+        """Run the operation and record the bytes."""
         result = function(*arguments, **(named or {}))
         if function is _QUESTION:
             return result
         is_cast = function is _CONVERSION and _key(arguments[0]) in self._weights
         for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             self._note(tensor, CAST if is_cast else OTHER)
-        self._mark()
+        self._record()
         return result
 
     @property
     def now(self) -> tuple[int, int, int]:
-        """The bytes of each kind that are alive."""
+        """The bytes alive of each kind."""
         return self._sums[OTHER], self._sums[CAST], self._sums[GRADIENT]
 
-    def _mark(self) -> None:
+    def _record(self) -> None:
         self.rows.append(self.now)
 
     def _note(self, tensor: Any, kind: int) -> None:
@@ -151,10 +151,10 @@ class Watch(TorchDispatchMode):
         if key in self._weights or key in self._alive:
             return
         num_bytes = storage.nbytes()
-        self._alive[key] = kind, num_bytes, weakref.ref(storage, lambda _: self._gone(key))
+        self._alive[key] = kind, num_bytes, weakref.ref(storage, lambda _: self._freed(key))
         self._sums[kind] += num_bytes
 
-    def _gone(self, key: int) -> None:
+    def _freed(self, key: int) -> None:
         kind, num_bytes, _ = self._alive.pop(key)
         self._sums[kind] -= num_bytes
 
@@ -166,7 +166,7 @@ class Watch(TorchDispatchMode):
             self._alive[key] = GRADIENT, num_bytes, end
             self._sums[kind] -= num_bytes
             self._sums[GRADIENT] += num_bytes
-        self._mark()
+        self._record()
 
 
 def _key(tensor: Tensor) -> int:
@@ -174,14 +174,14 @@ def _key(tensor: Tensor) -> int:
 
 
 def storage_of(tensor: Tensor) -> UntypedStorage:
-    """The memory of a tensor, or what stands for it."""
+    """The storage of a tensor."""
     return tensor.untyped_storage()
 
 
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-# What autocast computes in float32 on a GPU, of the functions that it leaves alone on a CPU.
+# Functions that autocast computes in float32 on a GPU but not on a CPU.
 _IN_FP32 = frozenset(
     (
         *("acos", "asin", "cosh", "cumprod", "cumsum", "dist", "erfinv", "exp", "expm1", "group_norm"),
@@ -194,11 +194,11 @@ _IN_FP32 = frozenset(
 )
 
 
-_MOST_HEAD_VALUES = 256  # of attention without a matrix of scores
+_MOST_HEAD_VALUES = 256  # of attention that keeps no score matrix
 
 
-class AsOnGpu(TorchFunctionMode):
-    """While it is entered: functions keep what they would keep on a GPU; `half` is autocast's format, or None."""
+class GpuKernels(TorchFunctionMode):
+    """Makes functions keep what they keep on a GPU; `half` is autocast's dtype, or None."""
 
     def __init__(self, half: torch.dtype | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
@@ -207,7 +207,7 @@ class AsOnGpu(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: dict[str, Any] | None = None
     ) -> Any:
-        """Call it, or what stands for it."""
+        """Call the function, or its stand-in."""
         named = named or {}
         name = getattr(function, "__name__", "")
         if name == "scaled_dot_product_attention":
@@ -252,8 +252,8 @@ def _as_fp32(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype in _HALVES else value
 
 
-def fuse(model: nn.Module) -> None:
-    """Let stormo's own layers keep what their kernels keep on a GPU, in place."""
+def fuse_layers(model: nn.Module) -> None:
+    """Make stormo's own layers keep what their fused kernels keep, in place."""
     for layer in model.modules():
         if isinstance(layer, NormAct):
             layer.forward = _Fused(layer)  # type: ignore[method-assign]
@@ -266,7 +266,7 @@ class _Fused:
         self._layer = layer
 
     def __call__(self, x: Tensor, residual: Tensor | None = None, residual_bias: Tensor | None = None) -> Tensor:
-        """The layer's own."""
+        """The layer's forward."""
         layer = self._layer
         alike = residual is None or (residual.dtype == x.dtype and residual.shape == x.shape)
         fused: Any = _FusedNorm.apply
@@ -291,7 +291,7 @@ class _FusedNorm(torch.autograd.Function):
         (gradient,) = gradients
         _, weight, bias, *_ = ctx.saved_tensors
         needs = ctx.needs_input_grad
-        dense = gradient.contiguous(memory_format=_layout(gradient))  # a copy, of what the mean over all pixels gives
+        dense = gradient.contiguous(memory_format=_layout(gradient))  # the gradient of a mean over all pixels is copied
         return (
             torch.empty_like(dense) if needs[0] else None,
             gradient if needs[1] else None,
@@ -302,7 +302,7 @@ class _FusedNorm(torch.autograd.Function):
 
 
 def _layout(x: Tensor) -> torch.memory_format:
-    """Rows of channels, which is what the kernels work on."""
+    """The memory format of the kernels."""
     return torch.channels_last if x.ndim == 4 else torch.contiguous_format
 
 

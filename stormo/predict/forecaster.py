@@ -1,4 +1,4 @@
-"""One task on one kind of GPU: what was counted once, and the forecast of every way."""
+"""Counts one task for one kind of GPU, each thing once, and forecasts every candidate."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from stormo.config.schema import TrainConfig
 from stormo.data.fashion_mnist import DataNotFoundError
 from stormo.errors import SettingError, StormoError
 from stormo.parallel.halves import HALVES
-from stormo.predict.candidates import Way
-from stormo.predict.fake_tensors import Blank
-from stormo.predict.forecast import Curve, Forecast, Model, Rows, Spread, forecast
-from stormo.predict.model import count_model, cut_by_hybrid, cut_by_tensor, stages_by_pipeline
-from stormo.predict.tracing import NotKnownError, Passes, few_samples, without_fetching
+from stormo.predict.candidates import Candidate
+from stormo.predict.fake_tensors import FakeModel
+from stormo.predict.forecast import Forecast, MemoryCurve, ModelSize, ParallelSpec, Rows, forecast
+from stormo.predict.model import count_model, hybrid_sharded, pipeline_stages, tensor_sharded
+from stormo.predict.tracing import Tracer, UntraceableError, few_samples, forbid_fetching
 from stormo.system.hardware import Gpu
 from stormo.tasks.task import Task
 
-_FUSED_FROM = (8, 0)  # compute capability of stormo's fused layers
+_FUSED_FROM = (8, 0)  # compute capability that stormo's fused layers need
 
 
-class Study:
-    """Counts as little as the ways ask for, and each thing once."""
+class Forecaster:
+    """Counts only what the candidates need, and each thing once."""
 
     def __init__(self, task: Task, config: TrainConfig, gpus: Sequence[Gpu]) -> None:
         self._task, self._config, self._gpu = task, config, gpus[0]
@@ -34,22 +34,22 @@ class Study:
         has_data = self._has_data()
         self.facts = self._facts()
         plain = replace(config, workers=replace(config.workers, strategy="auto", mesh=None, zero=None))
-        self.precision, _ = choose_precision(config, resolve_layout(plain, gpus))  # as servers have it, where asked for
-        self._blank = Blank(task, self.precision)
-        self.model: Model = count_model(task, self._blank, config)
+        self.precision, _ = choose_precision(config, resolve_layout(plain, gpus))
+        self._fake_model = FakeModel(task, self.precision)
+        self.model: ModelSize = count_model(task, self._fake_model, config)
         self.notices += self.model.notices
         if not has_data:
-            self._unknown("there are no data here; set --task.data-folder, or train once where they can be fetched")
-        self._passes = self._read() if has_data else None
-        self._curves: dict[tuple[bool, bool, bool, int, bool], Curve | None] = {}  # None for those that are not known
+            self._note_unknown("the data are not here; set --task.data-folder, or train once where they can be fetched")
+        self._tracer = self._read() if has_data else None
+        self._curves: dict[tuple[bool, bool, bool, int, bool], MemoryCurve | None] = {}  # None: not known
         self._validation: Rows = ()
         self._base: int | None = None
         self.kept_per_sample: float | None = None
 
     def _has_data(self) -> bool:
-        """Whether the data are here, as far as that is known; a folder that was named and has none is refused."""
+        """False where the data are known to be missing; a named folder without data is refused."""
         try:
-            without_fetching(self._task)
+            forbid_fetching(self._task)
         except DataNotFoundError:
             return False
         return True
@@ -63,19 +63,19 @@ class Study:
             raise SettingError(
                 f"{type(self._task).__name__} was to be forecast",
                 f"its data cannot be read here ({type(error).__name__}: {error})",
-                "bring them first: training fetches them, for one epoch if need be",
+                "fetch them first: training does, even for one epoch",
             ) from error
 
-    def _read(self) -> Passes | None:
+    def _read(self) -> Tracer | None:
         try:
             batch = few_samples(self._task)
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            self._unknown(f"the data cannot be read here ({type(error).__name__}: {reason})")
+            self._note_unknown(f"the data cannot be read here ({type(error).__name__}: {reason})")
             return None
-        return Passes(
+        return Tracer(
             self._task,
-            self._blank,
+            self._fake_model,
             batch,
             self.precision,
             has_fused=self._gpu.capability >= _FUSED_FROM,
@@ -83,55 +83,55 @@ class Study:
             ghost_batch_size=self._config.batch.ghost_batch_size,
         )
 
-    def _unknown(self, reason: str) -> None:
-        self._note(f"Activations are not known, and what is shown is without them: {reason}")
+    def _note_unknown(self, reason: str) -> None:
+        self._note(f"Activations are unknown and left out: {reason}")
 
     def _note(self, text: str) -> None:
         if text not in self.notices:
             self.notices.append(text)
 
-    def forecast(self, way: Way) -> tuple[Way, Forecast | None]:
-        """The row of a way; None where it cannot be, for the reason that the way has then."""
-        plan = way.plan
+    def forecast(self, candidate: Candidate) -> tuple[Candidate, Forecast | None]:
+        """The candidate and its forecast; None where it is not possible, and the candidate then has the reason."""
+        plan = candidate.plan
         if plan is None:
-            return way, None
+            return candidate, None
         try:
-            spread = self._spread(way, plan)
+            spec = self._parallel_spec(candidate, plan)
         except SettingError as error:
-            return replace(way, plan=None, reason=str(error).partition(", but ")[2].rstrip(".")), None
+            return replace(candidate, plan=None, reason=f"{error.why}; {error.instead}"), None
         if plan.compile:
-            self._note("What torch.compile changes is not counted; it mostly needs less")
-        curve = self._curve(plan, way)
-        one = forecast(self.model, spread, curve, self._gpu.memory_bytes, self._validation)
-        if spread.graph and not one.fits and self._config.speed.graph is None:
-            # More passes to a step are not captured anyway.
-            spread, way = replace(spread, graph=False), replace(way, flags=(*way.flags, "--no-graph"))
-            one = forecast(self.model, spread, curve, self._gpu.memory_bytes, self._validation)
-        return way, one
+            self._note("torch.compile is not counted; it mostly needs less memory")
+        curve = self._curve(plan, candidate)
+        one = forecast(self.model, spec, curve, self._gpu.memory_bytes, self._validation)
+        if spec.graph and not one.fits and self._config.speed.graph is None:
+            # A step of several micro-batches is not captured anyway.
+            spec, candidate = replace(spec, graph=False), replace(candidate, flags=(*candidate.flags, "--no-graph"))
+            one = forecast(self.model, spec, curve, self._gpu.memory_bytes, self._validation)
+        return candidate, one
 
-    def smallest(self) -> tuple[Spread, Forecast] | None:
-        """The leanest way without offloading, on two GPUs or more, with one sample a pass; None if it is not known."""
-        if self._passes is None or self._base is None:
+    def smallest(self) -> tuple[ParallelSpec, Forecast] | None:
+        """fsdp with recomputed activations and one sample a micro-batch, on two GPUs or more; None if not known."""
+        if self._tracer is None or self._base is None:
             return None
         try:
-            curve = self._passes.curve(self._base, recomputes=True, is_sharded=True, channels_last=False)
-        except NotKnownError:
+            curve = self._tracer.curve(self._base, recomputes=True, is_sharded=True, channels_last=False)
+        except UntraceableError:
             return None
         num_workers = max(2, self.num_gpus * int(self._config.workers.num_nodes))
         half = HALVES.get(self.precision)
         half_bytes = None if half is None else half.itemsize
-        spread = Spread(num_workers=num_workers, shard=num_workers, zero=3, half_bytes=half_bytes, recompute=True)
-        return spread, forecast(self.model, spread, curve, self._gpu.memory_bytes)
+        spec = ParallelSpec(num_workers=num_workers, shard=num_workers, zero=3, half_bytes=half_bytes, recompute=True)
+        return spec, forecast(self.model, spec, curve, self._gpu.memory_bytes)
 
-    def _curve(self, plan: Plan, way: Way) -> Curve | None:
-        if self._passes is None:
+    def _curve(self, plan: Plan, candidate: Candidate) -> MemoryCurve | None:
+        if self._tracer is None:
             return None
         self._base = self._base or max(1, plan.batch_per_pass)
-        layout, recomputes = plan.layout, way.config.sharding.checkpoint_activations
+        layout, recomputes = plan.layout, candidate.config.sharding.checkpoint_activations
         kind = (recomputes, layout.zero == 3, plan.channels_last, layout.mesh.tensor, layout.strategy == "hybrid")
         if kind not in self._curves:
             try:
-                self._curves[kind] = self._passes.curve(
+                self._curves[kind] = self._tracer.curve(
                     self._base,
                     recomputes=kind[0],
                     is_sharded=kind[1],
@@ -139,35 +139,35 @@ class Study:
                     num_parts=kind[3],
                     is_hybrid=kind[4],
                 )
-            except NotKnownError as error:
+            except UntraceableError as error:
                 self._curves[kind] = None
-                self._unknown(f"the loss cannot be computed on tensors without values ({error})")
+                self._note_unknown(f"the loss cannot be computed on tensors without values ({error})")
         curve = self._curves[kind]
         if curve is not None and self.kept_per_sample is None:
             self.kept_per_sample = curve.kept_per_sample
-            self._validate(self._passes, plan)
+            self._validate(self._tracer, plan)
         return curve
 
-    def _validate(self, passes: Passes, plan: Plan) -> None:
+    def _validate(self, tracer: Tracer, plan: Plan) -> None:
         size = min(self._config.speed.validation_batch_size, self.facts.num_validation or 2**30)
         try:
-            self._validation = passes.validation(size, channels_last=plan.channels_last)
-        except NotKnownError as error:
-            self._note(f"What a validation holds is not known and not counted ({error})")
+            self._validation = tracer.validation(size, channels_last=plan.channels_last)
+        except UntraceableError as error:
+            self._note(f"The memory of a validation is unknown and not counted ({error})")
 
-    def _spread(self, way: Way, plan: Plan) -> Spread:
-        layout, sharding = plan.layout, way.config.sharding
+    def _parallel_spec(self, candidate: Candidate, plan: Plan) -> ParallelSpec:
+        layout, sharding = plan.layout, candidate.config.sharding
         mesh, strategy = layout.mesh, layout.strategy
         per_worker = 1 if strategy == "naive" else STAGES_PER_WORKER[sharding.schedule]
         cut: frozenset[str] = frozenset()
         stages: tuple[frozenset[str], ...] = ()
         if mesh.tensor > 1:
-            cut_by = cut_by_hybrid if strategy == "hybrid" else cut_by_tensor
-            cut = cut_by(self._task, self._blank.model(), mesh.tensor)
+            cut_by = hybrid_sharded if strategy == "hybrid" else tensor_sharded
+            cut = cut_by(self._task, self._fake_model.model(), mesh.tensor)
         if mesh.pipeline > 1:
-            stages = stages_by_pipeline(self._task, self._blank.model(), mesh.pipeline, per_worker)
+            stages = pipeline_stages(self._task, self._fake_model.model(), mesh.pipeline, per_worker)
         half = HALVES.get(self.precision)
-        return Spread(
+        return ParallelSpec(
             num_workers=layout.world_size,
             workers_per_node=layout.workers_per_node,
             shard=mesh.shard,
@@ -184,13 +184,15 @@ class Study:
             graph=plan.graph,
             tail=None if self.facts.is_stream else self.facts.num_train % plan.global_batch_size,
             data_bytes=self._data_bytes(plan),
-            merges=not sharding.checkpoint_activations and sharding.shard_modules is None and not sharding.offload,
-            # Local steps and servers need no buckets of DDP; in the hybrid all workers have the trunk.
+            merge_blocks=not sharding.checkpoint_activations
+            and sharding.shard_modules is None
+            and not sharding.offload,
+            # local and server have no DDP buckets; in the hybrid all workers have the convolutions.
             copies={"local": 1, "server": 1, "hybrid": mesh.tensor}.get(strategy, mesh.replicate),
-            averages=strategy == "local" and layout.world_size > 1,
-            kept_copies=_kept_copies(way.config, layout),
-            servers=way.config.workers.servers if strategy == "server" else 0,
-            rooms=1 if way.config.workers.staleness else 3,
+            averages_weights=strategy == "local" and layout.world_size > 1,
+            extra_copies=_extra_copies(candidate.config, layout),
+            servers=candidate.config.workers.servers if strategy == "server" else 0,
+            server_buffers=1 if candidate.config.workers.staleness else 3,
             cut=cut,
             stages=stages,
         )
@@ -199,14 +201,11 @@ class Study:
         facts = self.facts
         if plan.loader == "resident" and facts.train_bytes is not None:
             return round(facts.train_bytes * (1 + (facts.num_validation or 0) / max(facts.num_train, 1)))
-        return 0 if self._passes is None else self._passes.batch_bytes(plan.batch_per_pass)
+        return 0 if self._tracer is None else self._tracer.batch_bytes(plan.batch_per_pass)
 
 
-def _kept_copies(config: TrainConfig, layout: Layout) -> int:
-    """Of the weights: those of the last averaging and, with momentum, a velocity; none where the mean is taken.
-
-    Of the gradients: what PowerSGD keeps back, little of which small weights have.
-    """
+def _extra_copies(config: TrainConfig, layout: Layout) -> int:
+    """Copies of the weights for an outer step (the last average and a velocity), or PowerSGD's error feedback."""
     rate, momentum = config.optimizer.outer_lr, config.optimizer.outer_momentum
     if layout.strategy == "local":
         return 0 if (rate, momentum) == (1, 0) else 1 + (momentum != 0)
@@ -214,9 +213,9 @@ def _kept_copies(config: TrainConfig, layout: Layout) -> int:
 
 
 def _in_flight(schedule: str, num_workers: int, micro_batches: int) -> float:
-    """Micro-batches whose activations a worker of a pipeline has at a time."""
+    """Micro-batches whose activations a pipeline worker holds at a time."""
     if schedule == "gpipe":
         return float(micro_batches)
-    # Two stages a worker begin more micro-batches before the first backward: half as many more, as a rule of thumb.
+    # With two stages a worker starts about half as many more micro-batches before its first backward.
     most = num_workers * (1.5 if STAGES_PER_WORKER[schedule] > 1 else 1.0)
     return min(most, float(micro_batches))

@@ -21,22 +21,22 @@ from stormo.parallel.blocks import blocks_of
 from stormo.parallel.halves import HALVES
 from stormo.parallel.recompute import Recomputed, recompute
 from stormo.parallel.sample import sample_batch
-from stormo.predict.fake_tensors import OTHER, AsOnGpu, Blank, Watch, fuse
-from stormo.predict.forecast import Curve, Rows
-from stormo.predict.model import keep_one_part, keep_one_round
+from stormo.predict.fake_tensors import OTHER, FakeModel, GpuKernels, MemoryTrace, fuse_layers
+from stormo.predict.forecast import MemoryCurve, Rows
+from stormo.predict.model import keep_hybrid_shard, keep_tensor_shard
 from stormo.tasks.fashion_mnist import FashionMnist
 from stormo.tasks.returned import read_loss
 from stormo.tasks.task import Task
 
-_FEW = 2  # real samples that are read; their rows make up every batch
+_FEW = 2  # real samples; every batch repeats their rows
 
 
-class NotKnownError(Exception):
-    """A pass that cannot be run without values; the text says why."""
+class UntraceableError(Exception):
+    """A pass that cannot run without values; the text says why."""
 
 
-def without_fetching(task: Task) -> None:
-    """Let the task find its data here, and let nothing be fetched for a forecast."""
+def forbid_fetching(task: Task) -> None:
+    """Let the task find its data here, and fetch nothing."""
     if isinstance(task, FashionMnist):
         from stormo.data.fashion_mnist import find_or_fetch
 
@@ -50,28 +50,21 @@ def without_fetching(task: Task) -> None:
 
 
 def few_samples(task: Task) -> Any:
-    """A real batch of a few samples, in host memory."""
+    """A batch of a few real samples, in host memory."""
     return sample_batch(task, _FEW, torch.device("cpu"))
 
 
-class Passes:
-    """Passes of one task's model, each kind watched once.
+class Tracer:
+    """Traces passes of one task's model, each kind once.
 
-    Args:
-        task: whose loss it is.
-        blank: the model; it stays as it is.
-        batch: a real one of a few samples.
-        precision: of the plan.
-        on_gpu: count as a GPU computes; else as a CPU does.
-        has_fused: whether stormo's fused layers run on that GPU.
-        shard_modules: as set.
-        ghost_batch_size: as set.
+    `batch` holds a few real samples. With `on_gpu` it counts what GPU kernels keep, with `has_fused` also those of
+    stormo's fused layers.
     """
 
     def __init__(
         self,
         task: Task,
-        blank: Blank,
+        fake_model: FakeModel,
         batch: Any,
         precision: str,
         *,
@@ -80,11 +73,11 @@ class Passes:
         shard_modules: str | None = None,
         ghost_batch_size: int | None = None,
     ) -> None:
-        self._task, self._blank, self._batch, self._fake = task, blank, batch, blank.fake
+        self._task, self._fake_model, self._batch, self._fake = task, fake_model, batch, fake_model.fake
         self._half, self._precision = HALVES.get(precision), precision
         self._on_gpu, self._has_fused = on_gpu, has_fused
         self._shard_modules, self._ghosts = shard_modules, ghost_batch_size
-        self._seen: dict[tuple[Any, ...], Curve] = {}
+        self._seen: dict[tuple[Any, ...], MemoryCurve] = {}
 
     def curve(
         self,
@@ -95,85 +88,86 @@ class Passes:
         channels_last: bool,
         num_parts: int = 1,
         is_hybrid: bool = False,
-    ) -> Curve:
-        """What a training pass holds, as a function of its samples; counted at a size and at twice that size.
+    ) -> MemoryCurve:
+        """The memory of a training pass by its samples, traced at a size and at twice that size.
 
-        `num_parts` are the workers along the axis tensor, over which the hybrid cuts its classifier alone.
+        `num_parts` is the number of workers along tensor; the hybrid shards only its classifier over them.
         """
         key = (size, recomputes, is_sharded, channels_last, num_parts, is_hybrid)
         if key not in self._seen:
-            model = self._made(
+            model = self._built(
                 recomputes=recomputes,
                 is_sharded=is_sharded,
                 is_fused=channels_last,
                 num_parts=num_parts,
                 is_hybrid=is_hybrid,
             )
-            watched = [self._watched(model, one) for one in (size, 2 * size)]
-            self._seen[key] = Curve((size, 2 * size), (watched[0][0], watched[1][0]), (watched[0][1], watched[1][1]))
+            watched = [self._traced(model, one) for one in (size, 2 * size)]
+            self._seen[key] = MemoryCurve(
+                (size, 2 * size), (watched[0][0], watched[1][0]), (watched[0][1], watched[1][1])
+            )
         return self._seen[key]
 
     def batch_bytes(self, size: int) -> int:
-        """Of the tensors that go in."""
+        """Bytes of the tensors of a batch."""
         with self._fake:
             data = repeat_rows(self._batch, size)
         return sum(tensor.nbytes for tensor in tensors_in(data))
 
     def validation(self, size: int, *, channels_last: bool) -> Rows:
-        """What a validation of so many samples holds after every operation."""
-        model = self._made(recomputes=False, is_sharded=False, is_fused=channels_last).eval()
-        with self._told(), torch.no_grad(), self._watching(model, size) as (watch, data), self._autocast():
+        """Bytes after every operation of a validation batch."""
+        model = self._built(recomputes=False, is_sharded=False, is_fused=channels_last).eval()
+        with self._reasons(), torch.no_grad(), self._tracing(model, size) as (trace, data), self._autocast():
             self._task.metrics(model, data)
-        return watch.rows
+        return trace.rows
 
-    def _made(
+    def _built(
         self, *, recomputes: bool, is_sharded: bool, is_fused: bool, num_parts: int = 1, is_hybrid: bool = False
     ) -> nn.Module:
-        model = self._blank.model()
+        model = self._fake_model.model()
         if num_parts > 1:
-            with self._blank.fake:
-                (keep_one_round if is_hybrid else keep_one_part)(self._task, model, num_parts)
+            with self._fake_model.fake:
+                (keep_hybrid_shard if is_hybrid else keep_tensor_shard)(self._task, model, num_parts)
         if self._ghosts is not None:
             model = convert_ghost_batch_norm(model, self._ghosts)
         if self._on_gpu and self._has_fused and is_fused:
-            fuse(model)
-        if is_sharded and self._half is not None:  # fully_shard gathers weights in that format
+            fuse_layers(model)
+        if is_sharded and self._half is not None:  # fully_shard gathers weights in that dtype
             half = self._half
-            self._blank.convert(model, lambda tensor: tensor.to(half), of_norms=False)
+            self._fake_model.convert(model, lambda tensor: tensor.to(half), of_norms=False)
         if recomputes:
             recompute(model, blocks_of(model, self._shard_modules) or [""])
             for layer in model.modules():
                 if isinstance(layer, Recomputed):
-                    layer._changing_buffers = []  # to see which change takes values
+                    layer._changing_buffers = []  # finding those that change takes values
         return model
 
-    def _watched(self, model: nn.Module, size: int) -> tuple[Rows, int]:
-        """Bytes after every operation, and those of activations when backward begins."""
+    def _traced(self, model: nn.Module, size: int) -> tuple[Rows, int]:
+        """Bytes after every operation, and the activations when backward starts."""
         model.train()
-        with self._told(), self._watching(model, size) as (watch, data):
+        with self._reasons(), self._tracing(model, size) as (trace, data):
             with self._autocast():
                 loss, _ = read_loss(self._task, self._task.loss(model, data))
             loss = loss * 1.0
-            kept = watch.now[OTHER]
-            # Not torch.autograd.backward: within a function a mode of functions does not hold, which what is computed
-            # again must find.
+            kept = trace.now[OTHER]
+            # Not torch.autograd.backward: a torch function turns the function mode off, and recomputed layers need it.
             _engine_run_backward(
                 (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
             )
         for parameter in model.parameters():
             parameter.grad = None
-        return watch.rows, kept
+        return trace.rows, kept
 
     @contextmanager
-    def _watching(self, model: nn.Module, size: int) -> Iterator[tuple[Watch, Any]]:
+    def _tracing(self, model: nn.Module, size: int) -> Iterator[tuple[MemoryTrace, Any]]:
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64 if self._precision == "fp64" else torch.float32)
         try:
-            with self._fake, AsOnGpu(self._half) if self._on_gpu else nullcontext():
+            with self._fake, GpuKernels(self._half) if self._on_gpu else nullcontext():
                 data = repeat_rows(self._batch, size)
-                with Watch(model) as watch:
-                    watch.hold(tensors_in(data))
-                    yield watch, data
+                with MemoryTrace(model) as trace:
+                    trace.add(tensors_in(data))
+                    yield trace, data
         finally:
             torch.set_default_dtype(before)
 
@@ -181,24 +175,24 @@ class Passes:
         return nullcontext() if self._half is None else torch.autocast("cpu", self._half)
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
-        """Whatever ends a pass that has no values is a reason, not a failure."""
+    def _reasons(self) -> Iterator[None]:
+        """Turn any failure of a pass without values into a reason."""
         log = logging.getLogger("torch._subclasses.fake_tensor")
         level = log.level
         log.setLevel(logging.CRITICAL)
         try:
-            with warnings.catch_warnings(action="ignore"):  # training will say them
+            with warnings.catch_warnings(action="ignore"):  # training shows them
                 yield
         except StormoError:
             raise
         except Exception as error:
-            raise NotKnownError(_reason(error)) from error
+            raise UntraceableError(_reason(error)) from error
         finally:
             log.setLevel(level)
 
 
 def _reason(error: Exception) -> str:
-    """Why a pass cannot be run without values, in words where torch has only the name of an operation."""
+    """Why a pass cannot run without values; torch has only the name of an operation."""
     first = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
     if isinstance(error, DataDependentOutputException):
         return f"it reads a value, as .item(), float() and if do: {first}"

@@ -1,4 +1,8 @@
-"""x"""
+"""Splits the time of a step into parts from a worker's trace, and joins the traces of all workers into a few lines.
+
+Pure functions over the events of a Chrome trace as torch's profiler writes them. Every nanosecond of a step is in
+exactly one part: on a GPU by the intervals of its kernels, on a CPU by the operations of the training thread.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,12 @@ from typing import Any
 
 from stormo.errors import counted
 
-Interval = tuple[int, int]  # begin and end, in nanoseconds
+Interval = tuple[int, int]  # start and end in whole nanoseconds, so that sums are exact
 Moments = list[Interval]
 
 
 def union(intervals: Iterable[Interval]) -> Moments:
-    """All moments that are in one of them."""
+    """The union, sorted and disjoint."""
     merged: Moments = []
     for begin, end in sorted(intervals):
         if merged and begin <= merged[-1][1]:
@@ -28,7 +32,7 @@ def union(intervals: Iterable[Interval]) -> Moments:
 
 
 def both(first: Moments, second: Moments) -> Moments:
-    """The moments in both sets."""
+    """The intersection."""
     shared: Moments = []
     i = j = 0
     while i < len(first) and j < len(second):
@@ -43,7 +47,7 @@ def both(first: Moments, second: Moments) -> Moments:
 
 
 def without(first: Moments, second: Moments) -> Moments:
-    """The moments of the first set that are not in the second."""
+    """The first set without the second."""
     if not first or not second:
         return first
     low, high = min(first[0][0], second[0][0]), max(first[-1][1], second[-1][1])
@@ -52,7 +56,7 @@ def without(first: Moments, second: Moments) -> Moments:
 
 
 def lengths(spans: Sequence[Interval], moments: Moments) -> list[int]:
-    """How much of the set lies in each of these spans, which are sorted and disjoint."""
+    """The length of the set within each span; the spans are sorted and disjoint."""
     found, i = [0] * len(spans), 0
     for number, (begin, end) in enumerate(spans):
         while i < len(moments) and moments[i][1] <= begin:
@@ -64,30 +68,30 @@ def lengths(spans: Sequence[Interval], moments: Moments) -> list[int]:
     return found
 
 
-STEP = "ProfilerStep#"  # as torch's own tools call a step
+STEP = "ProfilerStep#"  # as torch's own tools name a step
 PARTS = ("compute", "overlapped", "exposed", "input", "idle")
 _MOST_OPERATIONS = 40
-_APART = ("validation", "checkpoint")  # what may lie between two steps and belongs to none
+_APART = ("validation", "checkpoint")  # may lie between two steps and belong to none
 
 Event = Mapping[str, Any]
 
 
 @dataclass
 class _Trace:
-    """The events of a trace by what they are."""
+    """The events of a trace by kind."""
 
     steps: list[tuple[int, Interval]] = field(default_factory=list)  # by number, on the host
-    thread: Any = None  # the one that trains
+    thread: Any = None  # the training thread
     ranges: dict[str, list[Interval]] = field(default_factory=lambda: defaultdict(list))
     operations: list[tuple[str, Interval]] = field(default_factory=list)  # of that thread
     gloo: list[Interval] = field(default_factory=list)
     device: list[tuple[str, str, Interval, Any]] = field(default_factory=list)  # category, name, when, launch
-    launches: dict[Any, int] = field(default_factory=dict)  # when each was, by its number
+    launches: dict[Any, int] = field(default_factory=dict)  # start of each, by its number
 
 
 def summarise(events: Iterable[Event], steps: Iterable[int]) -> dict[str, Any]:
-    """The parts of each of these steps in seconds, and the operations that took most."""
-    trace = _sorted_out(events, set(steps))
+    """The parts of each of these steps in seconds, and the operations that took the most time."""
+    trace = _parse(events, set(steps))
     spans, parts = _on_device(trace) if trace.device else _on_host(trace)
     within = {part: lengths(spans, parts.get(part, [])) for part in PARTS[:-1]}
     rows = []
@@ -106,7 +110,7 @@ def _s(nanoseconds: int) -> float:
     return nanoseconds / 1e9
 
 
-def _sorted_out(events: Iterable[Event], wanted: set[int]) -> _Trace:
+def _parse(events: Iterable[Event], wanted: set[int]) -> _Trace:
     trace, steps = _Trace(), dict[int, tuple[Interval, Any]]()
     operations: list[tuple[str, Interval, Any]] = []
     for event in events:
@@ -116,7 +120,7 @@ def _sorted_out(events: Iterable[Event], wanted: set[int]) -> _Trace:
         when = begin, begin + round(float(event["dur"]) * 1000)
         kind, name, launch = event.get("cat", ""), str(event.get("name", "")), event.get("args", {}).get("correlation")
         if kind == "user_annotation" and name.startswith(STEP):
-            # A step that was begun and found no batch is begun again later, under the same number.
+            # A step that found no batch is opened again later under the same number.
             steps[int(name.removeprefix(STEP))] = when, event.get("tid")
         elif name.startswith("gloo:"):
             trace.gloo.append(when)
@@ -135,50 +139,49 @@ def _sorted_out(events: Iterable[Event], wanted: set[int]) -> _Trace:
 
 
 def _on_host(trace: _Trace) -> tuple[list[Interval], dict[str, Moments]]:
-    """Steps and their parts by what the training thread does."""
+    """Steps and their parts, by the training thread."""
     passes = union(trace.ranges["forward+backward"])
     begins = [begin for begin, _ in passes]
-    # Of what travels, only what a pass has sent: a vote is under way all the time, and nobody waits for it.
-    travelling = union(
+    # Only transfers that a forward-backward pass started: a vote is always in flight, and nobody waits for it.
+    transfers = union(
         when for when in trace.gloo if (index := bisect_right(begins, when[0]) - 1) >= 0 and when[0] < passes[index][1]
     )
-    talking = [when for name, when in trace.operations if name.startswith("c10d::")]
+    communicating = [when for name, when in trace.operations if name.startswith("c10d::")]
     working = union(when for name, when in trace.operations if not name.startswith("c10d::"))
-    # In a pass that does nothing while something travels, the thread waits for it.
-    exposed = union([*trace.ranges["exchange"], *talking, *both(without(passes, working), travelling)])
+    # A pass that does nothing during a transfer waits for it.
+    exposed = union([*trace.ranges["exchange"], *communicating, *both(without(passes, working), transfers)])
     waiting = without(union(trace.ranges["input"]), exposed)
     working = without(without(working, exposed), waiting)
     return [when for _, when in trace.steps], {
-        "compute": without(working, travelling),
-        "overlapped": both(working, travelling),
+        "compute": without(working, transfers),
+        "overlapped": both(working, transfers),
         "exposed": exposed,
         "input": waiting,
     }
 
 
 def _on_device(trace: _Trace) -> tuple[list[Interval], dict[str, Moments]]:
-    """Steps and their parts by what runs on the GPU."""
-    talking = union(when for kind, name, when, _ in trace.device if _is_nccl(kind, name))
+    """Steps and their parts, by the GPU."""
+    communicating = union(when for kind, name, when, _ in trace.device if _is_nccl(kind, name))
     copying = union(when for _, name, when, _ in trace.device if "HtoD" in name)
     working = union(when for kind, name, when, _ in trace.device if not _is_nccl(kind, name) and "HtoD" not in name)
     spans = _device_spans(trace)
-    still = without(without(union(spans), working), talking)
+    still = without(without(union(spans), working), communicating)
     waiting = both(still, union([*trace.ranges["input"], *copying]))
-    # Where the host itself waits for sums (Gloo), the device has nothing to do.
+    # While the host waits for sums (Gloo), the device is idle.
     standing = both(without(still, waiting), union(trace.ranges["exchange"]))
     return spans, {
-        "compute": without(working, talking),
-        "overlapped": both(working, talking),
-        "exposed": union([*without(talking, working), *standing]),
+        "compute": without(working, communicating),
+        "overlapped": both(working, communicating),
+        "exposed": union([*without(communicating, working), *standing]),
         "input": waiting,
     }
 
 
 def _device_spans(trace: _Trace) -> list[Interval]:
-    """When the device worked on each step: from the first kernel that the host launched in it to that of the next.
+    """When the device worked on each step: from its first kernel to the first one of the next step.
 
-    The device must have been idle when the host began the first one, and the host must have waited for it after the
-    last.
+    The device must be idle when the first step starts, and the host must wait for it after the last.
     """
     host = [when for _, when in trace.steps]
     begins = [begin for begin, _ in host]
@@ -190,7 +193,7 @@ def _device_spans(trace: _Trace) -> list[Interval]:
         if index < 0 or launched is None or launched >= host[index][1]:
             continue
         last[index] = max(last.get(index, end), end)
-        if kind == "kernel" and not _is_nccl(kind, name):  # copies of later batches run ahead
+        if kind == "kernel" and not _is_nccl(kind, name):  # copies of later batches come early
             first[index] = min(first.get(index, begin), begin)
     apart = union(when for name in _APART for when in trace.ranges[name])
     spans: list[Interval] = []
@@ -220,11 +223,11 @@ def _kernel_times(trace: _Trace, spans: Sequence[Interval]) -> list[dict[str, An
 
 
 def _operation_times(trace: _Trace, spans: Sequence[Interval]) -> list[dict[str, Any]]:
-    """By the time of an operation without those that it calls."""
+    """The time of an operation without those that it calls."""
     times_ns: dict[str, int] = defaultdict(int)
     calls: dict[str, int] = defaultdict(int)
     begins = [begin for begin, _ in spans]
-    callers: list[tuple[str, int]] = []  # those that have not ended, with their end
+    callers: list[tuple[str, int]] = []  # that have not ended, with their end
     for name, (begin, end) in sorted(trace.operations, key=lambda entry: (entry[1][0], -entry[1][1])):
         index = bisect_right(begins, begin) - 1
         if index < 0 or begin >= spans[index][1]:
@@ -245,7 +248,7 @@ def _most(times_ns: Mapping[str, int], calls: Mapping[str, int]) -> list[dict[st
 
 
 def _short(kernel: str) -> str:
-    """A kernel's name without the types that it was made for."""
+    """A kernel's name without template arguments."""
     plain = kernel.removeprefix("void ").replace("(anonymous namespace)::", "")
     return re.sub(r"[<(].*", "", plain).strip() or kernel
 
@@ -253,15 +256,15 @@ def _short(kernel: str) -> str:
 _MOST_SHOWN = 10
 _LABELS = {
     "compute": "computing",
-    "overlapped": "computing while gradients travel",
-    "exposed": "standing still for gradients",
+    "overlapped": "computing during communication",
+    "exposed": "waiting for gradients",
     "input": "waiting for input",
     "idle": "idle, or in Python",
 }
-# What to do about the largest part that is no computing.
+# Advice for the largest part that is not computing.
 _ADVICE = {
-    "exposed": "Most of the rest goes to gradients that nothing hides: larger batches, --accumulate, a faster network, "
-    "or workers of equal speed would shorten it.",
+    "exposed": "Most of the rest is exposed communication: larger batches, --accumulate, a faster network, or workers "
+    "of equal speed would shorten it.",
     "input": "Most of the rest is spent waiting for data: more --loader-workers, or a data set that fits on the device "
     "(--loader resident), would shorten it.",
     "idle": "Most of the rest is spent in Python, between operations: larger batches, --compile, or on one GPU --graph "
@@ -270,7 +273,7 @@ _ADVICE = {
 
 
 def overview(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Join what `summarise` gave for every worker: seconds a step, as the mean over workers, the least and the most."""
+    """Join the summaries of all workers: seconds a step, as mean, least and most over the workers."""
     recorded = [rank for rank in ranks if rank["steps"]]
     figures = {
         name: _spread([_mean([step[f"{name}_s"] for step in rank["steps"]]) for rank in recorded])
@@ -286,7 +289,7 @@ def overview(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def lines(found: Mapping[str, Any]) -> list[str]:
-    """What is printed of an overview."""
+    """The lines to print of an overview."""
     ranks, steps = found["ranks"], found["steps"]
     failures = [f"Rank {rank['rank']} has no trace: {rank['failure']}." for rank in ranks if rank.get("failure")]
     failures += [f"Rank {rank['rank']}: {rank['notice']}." for rank in ranks if rank.get("notice")]
@@ -295,20 +298,20 @@ def lines(found: Mapping[str, Any]) -> list[str]:
     step_s = found["step_time_s"]["mean"]
     kind = "GPU" if any(rank["device"] == "gpu" for rank in ranks if rank["steps"]) else "CPU"
     workers = counted(len(ranks), "worker")
-    said = [f"Profile of steps {steps[0]} to {steps[-1]}, {workers}, by {kind} time: {_time(step_s)} a step"]
+    shown = [f"Profile of steps {steps[0]} to {steps[-1]}, {workers}, by {kind} time: {_time(step_s)} a step"]
     head = ("share", "mean", *(("least", "most") if len(ranks) > 1 else ()))
-    said.append(f"  {'':34}{''.join(f'{word:>11}' for word in head)}")
+    shown.append(f"  {'':34}{''.join(f'{word:>11}' for word in head)}")
     for part in PARTS:
         spread = found["parts_s"][part]
         times = [spread["mean"], *([spread["min"], spread["max"]] if len(ranks) > 1 else [])]
         share = f"{100 * spread['mean'] / step_s:.1f} %" if step_s else "n/a"
-        said.append(f"  {_LABELS[part]:34}{share:>11}{''.join(f'{_time(seconds):>11}' for seconds in times)}")
-    said.append("The operations that took most of it:")
+        shown.append(f"  {_LABELS[part]:34}{share:>11}{''.join(f'{_time(seconds):>11}' for seconds in times)}")
+    shown.append("The operations that took the most time:")
     for row in found["operations"]:
         share = f"{100 * row['time_s'] / step_s:.1f} %" if step_s else "n/a"
         calls = counted(f"{row['calls']:.1f}".removesuffix(".0"), "call")
-        said.append(f"  {_cut(row['name']):56}{share:>8}{_time(row['time_s']):>11}  {calls}")
-    return [*said, *_advice(found, step_s), *failures]
+        shown.append(f"  {_cut(row['name']):56}{share:>8}{_time(row['time_s']):>11}  {calls}")
+    return [*shown, *_advice(found, step_s), *failures]
 
 
 def _advice(found: Mapping[str, Any], step_s: float) -> list[str]:
@@ -317,7 +320,7 @@ def _advice(found: Mapping[str, Any], step_s: float) -> list[str]:
 
 
 def _operations(ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A step's mean over all workers, of what took most."""
+    """The operations that took the most time, a step's mean over all workers."""
     times: dict[str, float] = defaultdict(float)
     calls: dict[str, float] = defaultdict(float)
     for rank in ranks:

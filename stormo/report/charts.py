@@ -14,6 +14,23 @@ _CROWD_STRETCHES = 300
 
 AXES = ("step", "epoch", "time_s")
 
+# How lines and bars look: Okabe and Ito's colours, which the colour-blind can tell apart, ordered for the ground they
+# stand on; dashes, symbols and patterns by plotly's name (the page), each with matplotlib's (`--png`).
+COLOURS = {
+    "light": ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C8400"),
+    "dark": ("#56B4E9", "#E69F00", "#2BBF95", "#CC79A7", "#F0E442", "#E8793A", "#FFFFFF", "#4C9BD6"),
+}
+DASHES: dict[str, Any] = {
+    **{"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."},
+    **{"longdash": (0, (8, 3)), "longdashdot": (0, (8, 2, 2, 2))},
+}
+SYMBOLS = {
+    **{"circle": "o", "square": "s", "triangle-up": "^", "diamond": "D"},
+    **{"cross": "P", "x": "X", "triangle-down": "v", "star": "*"},
+}
+PATTERNS = {"": "", "/": "//", ".": "..", "x": "xx", "-": "--", "\\": "\\\\", "+": "++"}
+STYLE = {"colours": COLOURS, "dashes": list(DASHES), "symbols": list(SYMBOLS), "patterns": list(PATTERNS)}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
@@ -32,6 +49,26 @@ class Series:
         kept = thin(self.y, most)
         at = {axis: [places[index] for index in kept] for axis, places in self.at.items()}
         return replace(self, at=at, y=[self.y[index] for index in kept])
+
+
+class LineStyle(NamedTuple):
+    """The label of a line, and its place in `COLOURS` (and `SYMBOLS`) and in `DASHES`."""
+
+    label: str
+    colour: int
+    dash: int
+
+
+def line_styles(series: Sequence[Series], runs: Sequence[str]) -> list[LineStyle]:
+    """How the lines of a chart look: where runs are compared, a colour is a run and a dash a name."""
+    names = list(dict.fromkeys(line.name for line in series))
+    styles = []
+    for line in series:
+        kind, label = names.index(line.name), line.name
+        if len(runs) > 1:
+            label = runs[line.run] if len(names) == 1 else f"{runs[line.run]}: {line.name}"
+        styles.append(LineStyle(label, line.run if len(runs) > 1 else kind, kind))
+    return styles
 
 
 def thin(values: Sequence[float | None], most: int) -> list[int]:

@@ -15,7 +15,7 @@ from stormo.energy.nodefile import parse_line
 from stormo.errors import StormoError, counted
 from stormo.system.files import MAX_RECORDS_BYTES, BadFileError, lines_of, open_to_read
 from stormo.telemetry.events import current_events, parse_event
-from stormo.telemetry.folder import RunFolder, goes_on, read_environment, read_summary
+from stormo.telemetry.folder import RunFolder, is_running, read_environment, read_summary
 from stormo.telemetry.runs_folder import flat_config, overview
 
 if TYPE_CHECKING:
@@ -304,8 +304,8 @@ class Reader:
         last = [lines[-1].get("time_unix_s") or 0.0 for lines in (events, *nodes.values()) if lines]
         if not last:
             return "waiting"
-        is_running, _ = goes_on(self.folder, time.time() - max(last))
-        return "running" if is_running else "interrupted"
+        running, _ = is_running(self.folder, time.time() - max(last))
+        return "running" if running else "interrupted"
 
 
 def _node_files(folder: RunFolder) -> list[Path]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from stormo.errors import MissingPackageError
-from stormo.report.charts import MOST_POINTS, Chart, Lanes, Panel, Series
+from stormo.report.charts import MOST_POINTS, STYLE, Chart, Lanes, LineStyle, Panel, Series, line_styles
 from stormo.report.facts import MOST_HAPPENINGS, fact_panels, happenings, summary_figures, timeline_panel
 from stormo.report.history import History
 from stormo.report.machines import ledger_panel, machine_panels, power_panel
@@ -64,7 +64,8 @@ def make_document(histories: Sequence[History]) -> dict[str, Any]:
         ],
         "happenings": happened[:MOST_HAPPENINGS],
         "draws_checkpoints": sum(one["kind"] == "checkpoint" for one in happened) <= _CHECKPOINTS_DRAWN,
-        "panels": [_panel(panel) for panel in make_panels(histories)],
+        "style": STYLE,
+        "panels": [_panel(panel, [history.label for history in histories]) for panel in make_panels(histories)],
     }
 
 
@@ -81,8 +82,8 @@ def _happenings(run: int, history: History) -> Iterator[dict[str, Any]]:
         }
 
 
-def _panel(panel: Panel) -> dict[str, Any]:
-    charts = [_chart(chart) for chart in panel.charts]
+def _panel(panel: Panel, runs: Sequence[str]) -> dict[str, Any]:
+    charts = [_chart(chart, runs) for chart in panel.charts]
     reasons = {chart["why_empty"] for chart in charts}
     # Where all figures lack for one reason, it is said once.
     is_empty = len(charts) > 1 and len(reasons) == 1 and "" not in reasons
@@ -97,7 +98,7 @@ def _panel(panel: Panel) -> dict[str, Any]:
     }
 
 
-def _chart(chart: Chart) -> dict[str, Any]:
+def _chart(chart: Chart, runs: Sequence[str]) -> dict[str, Any]:
     most = min(MOST_POINTS, _MOST_CHART_POINTS // max(len(chart.series), 1))
     drawn = [line.thinned(most) for line in chart.series]
     num_points, num_drawn = (sum(len(line.y) for line in lines) for lines in (chart.series, drawn))
@@ -110,7 +111,7 @@ def _chart(chart: Chart) -> dict[str, Any]:
         **{key: getattr(chart, key) for key in ("id", "title", "y_title", "from_zero", "top")},
         "why_empty": "" if drawn else chart.why_empty or "There is no figure of this.",
         "note": " ".join(text for text in (chart.note, thinned) if text),
-        "series": [_series(line) for line in drawn],
+        "series": [_series(*both) for both in zip(drawn, line_styles(drawn, runs), strict=True)],
     }
 
 
@@ -119,8 +120,9 @@ def _lanes(lanes: Lanes) -> dict[str, Any]:
     return {**{key: getattr(lanes, key) for key in ("id", "title", "x_title", "rows", "note")}, "kinds": kinds}
 
 
-def _series(line: Series) -> dict[str, Any]:
+def _series(line: Series, style: LineStyle) -> dict[str, Any]:
     return {
+        **style._asdict(),
         "run": line.run,
         "name": line.name,
         "mode": line.mode,
@@ -130,7 +132,7 @@ def _series(line: Series) -> dict[str, Any]:
     }
 
 
-_SCRIPTS = ("page.look.js", "page.lanes.js", "page.figures.js", "page.js")
+_SCRIPTS = ("page.charts.js", "page.js")
 _SLOT = re.compile(r"@([a-z]+)@")
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from stormo.errors import counted
 from stormo.study.curve import Curve, Estimate, Point
 from stormo.study.fit import Fit
+from stormo.telemetry.runs_folder import align
 from stormo.telemetry.text import format_duration, format_rate
 
 REACH = 4  # nothing is extrapolated beyond this many times the most workers measured
@@ -65,7 +66,8 @@ def _table(curve: Curve) -> list[str]:
             ("s to target", lambda point: _ranged(point.time_to_target_s, figure)),
             ("J to target", lambda point: _ranged(point.energy_to_target_j, figure)),
         ]
-    return _aligned([[title for title, _ in columns], *([show(p) for _, show in columns] for p in curve.points)])
+    rows = [[title for title, _ in columns], *([show(point) for _, show in columns] for point in curve.points)]
+    return align(rows, num_text_columns=0)
 
 
 def _ranged(one: Estimate | None, show: Callable[[float], str], unit: str = "") -> str:
@@ -76,11 +78,6 @@ def _ranged(one: Estimate | None, show: Callable[[float], str], unit: str = "") 
     if one.is_wide:
         return f"{show(one.value)} (scatters){unit}"
     return f"{show(one.value)} ({show(one.low)} to {show(one.high)}){unit}"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _remarks(curve: Curve) -> list[str]:
@@ -132,7 +129,11 @@ def _losses(curve: Curve) -> list[str]:
         note = f"The rest: smaller kernels, shared hardware, and what was not measured here ({', '.join(missing)})."
         if any(one.is_of_steps for one in curve.measurements):
             note += " Only a run measured over a whole epoch tells all parts: set a longer --seconds, or fewer samples."
-    return ["lost efficiency, as shares of the workers' time", *_aligned(rows), *textwrap.wrap(note, _WIDTH)]
+    return [
+        "lost efficiency, as shares of the workers' time",
+        *align(rows, num_text_columns=0),
+        *textwrap.wrap(note, _WIDTH),
+    ]
 
 
 def _percent(share: float | None) -> str:

@@ -1,4 +1,4 @@
-"""The folder of a run: where each part of it lies, what its JSON files say, and how files are written whole."""
+"""The folder of a run: its files, what they hold, and how they are written atomically."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from stormo.system.files import Fields, create, open_to_read, read_object, tempo
 
 
 def to_json(value: Any) -> Any:
-    """The value with tuples as lists, paths as text and non-finite floats as null, which JSON does not know."""
+    """The value as JSON knows it: tuples as lists, paths as text, non-finite floats as null."""
     if isinstance(value, float):
-        return float(value) if abs(value) < float("inf") else None  # not-a-number fails the comparison too
+        return float(value) if abs(value) < float("inf") else None  # NaN fails the comparison too
     if isinstance(value, Mapping):
         return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -36,7 +36,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Have what the system refuses inside name this path: of a file that is open it names none."""
+    """Name this path in errors of the operating system, which name none for an open file."""
     try:
         yield
     except OSError as error:
@@ -45,12 +45,12 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old or the new content, never a part, even after a power cut."""
+    """Write a file atomically: a reader sees the old or the new content, even after a power cut."""
     temporary = temporary_name(path)
     try:
         with naming(path), create(temporary) as file:
             write_all(file, text.encode())
-            os.fsync(file.fileno())  # before the rename, or the new name could point at an empty file
+            os.fsync(file.fileno())  # before the rename, or the new name could be an empty file
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -63,7 +63,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 _CHECKPOINT_NAME = re.compile(r"step-(\d{1,20})", flags=re.ASCII)
-_SILENT_AFTER_S = 300.0  # validation and saving write no events; longer silence means a dead run
+_SILENT_AFTER_S = 300.0  # validation and saving write no events; a longer silence means a dead run
 
 
 class _Pipeline(TypedDict):
@@ -83,7 +83,7 @@ class _NodeEnergy(TypedDict):
 
 _NUMBER, _COUNT, _TEXT = float | None, int | None, str | None
 _FIGURES = Mapping[str, float | None]
-# What the files of a run hold, by name and type; a figure that was not measured is null.
+# The types of the files' keys; a figure that was not measured is null.
 _SUMMARY: Mapping[str, Any] = {
     **dict.fromkeys(
         ("run_name", "task", "strategy", "mesh", "device", "precision", "stopped_by", "unit", "mfu_reason", "currency"),
@@ -134,13 +134,13 @@ SUMMARY, ENVIRONMENT = Fields(_SUMMARY), Fields(_MACHINE)
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Where each part of one run lies."""
+    """The files of one run."""
 
     path: Path
 
     @property
     def name(self) -> str:
-        """The run's name, which is that of its folder."""
+        """The name of the run and of its folder."""
         return self.path.resolve().name
 
     @property
@@ -160,12 +160,12 @@ class RunFolder:
 
     @property
     def summary(self) -> Path:
-        """The result; there is none while the run goes on or after it was killed."""
+        """The result; missing while the run is running and after it was killed."""
         return self.path / "summary.json"
 
     @property
     def lock(self) -> Path:
-        """The file that the process which trains the run holds."""
+        """The file that the training process locks."""
         return self.path / ".lock"
 
     @property
@@ -175,7 +175,7 @@ class RunFolder:
 
     @property
     def nodes(self) -> Path:
-        """The folder with one file a node: what it drew, and its state."""
+        """The folder with one file per node: its energy and its samples."""
         return self.path / "nodes"
 
     @property
@@ -185,7 +185,7 @@ class RunFolder:
 
     @property
     def is_run(self) -> bool:
-        """Whether the folder holds anything a run writes; of one that this account may not look into, nobody knows."""
+        """True where the folder holds a file of a run; False where this account may not look."""
         try:
             return any(part.is_file() for part in (self.events, self.summary, self.config, self.environment))
         except PermissionError:
@@ -211,7 +211,7 @@ def read_environment(folder: RunFolder) -> dict[str, Any] | None:
 
 
 def is_held(folder: RunFolder) -> bool | None:
-    """Whether a process trains the run now; None where this host cannot know, as it may be another one's."""
+    """Whether a process is training the run; None where another host would have to know."""
     if (read_environment(folder) or {}).get("host") != socket.gethostname():
         return None
     try:
@@ -224,11 +224,10 @@ def is_held(folder: RunFolder) -> bool | None:
     return False
 
 
-def goes_on(folder: RunFolder, silent_s: float) -> tuple[bool, bool]:
-    """Whether a run without a summary, silent for so long, goes on, and whether that is certain.
+def is_running(folder: RunFolder, silent_s: float) -> tuple[bool, bool]:
+    """Whether a run without a summary is running, and whether that is certain.
 
-    On this host it does as long as a process holds it. That of another host is judged by its silence, which cannot
-    tell one that was killed a moment ago from one that still goes on.
+    On this host the lock tells. A run of another host counts as dead after a long silence.
     """
     held = is_held(folder)
     return (silent_s < _SILENT_AFTER_S, False) if held is None else (held, True)

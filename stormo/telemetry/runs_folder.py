@@ -1,7 +1,6 @@
-"""The folder of all runs: which there are, by name, path, age and launch; and each of them at a glance.
+"""The folder of all runs: lists them, finds one by name, path or launch, and shows each at a glance.
 
-The state of a run comes from `summary.json`; without one, from whether a process holds the run, or else from its last
-event.
+The state of a run comes from `summary.json`; without one, from its lock or its last event.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from stormo.errors import SettingError, StormoError, suggestion, unknown_name
 from stormo.system.files import BadFileError, private_folder, read_lines, read_object, read_toml
 from stormo.system.masking import masked
 from stormo.telemetry.events import current_events, parse_event, read_events, speed_of
-from stormo.telemetry.folder import RunFolder, goes_on, read_summary, write_json
+from stormo.telemetry.folder import RunFolder, is_running, read_summary, write_json
 
-_MOST_BYTES = 4096  # of the note of a launch
-_MOST_NAMED = 5  # of the runs, to somebody who has misspelt one
+_MOST_BYTES = 4096  # of the file of a launch
+_MOST_NAMED = 5  # runs in the error for an unknown name
 
 
 def list_runs(folder: Path) -> list[RunFolder]:
-    """The runs directly in a folder, the one started last first."""
+    """The runs in a folder, the newest first."""
     if not folder.is_dir():
         return []
     runs = [run for entry in folder.iterdir() if entry.is_dir() and (run := RunFolder(entry)).is_run]
@@ -34,19 +33,19 @@ def list_runs(folder: Path) -> list[RunFolder]:
 
 
 def note_launch(folder: Path, launch: str, name: str) -> None:
-    """Note which run a torchrun has begun, so that none of its ranks looks through all runs for it."""
+    """Keep which run a torchrun started, so that its ranks need not search all runs."""
     file = _launch_file(folder, launch)
     private_folder(file.parent)
     write_json(file, {"launch": launch, "run": name})
 
 
 def forget_launch(folder: Path, launch: str) -> None:
-    """Forget it: the run has come to its end."""
+    """Remove that file when the run has ended."""
     _launch_file(folder, launch).unlink(missing_ok=True)
 
 
 def launched_run(folder: Path, launch: str) -> RunFolder | None:
-    """The run that a torchrun has begun; None where there is none."""
+    """The run that a torchrun started, or None."""
     try:
         said = read_object(_launch_file(folder, launch), max_bytes=_MOST_BYTES)
     except (BadFileError, FileNotFoundError):
@@ -56,23 +55,23 @@ def launched_run(folder: Path, launch: str) -> RunFolder | None:
 
 
 def _launch_file(folder: Path, launch: str) -> Path:
-    """A file of this user's own folder: accounts of a group may share the folder of their runs."""
+    """In a folder of this user: a group may share its runs folder."""
     return folder / f".launches-{os.geteuid()}" / f"{hashlib.sha256(launch.encode()).hexdigest()[:32]}.json"
 
 
 def default_run_name(task: str) -> str:
-    """The name of a run that the user gives none: its task and the time."""
+    """The name of a run without `--run-name`: its task and the time."""
     slug = task.rpartition("/")[2].replace(".py", "").replace(":", "-").replace(".", "-")
     return f"{slug or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def require_new_run(parent: Path, name: str) -> None:
-    """Refuse the name of a run that is there already."""
+    """Refuse the name of an existing run."""
     if RunFolder(parent / name).is_run:
         raise SettingError(
             f"--run-name {name} was set",
-            f"{parent / name} is there already",
-            f"go on with it by --resume {name}, or set another name",
+            f"{parent / name} exists",
+            f"resume it with --resume {name}, or set another name",
         ) from None
 
 
@@ -85,7 +84,7 @@ def find_run(folder: Path, name_or_path: str) -> RunFolder:
     if any((path / "slurm.json").is_file() for path in (folder / name_or_path, Path(name_or_path))):
         raise SettingError(
             f"run {name_or_path!r} was asked for",
-            "it was submitted and has not begun",
+            "it was submitted and has not started",
             f"see stormo status {name_or_path}",
         )
     runs = list_runs(folder)
@@ -110,11 +109,11 @@ def _unknown_run(name: str, names: list[str]) -> SettingError:
 
 
 def _start_unix_s(run: RunFolder) -> float:
-    """When the run first started; the folder's own time stands in until its first event is written."""
+    """When the run first started; before its first event, the time of its folder."""
     try:
         first = next((parse_event(line) for line in read_lines(run.events)), None)
     except (BadFileError, FileNotFoundError, ValueError):
-        first = None  # what is wrong with it is said where it is read
+        first = None  # reading the run shows the error
     if first is not None and isinstance(first.get("time_unix_s"), int | float):
         return float(first["time_unix_s"])
     return run.path.stat().st_mtime
@@ -128,7 +127,7 @@ _STATES = {"target": "done", "epochs": "done", "signal": "stopped", "divergence"
 
 @dataclass(frozen=True, kw_only=True)
 class RunOverview:
-    """One run at a glance; None is what is not known yet."""
+    """One run at a glance; None: not known yet."""
 
     name: str
     folder: str
@@ -146,7 +145,7 @@ class RunOverview:
 
 
 def overview(run: RunFolder, *, now_unix_s: float) -> RunOverview:
-    """What a run's files say about it; a damaged file becomes the state `unreadable`, with the reason."""
+    """A run at a glance; a damaged file becomes the state `unreadable`, with the reason."""
     try:
         summary = read_summary(run)
         if summary is not None:
@@ -185,16 +184,16 @@ def _unfinished(run: RunFolder, events: Sequence[Mapping[str, Any]], now_unix_s:
     else:
         silent_s = max(now_unix_s - run.path.stat().st_mtime, 0.0)
         since = f"no event yet, folder changed {_rough_duration(silent_s)} ago"
-    is_running, is_certain = goes_on(run, silent_s)
-    judged = "still running" if is_running else "it ended without a word"
-    judged = judged if is_certain else "killed or still running"
+    running, is_certain = is_running(run, silent_s)
+    state = "still running" if running else "it was killed"
+    state = state if is_certain else "killed or still running"
     newest = max((event for event in (epoch, step) if event), key=lambda event: event.get("step", 0), default={})
     unit, units_per_s = speed_of(newest)
     return RunOverview(
         name=run.name,
         folder=str(run.path),
-        state="running" if is_running else "interrupted",
-        note=f"no summary: {judged} ({since})",
+        state="running" if running else "interrupted",
+        note=f"no summary: {state} ({since})",
         task=started.get("task"),
         world_size=started.get("world_size"),
         epochs_run=epoch.get("epoch", 0) if started else None,
@@ -208,7 +207,7 @@ def _unfinished(run: RunFolder, events: Sequence[Mapping[str, Any]], now_unix_s:
 
 
 def flat_config(path: Path) -> dict[str, str]:
-    """The resolved configuration as `table.key` and value; none before it is written."""
+    """The resolved configuration as `table.key` and value; empty before it is written."""
     try:
         content = read_toml(path)
     except FileNotFoundError:
@@ -232,7 +231,7 @@ def last_event(events: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, A
 
 
 def align(rows: Sequence[Sequence[str]], *, num_text_columns: int) -> list[str]:
-    """The rows as lines of equal columns, text flush left and figures flush right."""
+    """The rows as lines of aligned columns, text to the left and figures to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:

@@ -16,12 +16,12 @@ from stormo.config import options
 from stormo.data.loaders import Batch
 from stormo.data.order import Pass
 from stormo.distributed.world import World
-from stormo.predict.candidates import every_way
-from stormo.predict.fake_tensors import Blank
-from stormo.predict.forecast import GIB, Spread, forecast
-from stormo.predict.forecaster import Study
-from stormo.predict.model import count_model, cut_by_hybrid, cut_by_tensor
-from stormo.predict.tracing import Passes, few_samples
+from stormo.predict.candidates import list_candidates
+from stormo.predict.fake_tensors import FakeModel
+from stormo.predict.forecast import GIB, ParallelSpec, forecast
+from stormo.predict.forecaster import Forecaster
+from stormo.predict.model import count_model, hybrid_sharded, tensor_sharded
+from stormo.predict.tracing import Tracer, few_samples
 from stormo.system.hardware import KNOWN_GPUS
 from stormo.tasks.gpt_sizes import Size
 from tests.tiny_run import build
@@ -43,33 +43,33 @@ def simulated(flags: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("flags", "spread"),
+    ("flags", "spec"),
     [
-        ({"strategy": "fsdp"}, Spread(num_workers=RANKS, shard=RANKS, zero=3, batch=SAMPLES)),
-        ({"strategy": "tensor"}, Spread(num_workers=RANKS, tensor=RANKS, batch=SAMPLES)),
+        ({"strategy": "fsdp"}, ParallelSpec(num_workers=RANKS, shard=RANKS, zero=3, batch=SAMPLES)),
+        ({"strategy": "tensor"}, ParallelSpec(num_workers=RANKS, tensor=RANKS, batch=SAMPLES)),
         # Without the buckets of DDP, which has a stand-in there.
-        ({"strategy": "hybrid"}, Spread(num_workers=RANKS, tensor=RANKS, batch=SAMPLES)),
+        ({"strategy": "hybrid"}, ParallelSpec(num_workers=RANKS, tensor=RANKS, batch=SAMPLES)),
     ],
     ids=["fsdp", "tensor", "hybrid"],
 )
-def test_a_rank_holds_what_is_forecast_and_not_much_less(flags: dict[str, Any], spread: Spread) -> None:
+def test_a_rank_holds_what_is_forecast_and_not_much_less(flags: dict[str, Any], spec: ParallelSpec) -> None:
     task = Words(SIZE, 2 * SAMPLES)
-    blank = Blank(task, "fp32")
-    model = count_model(task, blank, options.make_config({"optimizer": "adamw"}, None))
-    passes = Passes(task, blank, few_samples(task), "fp32", on_gpu=False)
+    fake_model = FakeModel(task, "fp32")
+    model = count_model(task, fake_model, options.make_config({"optimizer": "adamw"}, None))
+    tracer = Tracer(task, fake_model, few_samples(task), "fp32", on_gpu=False)
     is_hybrid = flags["strategy"] == "hybrid"
-    if spread.tensor > 1:
-        cut = (cut_by_hybrid if is_hybrid else cut_by_tensor)(task, blank.model(), spread.tensor)
-        spread = replace(spread, cut=cut)
-    curve = passes.curve(
+    if spec.tensor > 1:
+        cut = (hybrid_sharded if is_hybrid else tensor_sharded)(task, fake_model.model(), spec.tensor)
+        spec = replace(spec, cut=cut)
+    curve = tracer.curve(
         SAMPLES,
         recomputes=False,
         is_sharded=False,
         channels_last=False,
-        num_parts=spread.tensor,
+        num_parts=spec.tensor,
         is_hybrid=is_hybrid,
     )
-    found = forecast(model, spread, curve, GIB)
+    found = forecast(model, spec, curve, GIB)
     predicted = found.allocated_bytes - found.terms["workspace"]
     seen = simulated(flags)
     assert 0.97 * seen <= predicted <= 1.25 * seen
@@ -112,9 +112,9 @@ def test_a_worker_that_steps_by_itself_and_a_server_hold_what_is_forecast(
     flags = {"global_batch_size": 16, "optimizer": "adamw", "precision": "fp32", "noise_scale": False, **flags}
     config = options.make_config({**flags, "num_gpus": 2}, None)
     gpus = [KNOWN_GPUS["h100-80gb"].described()] * 2
-    study = Study(Tiny(TinyOptions(**POINTS)), config, gpus)
-    (way,) = [way for way in every_way(config, gpus, study.facts) if way.is_as_set]
-    _, found = study.forecast(way)
+    study = Forecaster(Tiny(TinyOptions(**POINTS)), config, gpus)
+    (candidate,) = [candidate for candidate in list_candidates(config, gpus, study.facts) if candidate.is_as_set]
+    _, found = study.forecast(candidate)
     assert found is not None
     terms = found.terms
     (own, rest, peak), (_, other_rest, _) = run_ranks(after_a_step, 2, flags)

@@ -13,9 +13,9 @@ from stormo.data.batches import repeat_rows, tensors_in
 from stormo.layers.norm_act import NormAct
 from stormo.parallel.blocks import blocks_of
 from stormo.parallel.recompute import recompute
-from stormo.predict.fake_tensors import Blank, Watch
+from stormo.predict.fake_tensors import FakeModel, MemoryTrace
 from stormo.predict.forecast import Load
-from stormo.predict.tracing import NotKnownError, Passes, few_samples, without_fetching
+from stormo.predict.tracing import Tracer, UntraceableError, few_samples, forbid_fetching
 from stormo.tasks.gpt_sizes import Size
 from stormo.tasks.language_model import LanguageModel, LanguageModelOptions
 from stormo.tasks.task import NoOptions, Task
@@ -66,7 +66,7 @@ def make(name: str) -> Task:
         task = Tiny(TinyOptions(dropout=0.1))
     else:
         task = Convolutions(NoOptions())
-    without_fetching(task)
+    forbid_fetching(task)
     return task
 
 
@@ -83,8 +83,8 @@ def make(name: str) -> Task:
 )
 def test_a_pass_without_memory_holds_what_a_pass_on_a_cpu_holds(name: str, recomputes: bool, precision: str) -> None:
     task = make(name)
-    passes = Passes(task, Blank(task, precision), few_samples(task), precision, on_gpu=False)
-    curve = passes.curve(SIZE, recomputes=recomputes, is_sharded=False, channels_last=False)
+    tracer = Tracer(task, FakeModel(task, precision), few_samples(task), precision, on_gpu=False)
+    curve = tracer.curve(SIZE, recomputes=recomputes, is_sharded=False, channels_last=False)
     torch.set_default_dtype(torch.float64 if precision == "fp64" else torch.float32)
     model = task.model().to(torch.get_default_dtype())
     if recomputes:
@@ -93,19 +93,19 @@ def test_a_pass_without_memory_holds_what_a_pass_on_a_cpu_holds(name: str, recom
             if hasattr(layer, "_changing_buffers"):
                 layer._changing_buffers = []  # type: ignore[assignment]
     data = repeat_rows(few_samples(task), SIZE)
-    with Watch(model) as watch:
-        watch.hold(tensors_in(data))
+    with MemoryTrace(model) as trace:
+        trace.add(tensors_in(data))
         loss = task.loss(model, data) * 1.0
-        kept = watch.now[0]
+        kept = trace.now[0]
         loss.backward()
-    assert max(map(sum, curve.rows[0])) == max(map(sum, watch.rows))
+    assert max(map(sum, curve.rows[0])) == max(map(sum, trace.rows))
     assert curve.kept[0] == kept
     assert max(row[2] for row in curve.rows[0]) == sum(p.nbytes for p in model.parameters() if p.requires_grad)
 
 
 def test_what_is_kept_is_what_autograd_saves() -> None:
     task = make("words")
-    passes = Passes(task, Blank(task, "fp32"), few_samples(task), "fp32", on_gpu=False)
+    tracer = Tracer(task, FakeModel(task, "fp32"), few_samples(task), "fp32", on_gpu=False)
     model, data = task.model(), repeat_rows(few_samples(task), SIZE)
     weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     seen: dict[int, Any] = {}
@@ -119,16 +119,16 @@ def test_what_is_kept_is_what_autograd_saves() -> None:
     others = [loss, *tensors_in(data)]  # alive as well when backward begins
     seen |= {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in others}
     kept = sum(storage.nbytes() for key, storage in seen.items() if key not in weights)
-    curve = passes.curve(SIZE, recomputes=False, is_sharded=False, channels_last=False)
+    curve = tracer.curve(SIZE, recomputes=False, is_sharded=False, channels_last=False)
     assert curve.kept_at(SIZE) == kept
 
 
 def test_copies_of_weights_and_bytes_at_a_size_that_was_not_counted_are_those_that_would_be() -> None:
     task = make("words")
-    passes = Passes(task, Blank(task, "bf16"), few_samples(task), "bf16")
+    tracer = Tracer(task, FakeModel(task, "bf16"), few_samples(task), "bf16")
     weights = [layer.weight for layer in task.model().modules() if isinstance(layer, nn.Linear)]
-    few = passes.curve(4, recomputes=False, is_sharded=False, channels_last=False)
-    many = passes.curve(40, recomputes=False, is_sharded=False, channels_last=False)
+    few = tracer.curve(4, recomputes=False, is_sharded=False, channels_last=False)
+    many = tracer.curve(40, recomputes=False, is_sharded=False, channels_last=False)
     assert max(casts for _, casts, _ in few.rows[0]) == 2 * sum(weight.numel() for weight in weights)
     load = Load(gradient_bytes=max(row[2] for row in many.rows[0]))
     assert few.peak(40, load) == many.peak(40, load)
@@ -140,7 +140,7 @@ def test_a_gpu_keeps_no_scores_of_attention_and_computes_norms_in_full_precision
     task = make("words")
     batch = few_samples(task)
     on_gpu, on_cpu = (
-        Passes(task, Blank(task, "bf16"), batch, "bf16", on_gpu=on_gpu).curve(
+        Tracer(task, FakeModel(task, "bf16"), batch, "bf16", on_gpu=on_gpu).curve(
             SIZE, recomputes=False, is_sharded=True, channels_last=False
         )
         for on_gpu in (True, False)
@@ -149,7 +149,7 @@ def test_a_gpu_keeps_no_scores_of_attention_and_computes_norms_in_full_precision
     assert on_gpu.kept[0] > on_cpu.kept[0]
     dropped = words(dropout=0.1)
     scores, none = (
-        Passes(dropped, Blank(dropped, "fp32"), batch, "fp32", on_gpu=on_gpu).curve(
+        Tracer(dropped, FakeModel(dropped, "fp32"), batch, "fp32", on_gpu=on_gpu).curve(
             SIZE, recomputes=False, is_sharded=False, channels_last=False
         )
         for on_gpu in (False, True)
@@ -176,8 +176,8 @@ class Mean(nn.Module):
 
 def test_a_fused_norm_copies_a_gradient_that_is_not_in_rows_of_channels() -> None:
     task = Pooled(NoOptions())
-    passes = Passes(task, Blank(task, "fp32"), few_samples(task), "fp32")
-    fused = passes.curve(SIZE, recomputes=False, is_sharded=False, channels_last=True)
+    tracer = Tracer(task, FakeModel(task, "fp32"), few_samples(task), "fp32")
+    fused = tracer.curve(SIZE, recomputes=False, is_sharded=False, channels_last=True)
     activation = 4 * SIZE * 4 * 8 * 8
     # Its input is kept; at the worst moment there are the gradient of its output, the copy, and that of its input.
     most = max(other for other, _, _ in fused.rows[0])
@@ -186,6 +186,6 @@ def test_a_fused_norm_copies_a_gradient_that_is_not_in_rows_of_channels() -> Non
 
 def test_a_loss_that_reads_values_is_not_known() -> None:
     task = ReadsValues(NoOptions())
-    passes = Passes(task, Blank(task, "fp32"), few_samples(task), "fp32")
-    with pytest.raises(NotKnownError, match="depends on values, as with a mask"):
-        passes.curve(2, recomputes=False, is_sharded=False, channels_last=False)
+    tracer = Tracer(task, FakeModel(task, "fp32"), few_samples(task), "fp32")
+    with pytest.raises(UntraceableError, match="depends on values, as with a mask"):
+        tracer.curve(2, recomputes=False, is_sharded=False, channels_last=False)
