@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-MOST_POINTS = 1200  # a line of more is drawn by the lowest and highest point of each stretch
-MOST_LINES = 12  # a chart of more shows the lowest, the mean and the highest of each run
+MOST_POINTS = 1200  # a longer line is drawn by the lowest and highest point of each interval
+MOST_LINES = 12  # a fuller chart shows the lowest, the mean and the highest of each run
 MOST_COMPARED_LINES = 6  # the same, where several runs are compared
-_CROWD_STRETCHES = 300
+_CROWD_INTERVALS = 300
 
 AXES = ("step", "epoch", "time_s")
 
@@ -34,7 +34,7 @@ STYLE = {"colours": COLOURS, "dashes": list(DASHES), "symbols": list(SYMBOLS), "
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One line: its places on every axis it has, and its values; None is a gap."""
+    """One line: its positions on each axis it has, and its values; None is a gap."""
 
     run: int  # position of the run on the page
     name: str
@@ -43,7 +43,7 @@ class Series:
     mode: str = "lines"  # lines, points (joined), steps (a value holds until the next)
 
     def thinned(self, most: int = MOST_POINTS) -> Series:
-        """The same line with at most about that many points, its peaks kept."""
+        """The line with at most about that many points; its peaks stay."""
         if len(self.y) <= most:
             return self
         kept = thin(self.y, most)
@@ -72,12 +72,12 @@ def line_styles(series: Sequence[Series], runs: Sequence[str]) -> list[LineStyle
 
 
 def thin(values: Sequence[float | None], most: int) -> list[int]:
-    """Positions of the first, the last, and the lowest and highest value of each of `most / 2` stretches, in order."""
-    num_stretches = max((most - 2) // 2, 1)
+    """Indexes of the first, the last, and the lowest and highest value of each of `most / 2` intervals, in order."""
+    num_intervals = max((most - 2) // 2, 1)
     kept = {0, len(values) - 1}
-    for stretch in range(num_stretches):
-        begin = stretch * len(values) // num_stretches
-        end = (stretch + 1) * len(values) // num_stretches
+    for interval in range(num_intervals):
+        begin = interval * len(values) // num_intervals
+        end = (interval + 1) * len(values) // num_intervals
         known = [index for index in range(begin, end) if values[index] is not None]
         if known:
             kept.add(min(known, key=lambda index: values[index] or 0.0))
@@ -87,10 +87,10 @@ def thin(values: Sequence[float | None], most: int) -> list[int]:
     return sorted(kept)
 
 
-def gathered(
+def make_line(
     run: int, name: str, points: Iterable[tuple[Mapping[str, float], Any]], *, mode: str = "lines"
 ) -> list[Series]:
-    """The line through points of (places, value), or none if no value is known."""
+    """A list with the line through (position, value) points, empty if no value is known."""
     at: dict[str, list[float]] = {}
     y: list[float | None] = []
     for places, value in points:
@@ -100,8 +100,8 @@ def gathered(
     return [Series(run=run, name=name, at=at, y=y, mode=mode)] if any(value is not None for value in y) else []
 
 
-def uncrowded(series: Sequence[Series], noun: str) -> tuple[list[Series], str]:
-    """The lines themselves or, of too many, the lowest, mean and highest of each run, and a sentence that says so."""
+def merge_crowd(series: Sequence[Series], noun: str) -> tuple[list[Series], str]:
+    """The lines or, of too many, the lowest, mean and highest of each run, and a sentence that says so."""
     runs = sorted({line.run for line in series})
     if len(series) <= (MOST_LINES if len(runs) == 1 else MOST_COMPARED_LINES):
         return list(series), ""
@@ -121,7 +121,7 @@ def _crowd(series: Sequence[Series], noun: str) -> list[Series]:
     along = axes[-1]
     low = min(min(line.at[along]) for line in series)
     high = max(max(line.at[along]) for line in series)
-    stretch = (high - low) / _CROWD_STRETCHES or 1.0
+    stretch = (high - low) / _CROWD_INTERVALS or 1.0
     buckets: dict[int, list[tuple[dict[str, float], float]]] = {}
     for line in series:
         for index, value in enumerate(line.y):
@@ -136,7 +136,7 @@ def _crowd(series: Sequence[Series], noun: str) -> list[Series]:
     return [
         found
         for name, choose in pick.items()
-        for found in gathered(
+        for found in make_line(
             series[0].run,
             f"{name} of {len(series)} {noun}",
             ((bucket[0][0], choose([value for _, value in bucket])) for _, bucket in sorted(buckets.items())),
@@ -144,17 +144,17 @@ def _crowd(series: Sequence[Series], noun: str) -> list[Series]:
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Chart:
-    """One figure; without a line it says why."""
+    """One figure; without a line it says why it is empty."""
 
     id: str
     title: str
     y_title: str
     series: Sequence[Series] = ()
-    all_series: Sequence[Series] = ()  # where fewer are drawn: what the CSV files hold
+    all_series: Sequence[Series] = ()  # for the CSV files, where fewer are drawn
     from_zero: bool = False
-    top: float | None = None  # where the axis ends, such as 100 %
+    top: float | None = None  # end of the axis, such as 100 %
     why_empty: str = ""
     note: str = ""
 
@@ -166,7 +166,7 @@ class Chart:
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """Bars of parts that sum to a whole, one bar a run."""
+    """Bars of parts that sum to a whole, one bar per run."""
 
     id: str
     title: str
@@ -176,30 +176,30 @@ class Stack:
 
 
 class Bar(NamedTuple):
-    """One stretch of time in a row."""
+    """An interval of time in a row."""
 
     row: int
     start: float
     length: float
     label: str
     words: str
-    shade: int  # 0 is the full colour, above that paler
+    shade: int  # 0 is the full colour, higher is paler
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lanes:
-    """What went on from when to when: one row a worker, one colour a kind."""
+    """What workers did when: one row per worker, one colour per kind."""
 
     id: str
     title: str
     x_title: str
     rows: Sequence[str]
-    kinds: Sequence[tuple[str, int, Sequence[Bar]]]  # name, colour, what is drawn of it
-    records: Sequence[Sequence[str | float]]  # what the CSV files hold: a head, then everything
+    kinds: Sequence[tuple[str, int, Sequence[Bar]]]  # name, colour, bars
+    records: Sequence[Sequence[str | float]]  # for the CSV files: a head, then all rows
     note: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Table:
     """Text in rows; the columns from `first_figure` on are figures."""
 
@@ -212,7 +212,7 @@ class Table:
     is_code: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Panel:
     """One section of the page."""
 

@@ -19,7 +19,7 @@ ENDS = {
     "target": "reached its target",
     "epochs": "did all its epochs",
     "signal": "stopped by a signal; it can be resumed",
-    "divergence": "the loss was lost",
+    "divergence": "diverged",
     "error": "ended by an error",
 }
 _STATES = {
@@ -28,7 +28,7 @@ _STATES = {
     "interrupted": "ended without a summary",
 }
 
-Figure = tuple[str, str]  # what is read first, and the smaller words under it
+Figure = tuple[str, str]  # the value, and smaller words under it
 
 
 def summary_figures(history: History) -> dict[str, Figure]:
@@ -37,7 +37,7 @@ def summary_figures(history: History) -> dict[str, Figure]:
 
 
 def _newest(history: History, key: str) -> Any:
-    """A figure of the summary or, while there is none, of the newest event that has it."""
+    """A figure of the summary or, without one, of the newest event that has it."""
     if history.summary:
         return history.summary.get(key)
     return next((event[key] for event in reversed(history.current) if event.get(key) is not None), None)
@@ -121,7 +121,7 @@ def _cost(history: History) -> Figure:
 def _device(history: History) -> Figure:
     device = history.summary.get("device") or history.environment.get("gpu")
     asked = history.config.get("workers.device")
-    if device is None and asked != "auto":  # the summary alone tells what that came to
+    if device is None and asked != "auto":  # only the summary tells what auto became
         device = asked
     words = [str(history.summary[key]) for key in ("precision", "strategy") if history.summary.get(key)]
     host = history.environment.get("host")
@@ -163,12 +163,12 @@ _SUMMARY: Mapping[str, Callable[[History], Figure]] = {
     "State": _end,
 }
 
-_NOT_COMPARED = ("run.run_name", "run.runs_folder")  # always different
-MOST_HAPPENINGS = 2000  # on the page; more of them are no use
+_NOT_COMPARED = ("run.run_name", "run.runs_folder")  # differ always
+MOST_HAPPENINGS = 2000  # on the page
 
 
 def happenings(history: History) -> Iterator[tuple[int, Line, str, str]]:
-    """Everything of note in all attempts: the step it lies at, the event, its kind and its words."""
+    """What happened in all attempts: step, event, kind and words."""
     for at, event in history.reached:
         name = event.get("event")
         if name == "run_started":
@@ -191,7 +191,7 @@ def happenings(history: History) -> Iterator[tuple[int, Line, str, str]]:
 
 
 def timeline_panel(histories: Sequence[History]) -> Panel:
-    """Starts, resumes, checkpoints, notices, rollbacks and ends, in order."""
+    """Starts, resumes, checkpoints, notices, rollbacks and ends."""
     rows = [
         [history.label, format_duration(history.clock.running_s(event["time_unix_s"])), kind, words]
         for history in histories
@@ -251,7 +251,7 @@ def fact_panels(histories: Sequence[History]) -> list[Panel]:
 def _environment(environment: Line) -> Iterator[tuple[str, str]]:
     absent = {f"{key}_reason" for key, value in environment.items() if value is None}
     for key, value in environment.items():
-        if value is None or key in absent:  # no repository, nothing to say of one
+        if value is None or key in absent:  # no repository, no reason to show
             continue
         if key == "time_unix_s":
             yield "time", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(float(value)))
@@ -269,7 +269,7 @@ def _compared(
     why_empty: str,
     more: Sequence[Table] = (),
 ) -> Panel:
-    """A row a key and a column a run; rows in which runs differ are marked."""
+    """One row per key and one column per run; rows in which runs differ are marked."""
     keys = list(dict.fromkeys(key for one in facts for key in one))
     rows = [[key, *(one.get(key, "–") for one in facts)] for key in keys]
     marked = [position for position, row in enumerate(rows) if len(set(row[1:])) > 1 and row[0] not in _NOT_COMPARED]

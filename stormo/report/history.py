@@ -1,4 +1,4 @@
-"""What the files of one run say, read for the page; a file that is not there yet is no error."""
+"""Reads the files of one run for the page, again and again while they grow; a missing file is not an error."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from stormo.energy.ledger import Bill
 
 
-_SHORTEST_PAUSE_S = 30.0  # a shorter one is setting up: nodes and the main worker do not write their first line at once
+_SHORTEST_PAUSE_S = 30.0  # a shorter one is the start: nodes and rank 0 do not write their first line at once
 
 
 class Clock:
-    """Maps a time of day to the seconds for which the run has been running until then."""
+    """Maps a time of day to the running time of the run: wall-clock time without the pauses between attempts."""
 
     def __init__(self, spans_unix_s: Sequence[tuple[float, float]]) -> None:
         self._begins = [begin for begin, _ in spans_unix_s]
@@ -37,11 +37,11 @@ class Clock:
 
     @property
     def total_s(self) -> float:
-        """How long all attempts have been running together."""
+        """The running time of all attempts together."""
         return self._before_s[-1]
 
     def running_s(self, time_unix_s: float) -> float:
-        """The running time at a time of day; during a pause it stands still."""
+        """The running time at a time of day; it stops during a pause."""
         attempt = bisect_right(self._begins, time_unix_s) - 1
         if attempt < 0:
             return 0.0
@@ -50,7 +50,7 @@ class Clock:
 
 
 def make_clock(events: Iterable[Mapping[str, Any]], nodes: Iterable[Sequence[Mapping[str, Any]]]) -> Clock:
-    """The attempts of a run, from the times of everything it wrote."""
+    """The clock of a run, from the times of everything it wrote."""
     times = [(float(event["time_unix_s"]), event.get("event") == "run_started") for event in events]
     for lines in nodes:
         times += [(float(line["time_unix_s"]), line.get("kind") == "start") for line in lines]
@@ -63,19 +63,14 @@ def make_clock(events: Iterable[Mapping[str, Any]], nodes: Iterable[Sequence[Map
     return Clock(spans)
 
 
-_HEAD_BYTES = 256  # by which a file that was written anew is told: its first line holds the time
+_HEAD_BYTES = 256  # a file with another head was written anew, as its first line holds the time
 
 
 class JsonLines:
-    """The objects of one file in order; a last line that is not finished yet is left for the next read.
+    """The JSON objects of a growing file; each read takes only what was appended, without an unfinished last line.
 
-    Each has a number under `time_unix_s`. A line that is no such object is an error or, where not strict, counted and
-    left out.
-
-    Args:
-        path: of the file.
-        parse: the object of a line; None or a `ValueError` where it is none.
-        strict: whether a damaged line is an error.
+    A line without a number under `time_unix_s`, or that `parse` refuses, is an error if `strict`, else counted and left
+    out.
     """
 
     def __init__(self, path: Path, parse: Callable[[bytes], dict[str, Any] | None], *, strict: bool = True) -> None:
@@ -110,7 +105,7 @@ class JsonLines:
                 self._num_lines += 1
                 self._end += len(line)
                 self._take(line)
-        # The last line of a killed run may be whole but for its line break.
+        # The last line of a killed run may lack only its line break.
         try:
             last = self._parse(rest)
         except ValueError:
@@ -122,7 +117,7 @@ class JsonLines:
         self._end = self._num_lines = self.num_damaged = 0
 
     def _take(self, line: bytes) -> None:
-        why = "it is no JSON object with the time of a record"
+        why = "it is not a JSON object with the time of a record"
         try:
             found = self._parse(line)
         except ValueError as error:
@@ -131,7 +126,7 @@ class JsonLines:
             self._objects.append(found)
         elif self._strict:
             number = self._num_lines
-            self._forget()  # the next read begins at the first line again, and must not take any twice
+            self._forget()  # the next read starts at the first line again
             raise BadFileError(self.path, f"line {number} was damaged after it was written ({why})")
         elif line.strip():
             self.num_damaged += 1
@@ -147,28 +142,28 @@ Places = dict[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class History:
-    """One run as it stands now."""
+    """One run at this moment."""
 
-    label: str  # how the page calls it
+    label: str  # its name on the page
     path: Path
     state: str  # waiting, running, done, stopped, diverged, failed, interrupted
     summary: Line
     environment: Line
     config: Mapping[str, str]  # flat: "batch.batch_size" → "32"
-    events: Sequence[Line]  # all that was ever written
-    current: Sequence[Line]  # without what a resume or a rollback made obsolete
+    events: Sequence[Line]  # all that were ever written
+    current: Sequence[Line]  # without those that a resume or a rollback made obsolete
     nodes: Mapping[str, Sequence[Line]]  # the lines of each node's file
     clock: Clock
     bill: Bill | None = None
     no_bill_reason: str = ""
-    notes: Sequence[str] = field(default_factory=tuple)  # what of the files could not be read
+    notes: Sequence[str] = field(default_factory=tuple)  # about what could not be read
 
     def of(self, name: str) -> Sequence[Line]:
-        """The events of one kind that still hold."""
+        """The current events of one kind."""
         return [event for _, event in self.placed(name)]
 
     def placed(self, name: str) -> Sequence[tuple[Places, Line]]:
-        """The events of one kind that still hold, each with where it lies on every axis."""
+        """The current events of one kind, each with its position on every axis."""
         return self._placed.get(name, ())
 
     @cached_property
@@ -185,7 +180,7 @@ class History:
 
     @cached_property
     def samples(self) -> Mapping[str, Sequence[tuple[Places, Line]]]:
-        """The samples of each node, each with its running time, the only axis they have."""
+        """The samples of each node with their running time, the only axis they have."""
         return {
             node: [(self.time_place(line), line) for line in lines if line.get("kind") == "sample"]
             for node, lines in self.nodes.items()
@@ -210,7 +205,7 @@ class History:
         return [step for step, _ in places], [epoch for _, epoch in places]
 
     def epoch_at(self, step: int) -> float:
-        """How many epochs are done at a step: between two records in proportion, after the last as it tells."""
+        """The epochs done at a step, interpolated between two records."""
         steps, epochs = self._epochs_by_step
         after = bisect_right(steps, step)
         (begin, low) = (steps[after - 1], epochs[after - 1]) if after else (0, 0.0)
@@ -220,12 +215,12 @@ class History:
 
     @cached_property
     def reached(self) -> Sequence[tuple[int, Line]]:
-        """All that was ever written, each with the step that the run had got to."""
+        """All events, each with the step that the run had reached."""
         found: list[tuple[int, Line]] = []
         step = 0
         for event in self.events:
             if event.get("event") == "run_started":
-                step = int(event.get("resumed_at_step") or 0)  # one that is started anew begins at 0 again
+                step = int(event.get("resumed_at_step") or 0)  # a run that is started anew begins at 0
             else:
                 told = (event.get(key) for key in ("rolled_back_to_step", "after_step", "step"))
                 step = next((int(one) for one in told if one is not None), step)
@@ -234,7 +229,7 @@ class History:
 
 
 def epoch_place(event: Line, started: Line) -> float:
-    """Where in the epochs an event lies: 1.5 is the middle of the second."""
+    """The position of an event in epochs: 1.5 is the middle of the second."""
     epoch = float(event.get("epoch") or 0)
     if event.get("event") == "epoch_done":
         return epoch
@@ -243,7 +238,7 @@ def epoch_place(event: Line, started: Line) -> float:
 
 
 class Reader:
-    """Reads one run again and again; what has been read of a growing file is kept."""
+    """Reads one run again and again, keeping what it has read of growing files."""
 
     def __init__(self, folder: RunFolder, label: str | None = None) -> None:
         self.folder = folder
@@ -259,7 +254,7 @@ class Reader:
         return hashlib.sha256(marks.encode()).hexdigest()[:16]
 
     def read(self) -> History:
-        """The run as it stands now."""
+        """The run at this moment."""
         try:
             return self._read()
         except BadFileError:

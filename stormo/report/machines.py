@@ -3,194 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from stormo.report.charts import Chart, Panel, Series, Stack, Table, gathered, uncrowded
+from stormo.report.charts import Chart, Panel, Series, Stack, Table, make_line, merge_crowd
 from stormo.report.history import History, Line, Places
 from stormo.report.training import event_lines
 
 if TYPE_CHECKING:
     from stormo.energy.ledger import Bill
 
-
-_NO_SAMPLES = "No node wrote samples of this: the run is of an older version, or it has just begun."
-_GIB = 2.0**30
-
-
-def machine_panels(histories: Sequence[History]) -> list[Panel]:
-    """All panels of this file, in the order of the page."""
-    return [_sampled_panel(histories, row) for row in _SAMPLED]
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """One figure of the nodes' samples: of every GPU, or of the node itself."""
-
-    owner: str  # "gpus" or "node"
-    key: str
-    scale: float = 1.0
-    name: str = ""  # of the node's own lines
-
-    @property
-    def noun(self) -> str:
-        """What a crowd of such lines is called."""
-        return "GPUs" if self.owner == "gpus" else f"nodes ({self.name})"
-
-    def value(self, holder: Line) -> Any:
-        """The figure of a node's or a GPU's sample in the unit of the chart; None where it is not known."""
-        figure = holder.get(self.key)
-        return figure / self.scale if isinstance(figure, int | float) else None
-
-
-@dataclass(frozen=True)
-class _SampledChart:
-    id: str
-    title: str
-    y_title: str
-    figures: Sequence[Sampled]
-    top: float | None = None
-    from_zero: bool = True
-
-
-@dataclass(frozen=True)
-class _SampledPanel:
-    id: str
-    title: str
-    charts: Sequence[_SampledChart]
-    about: str = ""
-    extra: Callable[[Sequence[History]], list[Chart]] | None = None
-
-
-def sampled_series(histories: Sequence[History], figure: Sampled) -> list[Series]:
-    """One line for each GPU or node of each run."""
-    series: list[Series] = []
-    for run, history in enumerate(histories):
-        is_one_node = len(history.nodes) == 1
-        for node, samples in history.samples.items():
-            prefix = "" if is_one_node else f"node {node}: "
-            points: dict[str, list[tuple[Places, Any]]] = {}
-            for place, sample in samples:
-                if figure.owner == "node":
-                    points.setdefault(f"{prefix}{figure.name}", []).append((place, figure.value(sample)))
-                    continue
-                for gpu in sample.get("gpus") or ():
-                    points.setdefault(f"{prefix}GPU {gpu.get('index')}", []).append((place, figure.value(gpu)))
-            for name, found in points.items():
-                series += gathered(run, name, found)
-    return series
-
-
-_PEAK = Sampled("node", "peak_memory_bytes", _GIB)
-
-
-def _peak_memory(histories: Sequence[History]) -> list[Chart]:
-    series = event_lines(histories, "epoch_done", "worker with the most", _PEAK.value, mode="points")
-    return [
-        Chart(
-            id="memory-peak", title="Most memory of a worker", y_title="GiB", series=series, from_zero=True,
-            why_empty="No epoch is done yet.",
-            note="On a GPU what the worker holds there, otherwise the memory of its process.",
-        )
-    ]  # fmt: skip
-
-
-def _sampled_panel(histories: Sequence[History], row: _SampledPanel) -> Panel:
-    charts = []
-    for chart in row.charts:
-        everything: list[Series] = []
-        drawn: list[Series] = []
-        notes: dict[str, None] = {}
-        for figure in chart.figures:  # a crowd is one of like figures
-            found = sampled_series(histories, figure)
-            shown, note = uncrowded(found, figure.noun)
-            everything += found
-            drawn += shown
-            notes |= {note: None} if note else {}
-        charts.append(
-            Chart(
-                id=chart.id, title=chart.title, y_title=chart.y_title, series=drawn, all_series=everything,
-                from_zero=chart.from_zero, top=chart.top, note=" ".join(notes), why_empty=_why_not(histories, chart),
-            )
-        )  # fmt: skip
-    return Panel(
-        id=row.id, title=row.title, about=row.about, charts=[*charts, *(row.extra(histories) if row.extra else [])]
-    )
-
-
-def _why_not(histories: Sequence[History], chart: _SampledChart) -> str:
-    samples = [sample for history in histories for node in history.samples.values() for _, sample in node]
-    if not samples:
-        return _NO_SAMPLES
-    if all(figure.owner == "gpus" for figure in chart.figures) and not any(line.get("gpus") for line in samples):
-        return "These nodes have no GPU."
-    return "These machines do not tell it."
-
-
-_SAMPLED = (
-    _SampledPanel(
-        "memory",
-        "Memory",
-        [
-            _SampledChart("memory-gpu", "GPU memory", "GiB", [Sampled("gpus", "memory_used_bytes", _GIB)]),
-            _SampledChart(
-                "memory-node", "Node memory", "GiB", [Sampled("node", "memory_used_bytes", _GIB, "in use")]
-            ),
-        ],
-        extra=_peak_memory,
-    ),
-    _SampledPanel(
-        "utilisation",
-        "Utilisation",
-        [
-            _SampledChart(
-                "utilisation-gpu", "GPU utilisation", "%", [Sampled("gpus", "utilisation", 0.01)], 100
-            ),
-            _SampledChart(
-                "utilisation-cpu", "CPU utilisation", "%", [Sampled("node", "cpu_fraction", 0.01, "CPUs")], 100,
-            ),
-        ],
-        about="Of a GPU: share of the time in which some kernel ran, as its driver tells; not how well it is used.",
-    ),
-    _SampledPanel(
-        "temperature",
-        "Temperature and clocks",
-        [
-            _SampledChart(
-                "temperature", "Temperature", "°C",
-                [Sampled("gpus", "temperature_c"), Sampled("node", "cpu_temperature_c", 1.0, "CPU")], from_zero=False,
-            ),
-            _SampledChart(
-                "clocks", "Clocks", "MHz",
-                [Sampled("gpus", "sm_clock_mhz"), Sampled("node", "cpu_clock_mhz", 1.0, "CPU")],
-            ),
-        ],
-    ),
-    _SampledPanel(
-        "traffic",
-        "Disk and network",
-        [
-            _SampledChart(
-                "disk", "Disk", "MB/s",
-                [
-                    Sampled("node", "disk_read_bytes_per_s", 1e6, "read"),
-                    Sampled("node", "disk_write_bytes_per_s", 1e6, "written"),
-                ],
-            ),
-            _SampledChart(
-                "network", "Network", "MB/s",
-                [
-                    Sampled("node", "network_in_bytes_per_s", 1e6, "received"),
-                    Sampled("node", "network_out_bytes_per_s", 1e6, "sent"),
-                ],
-            ),
-        ],
-    ),
-)  # fmt: skip
-
+_GIB, _MB = 2.0**30, 1e6
 _MOST_BINS = 20_000
-_LEAST_MEASURED = 0.2  # share of a bin; from less no power can be told
+_LEAST_MEASURED = 0.2  # share of a bin; less tells no power
 _KINDS = {"gpu": "GPUs", "cpu": "CPUs", "dram": "memory (DRAM)"}
 _PARTS = {
     "training": "useful training",
@@ -203,8 +29,126 @@ _PARTS = {
 }
 
 
+@dataclass(frozen=True)
+class Sampled:
+    """One figure of the nodes' samples: of every GPU, or of the node itself."""
+
+    owner: str  # "gpus" or "node"
+    key: str
+    scale: float = 1.0
+    name: str = ""  # of the node's own line
+
+    def value(self, holder: Line) -> Any:
+        """The figure in the unit of the chart; None where it is not known."""
+        figure = holder.get(self.key)
+        return figure / self.scale if isinstance(figure, int | float) else None
+
+
+def sampled_lines(histories: Sequence[History], figure: Sampled) -> list[Series]:
+    """One line for each GPU or node of each run."""
+    lines: list[Series] = []
+    for run, history in enumerate(histories):
+        for node, samples in history.samples.items():
+            prefix = "" if len(history.nodes) == 1 else f"node {node}: "
+            points: dict[str, list[tuple[Places, Any]]] = {}
+            for place, sample in samples:
+                holders: dict[str, Line] = {figure.name: sample}
+                if figure.owner == "gpus":
+                    holders = {f"GPU {gpu.get('index')}": gpu for gpu in sample.get("gpus") or ()}
+                for name, holder in holders.items():
+                    points.setdefault(f"{prefix}{name}", []).append((place, figure.value(holder)))
+            for name, found in points.items():
+                lines += make_line(run, name, found)
+    return lines
+
+
+def _sampled_chart(
+    histories: Sequence[History], id: str, title: str, unit: str, *figures: Sampled, top: float | None = None
+) -> Chart:
+    every: list[Series] = []
+    drawn: list[Series] = []
+    notes: dict[str, None] = {}
+    for figure in figures:  # like figures are merged with like
+        lines = sampled_lines(histories, figure)
+        shown, note = merge_crowd(lines, "GPUs" if figure.owner == "gpus" else f"nodes ({figure.name})")
+        every, drawn = every + lines, drawn + shown
+        notes |= {note: None} if note else {}
+    samples = [sample for history in histories for node in history.samples.values() for _, sample in node]
+    why = "These machines do not report it."
+    if not samples:
+        why = "No node wrote samples of this: the run is of an older version, or it has just started."
+    elif all(figure.owner == "gpus" for figure in figures) and not any(line.get("gpus") for line in samples):
+        why = "These nodes have no GPU."
+    return Chart(
+        id, title, unit, drawn, all_series=every, from_zero=unit != "°C", top=top, note=" ".join(notes), why_empty=why
+    )
+
+
+def machine_panels(histories: Sequence[History]) -> list[Panel]:
+    """Memory, utilisation, temperature and clocks, disk and network."""
+
+    def chart(*row: Any, top: float | None = None) -> Chart:
+        return _sampled_chart(histories, *row, top=top)
+
+    def node(key: str, scale: float, name: str) -> Sampled:
+        return Sampled("node", key, scale, name)
+
+    peak = Sampled("node", "peak_memory_bytes", _GIB)
+    peak_lines = event_lines(histories, "epoch_done", "worker with the most", peak.value, mode="points")
+    peak_note = "On a GPU the memory that the worker holds there, otherwise the memory of its process."
+    busy = "Of a GPU: share of the time in which a kernel ran, as its driver reports; not how well it is used."
+    return [
+        Panel(
+            "memory",
+            "Memory",
+            charts=[
+                chart("memory-gpu", "GPU memory", "GiB", Sampled("gpus", "memory_used_bytes", _GIB)),
+                chart("memory-node", "Node memory", "GiB", node("memory_used_bytes", _GIB, "in use")),
+                Chart(
+                    "memory-peak", "Most memory of a worker", "GiB", peak_lines, from_zero=True,
+                    why_empty="No epoch is done yet.", note=peak_note,
+                ),
+            ],
+        ),
+        Panel(
+            "utilisation",
+            "Utilisation",
+            busy,
+            charts=[
+                chart("utilisation-gpu", "GPU utilisation", "%", Sampled("gpus", "utilisation", 0.01), top=100),
+                chart("utilisation-cpu", "CPU utilisation", "%", node("cpu_fraction", 0.01, "CPUs"), top=100),
+            ],
+        ),
+        Panel(
+            "temperature",
+            "Temperature and clocks",
+            charts=[
+                chart(
+                    "temperature", "Temperature", "°C",
+                    Sampled("gpus", "temperature_c"), node("cpu_temperature_c", 1.0, "CPU"),
+                ),
+                chart("clocks", "Clocks", "MHz", Sampled("gpus", "sm_clock_mhz"), node("cpu_clock_mhz", 1.0, "CPU")),
+            ],
+        ),
+        Panel(
+            "traffic",
+            "Disk and network",
+            charts=[
+                chart(
+                    "disk", "Disk", "MB/s",
+                    node("disk_read_bytes_per_s", _MB, "read"), node("disk_write_bytes_per_s", _MB, "written"),
+                ),
+                chart(
+                    "network", "Network", "MB/s",
+                    node("network_in_bytes_per_s", _MB, "received"), node("network_out_bytes_per_s", _MB, "sent"),
+                ),
+            ],
+        ),
+    ]  # fmt: skip
+
+
 def energy_scale(most_j: float) -> tuple[float, str]:
-    """The divisor and the unit in which so much energy reads well."""
+    """The divisor and the unit for so much energy."""
     for scale, unit in ((1e9, "GJ"), (1e6, "MJ"), (1e3, "kJ")):
         if most_j >= 2 * scale:
             return scale, unit
@@ -214,9 +158,9 @@ def energy_scale(most_j: float) -> tuple[float, str]:
 def _bins(
     history: History, node: str, taken: dict[tuple[str, str, int], str]
 ) -> tuple[dict[str, dict[int, float]], dict[int, float]]:
-    """Joules of each kind of part of one node by bin of running time, and the share of each bin that was measured.
+    """Joules of one node by kind of device and bin of running time, and the share of each bin that was measured.
 
-    `taken` says which node counts a device of a machine in an attempt: two nodes on one machine read the same.
+    `taken` keeps which node counts a device of a machine in an attempt: two nodes on one machine read the same device.
     """
     bin_s = _bin_s(history)
     joules: dict[str, dict[int, float]] = {}
@@ -243,12 +187,12 @@ def _bins(
 
 
 def _bin_s(history: History) -> float:
-    """A second, over which a counter's resolution does not show; more in a run that takes very long."""
+    """A second, longer than the resolution of the counters; more in a very long run."""
     return max(1.0, history.clock.total_s / _MOST_BINS)
 
 
 def _spread(bins: dict[int, float], joules: float, begin: float, end: float) -> None:
-    """Add energy to the bins between two places, to each by its share."""
+    """Add energy to the bins between two positions, to each by its share."""
     if end <= begin:
         bins[int(begin)] = bins.get(int(begin), 0.0) + joules
         return
@@ -258,7 +202,7 @@ def _spread(bins: dict[int, float], joules: float, begin: float, end: float) -> 
 
 
 def _power_series(run: int, history: History, *, by_kind: bool) -> list[Series]:
-    """The power of all nodes: of each kind of part, or of all of them together."""
+    """The power of all nodes, by kind of device or all together."""
     bin_s = _bin_s(history)
     joules: dict[str, dict[int, float]] = {}
     measured: dict[int, float] = {}
@@ -280,7 +224,7 @@ def _power_series(run: int, history: History, *, by_kind: bool) -> list[Series]:
     return [
         line
         for name, bins in sorted(joules.items())
-        for line in gathered(
+        for line in make_line(
             run,
             name,
             (
@@ -292,47 +236,30 @@ def _power_series(run: int, history: History, *, by_kind: bool) -> list[Series]:
 
 
 def power_panel(histories: Sequence[History]) -> Panel:
-    """Power by kind of part, energy so far, and the power of each GPU."""
+    """Power by kind of device, energy so far, and the power of each GPU."""
     power: list[Series] = []
     energy: list[Series] = []
     for run, history in enumerate(histories):
         power += _power_series(run, history, by_kind=len(histories) == 1)
-        energy += gathered(run, "energy", _cumulative(history))
+        energy += make_line(run, "energy", _cumulative(history))
     if not power:  # the node files are gone, or too short
         power = event_lines(histories, "step_done", "main node", lambda event: event.get("power_w"))
     scale, unit = energy_scale(max((value or 0.0 for line in energy for value in line.y), default=0.0))
     reasons = "; ".join(dict.fromkeys(history.no_bill_reason for history in histories if history.no_bill_reason))
     why = f"There is no measured power: {reasons or 'no counter has been read yet'}."
-    devices = sampled_series(histories, Sampled("gpus", "power_w"))
-    shown, crowd = uncrowded(devices, "GPUs")
-    return Panel(
-        id="power",
-        title="Power and energy",
-        about="Of all nodes together; a mean over each second.",
-        charts=[
-            Chart(
-                id="power", title="Power", y_title="W", series=power, from_zero=True, why_empty=why,
-            ),
-            Chart(
-                id="energy", title="Energy so far", y_title=unit, from_zero=True, why_empty=why,
-                series=[replace(line, y=[None if y is None else y / scale for y in line.y]) for line in energy],
-            ),
-            *(
-                [
-                    Chart(
-                        id="power-gpu", title="Power of each GPU", y_title="W", series=shown, all_series=devices,
-                        from_zero=True, note=crowd,
-                    )
-                ]
-                if len(devices) > 1
-                else []
-            ),
-        ],
-    )  # fmt: skip
+    scaled = [replace(line, y=[None if y is None else y / scale for y in line.y]) for line in energy]
+    charts = [
+        Chart("power", "Power", "W", power, from_zero=True, why_empty=why),
+        Chart("energy", "Energy so far", unit, scaled, from_zero=True, why_empty=why),
+    ]
+    devices = _sampled_chart(histories, "power-gpu", "Power of each GPU", "W", Sampled("gpus", "power_w"))
+    if len(devices.all_series) > 1:
+        charts.append(devices)
+    return Panel("power", "Power and energy", "Of all nodes together; a mean over each second.", charts=charts)
 
 
 def _cumulative(history: History) -> Iterator[tuple[dict[str, float], float]]:
-    """The energy of all nodes so far, as the bill counts it."""
+    """The energy of all nodes so far, from the bill."""
     if history.bill is None:
         return
     joules: dict[int, list[float]] = {}
@@ -349,7 +276,7 @@ def _cumulative(history: History) -> Iterator[tuple[dict[str, float], float]]:
 
 
 def ledger_panel(histories: Sequence[History]) -> Panel:
-    """Where every joule went: a bar and a table, and the reasons for what is missing."""
+    """Where every joule went: a bar, a table, and the reasons for what is missing."""
     billed = [(history, history.bill) for history in histories if history.bill is not None]
     missing = [_named(histories, history, history.no_bill_reason) for history in histories if history.no_bill_reason]
     notes = missing[:] if billed else []
@@ -361,34 +288,21 @@ def ledger_panel(histories: Sequence[History]) -> Panel:
     ]
     scale, unit = energy_scale(max((bill.total_j or 0.0 for _, bill in billed), default=0.0))
     names = [name for name in _PARTS if any(bill.parts_j.get(name) for _, bill in billed)]
-    return Panel(
+    stack = Stack(
         id="ledger",
-        title="Energy ledger",
-        about="Every measured joule is in exactly one part; ± is the most by which the counters can be wrong.",
-        stacks=[
-            Stack(
-                id="ledger",
-                title="Where the energy went",
-                x_title=unit,
-                bars=[history.label for history, _ in billed],
-                parts=[
-                    (_PARTS[name], [(bill.parts_j.get(name) or 0.0) / scale for _, bill in billed]) for name in names
-                ],
-            )
-        ]
-        if names
-        else [],
-        tables=[
-            Table(
-                id="ledger",
-                title="Parts of the energy",
-                columns=["run", "part", "J", "Wh", "share", "± J"],
-                rows=[row for history, bill in billed for row in _ledger_rows(history.label, bill)],
-                first_figure=2,
-            )
-        ]
-        if billed
-        else [],
+        title="Where the energy went",
+        x_title=unit,
+        bars=[history.label for history, _ in billed],
+        parts=[(_PARTS[name], [(bill.parts_j.get(name) or 0.0) / scale for _, bill in billed]) for name in names],
+    )
+    rows = [row for history, bill in billed for row in _ledger_rows(history.label, bill)]
+    columns = ["run", "part", "J", "Wh", "share", "± J"]
+    return Panel(
+        "ledger",
+        "Energy ledger",
+        "Every measured joule is in exactly one part; ± is the largest error of the counters.",
+        stacks=[stack] if names else [],
+        tables=[Table("ledger", "Parts of the energy", columns, rows, first_figure=2)] if billed else [],
         notes=list(dict.fromkeys(notes)),
         why_empty="" if billed else f"There is no bill: {'; '.join(missing)}.",
     )
@@ -403,11 +317,5 @@ def _ledger_rows(label: str, bill: Bill) -> Iterator[list[str]]:
     parts = [(_PARTS.get(name, name), joules, bill.error_j[name]) for name, joules in bill.parts_j.items()]
     whole = ("all", total_j, bill.total_error_j)
     for name, joules, error_j in [*parts, whole]:
-        yield [
-            label,
-            name,
-            f"{joules:,.1f}",
-            f"{joules / 3600:,.3f}",
-            f"{100 * joules / total_j:.1f} %" if total_j else "n/a",
-            f"{error_j:,.1f}",
-        ]
+        share = f"{100 * joules / total_j:.1f} %" if total_j else "n/a"
+        yield [label, name, f"{joules:,.1f}", f"{joules / 3600:,.3f}", share, f"{error_j:,.1f}"]

@@ -48,7 +48,7 @@ function layout(id, more = {}) {
     paper_bgcolor: ground(), plot_bgcolor: "rgba(0,0,0,0)",
     font: { family: 'system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif', color: ink, size: 12 },
     margin: { l: 8, r: 12, t: 28, b: 8 }, autosize: true, hovermode: "closest", uirevision: `${id}-${axis}`,
-    legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom", x: 0, xanchor: "left", uirevision: id, font: { size: 12 } },
+    legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom", x: 0, xanchor: "left", traceorder: "normal", uirevision: id, font: { size: 12 } },
     modebar: { bgcolor: "rgba(0,0,0,0)", color: soft, activecolor: variable("--accent") },
     hoverlabel: { bgcolor: isDark() ? "#20262e" : "#ffffff", bordercolor: soft, font: { color: ink, size: 12 } },
     dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",

@@ -158,7 +158,7 @@ function show(isWhole) {
       if (figures.has(one)) draw(figures.get(one));
     }
   });
-  byId("made").textContent = `Made by stormo on ${new Date(doc.made_unix_s * 1000).toLocaleString("en-GB")}. Drag over a figure to zoom, double-click to come back. Ticks at the foot of a figure are checkpoints, dotted lines are resumes and rollbacks.`;
+  byId("made").textContent = `Made by stormo on ${new Date(doc.made_unix_s * 1000).toLocaleString("en-GB")}. Drag over a figure to zoom, double-click to reset; click a name in a legend to hide its line. Ticks at the foot of a figure are checkpoints, dotted lines are resumes and rollbacks.`;
 }
 
 const redraw = () => { for (const entry of figures.values()) draw(entry); };
@@ -173,7 +173,7 @@ addEventListener("afterprint", () => { isPrinting = false; show(true); });
 
 // ---- live -------------------------------------------------------------------------------------------------------
 
-const STATES = { waiting: "waiting for the run to begin", running: "running", done: "the run has ended: done",
+const STATES = { waiting: "waiting for the run to start", running: "running", done: "the run has ended: done",
   stopped: "the run has ended: stopped, can be resumed", diverged: "the run has ended: diverged",
   failed: "the run has ended: failed", interrupted: "silent for minutes: killed, or very slow" };
 

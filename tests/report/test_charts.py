@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from stormo.report.charts import MOST_LINES, MOST_POINTS, Series, gathered, thin, uncrowded
+from stormo.report.charts import MOST_LINES, MOST_POINTS, Series, make_line, merge_crowd, thin
 
 
 def line(run: int, name: str, values: list[float | None]) -> Series:
@@ -28,16 +28,16 @@ def test_a_short_line_is_left_as_it_is_and_a_gap_stays_a_gap() -> None:
 
 
 def test_a_line_without_a_known_value_is_none() -> None:
-    assert gathered(0, "noise", [({"step": 1.0}, None), ({"step": 2.0}, float("nan"))]) == []
-    [found] = gathered(0, "noise", [({"step": 1.0}, None), ({"step": 2.0}, 3)])
+    assert make_line(0, "noise", [({"step": 1.0}, None), ({"step": 2.0}, float("nan"))]) == []
+    [found] = make_line(0, "noise", [({"step": 1.0}, None), ({"step": 2.0}, 3)])
     assert found.y == [None, 3.0]
 
 
 def test_a_crowd_is_drawn_as_its_lowest_mean_and_highest() -> None:
     few = [line(0, f"worker {rank}", [float(rank)] * 4) for rank in range(MOST_LINES)]
-    assert uncrowded(few, "workers") == (few, "")
+    assert merge_crowd(few, "workers") == (few, "")
     many = [*few, line(0, "worker 12", [12.0] * 4)]
-    drawn, note = uncrowded(many, "workers")
+    drawn, note = merge_crowd(many, "workers")
     assert [one.y for one in drawn] == [[0.0] * 4, [6.0] * 4, [12.0] * 4]
     assert [one.name for one in drawn] == ["lowest of 13 workers", "mean of 13 workers", "highest of 13 workers"]
     assert "13 workers" in note
@@ -45,5 +45,5 @@ def test_a_crowd_is_drawn_as_its_lowest_mean_and_highest() -> None:
 
 def test_a_crowd_of_several_runs_is_one_of_each() -> None:
     many = [line(run, f"worker {rank}", [10.0 * run + rank] * 2) for run in (0, 1) for rank in range(4)]
-    drawn, _ = uncrowded(many, "workers")
+    drawn, _ = merge_crowd(many, "workers")
     assert [(one.run, one.y[0]) for one in drawn] == [(0, 0.0), (0, 1.5), (0, 3.0), (1, 10.0), (1, 11.5), (1, 13.0)]
