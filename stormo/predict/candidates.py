@@ -202,12 +202,12 @@ def _needs_negation(flag: str, words: Sequence[str], config: TrainConfig, candid
 
 def remarks(config: TrainConfig, candidate: Candidate) -> list[str]:
     """Sentences to print beside the command line."""
-    told = []
+    sentences = []
     if "--no-graph" in candidate.flags:
-        told.append("A CUDA graph would keep its own memory, and does not fit.")
+        sentences.append("A CUDA graph would keep its own memory, and does not fit.")
     if int(config.workers.num_nodes) > 1:
-        told.append("Start it on every node (docs/launching.md), or as a job (stormo submit).")
-    return told
+        sentences.append("Start it on every node (docs/launching.md), or as a job (stormo submit).")
+    return sentences
 
 
 def _accumulation_flags(candidate: Candidate, num_splits: int, gpus: Sequence[Gpu], facts: Facts) -> list[str]:

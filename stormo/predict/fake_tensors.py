@@ -14,8 +14,8 @@ from torch import Tensor, UntypedStorage, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from stormo.data.batches import tensors_in
 from stormo.errors import SettingError
 from stormo.layers.max_pool import MaxPool2x2
 from stormo.layers.norm_act import NormAct, add_residual
@@ -72,14 +72,14 @@ class FakeModel:
             for layer in model.modules():
                 if isinstance(layer, nn.modules.batchnorm._NormBase) and not of_norms:
                     continue
-                for name, parameter in layer._parameters.items():
-                    if parameter is not None and parameter.is_floating_point():
+                for name, parameter in [*layer.named_parameters(recurse=False, remove_duplicate=False)]:
+                    if parameter.is_floating_point():
                         if id(parameter) not in made:
                             made[id(parameter)] = nn.Parameter(change(parameter), parameter.requires_grad)
-                        layer._parameters[name] = made[id(parameter)]  # type: ignore[assignment]
-                for name, buffer in layer._buffers.items() if of_norms else ():
-                    if buffer is not None and buffer.is_floating_point():
-                        layer._buffers[name] = change(buffer)
+                        setattr(layer, name, made[id(parameter)])
+                for name, buffer in [*layer.named_buffers(recurse=False, remove_duplicate=False)] if of_norms else []:
+                    if buffer.is_floating_point():
+                        setattr(layer, name, change(buffer))
 
 
 _CONVERSION = torch.ops.aten._to_copy.default
@@ -130,7 +130,7 @@ class MemoryTrace(TorchDispatchMode):
         if function is _QUESTION:
             return result
         is_cast = function is _CONVERSION and _key(arguments[0]) in self._weights
-        for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
+        for tensor in tensors_in(result):
             self._note(tensor, CAST if is_cast else OTHER)
         self._record()
         return result

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from stormo.config import schema
+from stormo.data.batches import tensors_in
 from stormo.errors import SettingError
 from stormo.optim.own import own_optimizer
 from stormo.optim.table import make_optimizer
@@ -107,10 +107,10 @@ def _optimizer_bytes_of_small(
         optimizer.step()
     except Exception as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        told = (
+        notice = (
             f"The state of {type(optimizer).__name__} is taken as two values a parameter, as its step failed: {first}"
         )
-        return {name: 2 * whole.nbytes for whole, name in names.items() if whole.requires_grad}, 0, [told]
+        return {name: 2 * whole.nbytes for whole, name in names.items() if whole.requires_grad}, 0, [notice]
     found = {}
     for whole, twin in small.items():
         sides = dict(zip(twin.shape, whole.shape, strict=True))
@@ -122,7 +122,7 @@ def _optimizer_bytes_of_small(
 
 
 def _tensors(kept: Mapping[Any, Any]) -> list[Tensor]:
-    return [value for value in tree_leaves(dict(kept)) if isinstance(value, Tensor)]
+    return list(tensors_in(dict(kept)))
 
 
 def _bytes_in(kept: Mapping[Any, Any]) -> int:

@@ -65,16 +65,16 @@ def run_labels(folders: Sequence[RunFolder]) -> list[str]:
 
 
 def _write(is_asked: bool, path: Path, text: str) -> None:
-    said = f"--output {path} was set" if is_asked else f"the page would be {path}"
+    what = f"--output {path} was set" if is_asked else f"the page would be {path}"
     instead = "name another file" if is_asked else "name another file with --output"
     if path.exists() and not path.is_file() and not path.is_dir():
         # Root could replace a device by the file.
-        raise SettingError(said, "it is not an ordinary file", instead)
+        raise SettingError(what, "it is not an ordinary file", instead)
     try:
         write_whole(path, text)
     except OSError as error:
-        raise _cannot_write(said, error, instead) from None
+        raise _cannot_write(what, error, instead) from None
 
 
-def _cannot_write(said: str, error: OSError, instead: str) -> SettingError:
-    return SettingError(said, f"it cannot be written ({error.strerror})", instead)
+def _cannot_write(what: str, error: OSError, instead: str) -> SettingError:
+    return SettingError(what, f"it cannot be written ({error.strerror})", instead)

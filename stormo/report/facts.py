@@ -198,16 +198,11 @@ def timeline_panel(histories: Sequence[History]) -> Panel:
         for _, event, kind, words in happenings(history)
     ]
     hidden = len(rows) - MOST_HAPPENINGS
-    table = Table(
-        id="timeline",
-        title="What happened",
-        columns=["run", "running time", "kind", "what"],
-        rows=rows[:MOST_HAPPENINGS],
-    )
+    table = Table("timeline", "What happened", ["run", "running time", "kind", "what"], rows[:MOST_HAPPENINGS])
     return Panel(
-        id="timeline",
-        title="What happened",
-        about="Running time leaves out the pauses between attempts.",
+        "timeline",
+        "What happened",
+        "Running time leaves out the pauses between attempts.",
         tables=[table] if rows else [],
         notes=[f"{hidden:,} later ones are left out."] if hidden > 0 else [],
         why_empty="" if rows else "Nothing has been recorded yet.",
@@ -218,33 +213,24 @@ def fact_panels(histories: Sequence[History]) -> list[Panel]:
     """Configuration, environment and command."""
     configs = [history.config for history in histories]
     environments = [dict(_environment(history.environment)) for history in histories]
-    commands = [
-        [history.label, shlex.join(map(str, history.environment.get("command") or ()))] for history in histories
-    ]
-    known = [row for row in commands if row[1]]
+    commands = [(history.label, history.environment.get("command")) for history in histories]
+    known = [[label, shlex.join(map(str, command))] for label, command in commands if command]
     explanation = [
         Table(
-            id=f"plan-{run}",
-            title=f"How the settings of {history.label} came out",
-            columns=["what", "value and reason"],
-            rows=[[part.strip() for part in (f"{line}  ").split("  ", 1)] for line in history.started["explanation"]],
+            f"plan-{run}",
+            f"Effective values of {history.label}",
+            ["what", "value and reason"],
+            [[part.strip() for part in (f"{line}  ").split("  ", 1)] for line in history.started["explanation"]],
         )
         for run, history in enumerate(histories)
         if history.started.get("explanation")
     ]
+    table = Table("command", "Command", ["run", "command"], known, is_code=True)
+    why = "environment.json has not been written yet."
     return [
-        _compared(
-            "configuration", "Configuration", histories, configs, "config.toml has not been written yet.", explanation
-        ),
-        _compared("environment", "Environment", histories, environments, "environment.json has not been written yet."),
-        Panel(
-            id="command",
-            title="Command",
-            tables=[Table(id="command", title="Command", columns=["run", "command"], rows=known, is_code=True)]
-            if known
-            else [],
-            why_empty="" if known else "environment.json has not been written yet.",
-        ),
+        _compared("Configuration", histories, configs, "config.toml has not been written yet.", explanation),
+        _compared("Environment", histories, environments, why),
+        Panel("command", "Command", tables=[table] if known else [], why_empty="" if known else why),
     ]
 
 
@@ -262,7 +248,6 @@ def _environment(environment: Line) -> Iterator[tuple[str, str]]:
 
 
 def _compared(
-    name: str,
     title: str,
     histories: Sequence[History],
     facts: Sequence[Mapping[str, str]],
@@ -273,13 +258,11 @@ def _compared(
     keys = list(dict.fromkeys(key for one in facts for key in one))
     rows = [[key, *(one.get(key, "–") for one in facts)] for key in keys]
     marked = [position for position, row in enumerate(rows) if len(set(row[1:])) > 1 and row[0] not in _NOT_COMPARED]
-    table = Table(
-        id=name, title=title, columns=["key", *(history.label for history in histories)], rows=rows, marked=marked
-    )
+    table = Table(title.lower(), title, ["key", *(history.label for history in histories)], rows, marked=marked)
     notes = [f"{counted(len(marked), 'key')} of {len(rows)} differ between the runs; they are marked."]
     return Panel(
-        id=name,
-        title=title,
+        title.lower(),
+        title,
         tables=[table, *more] if rows else [],
         notes=notes if len(histories) > 1 and rows else [],
         why_empty="" if rows else why_empty,

@@ -222,8 +222,8 @@ class History:
             if event.get("event") == "run_started":
                 step = int(event.get("resumed_at_step") or 0)  # a run that is started anew begins at 0
             else:
-                told = (event.get(key) for key in ("rolled_back_to_step", "after_step", "step"))
-                step = next((int(one) for one in told if one is not None), step)
+                steps = (event.get(key) for key in ("rolled_back_to_step", "after_step", "step"))
+                step = next((int(one) for one in steps if one is not None), step)
             found.append((step, event))
         return found
 

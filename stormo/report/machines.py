@@ -172,8 +172,10 @@ def _bins(
         if line.get("kind") == "start":
             attempt += 1
             machine = str(line.get("machine") or line.get("host") or node)
-            told = {str(source.get("id")): str(source.get("kind")) for source in line.get("sources") or ()}
-            kinds = {key: kind for key, kind in told.items() if taken.setdefault((machine, key, attempt), node) == node}
+            sources = {str(source.get("id")): str(source.get("kind")) for source in line.get("sources") or ()}
+            kinds = {
+                key: kind for key, kind in sources.items() if taken.setdefault((machine, key, attempt), node) == node
+            }
             before, begin = {}, history.clock.running_s(float(line["time_unix_s"])) / bin_s
         elif line.get("kind") == "energy" and isinstance(line.get("joules"), dict):
             end = history.clock.running_s(float(line["time_unix_s"])) / bin_s

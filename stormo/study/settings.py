@@ -1,4 +1,4 @@
-"""The command line of `stormo scale`: its own options, the runs they ask for, and what each run is told."""
+"""The command line of `stormo scale`: its own options, the runs they ask for, and the arguments of each run."""
 
 from __future__ import annotations
 

@@ -81,49 +81,31 @@ class _NodeEnergy(TypedDict):
     energy_j: float | None
 
 
-_NUMBER, _COUNT, _TEXT = float | None, int | None, str | None
+def _keys(kind: Any, names: str) -> dict[str, Any]:
+    return dict.fromkeys(names.split(), kind | None)
+
+
 _FIGURES = Mapping[str, float | None]
 # The types of the files' keys; a figure that was not measured is null.
 _SUMMARY: Mapping[str, Any] = {
-    **dict.fromkeys(
-        ("run_name", "task", "strategy", "mesh", "device", "precision", "stopped_by", "unit", "mfu_reason", "currency"),
-        _TEXT,
-    ),
-    **dict.fromkeys(("weights_sha256", "sample_order_sha256", "noise_scale_reason", "noise_scale_advice"), _TEXT),
-    **dict.fromkeys(
-        ("diverged_at_step", "world_size", "global_batch_size", "batch_per_pass", "accumulate", "epochs_run", "epochs"),
-        _COUNT,
-    ),
-    **dict.fromkeys(
-        ("steps", "samples_seen", "samples_trained", "num_resumes", "num_rollbacks", "staleness_max"), _COUNT
-    ),
-    **dict.fromkeys(("peak_memory_bytes", "peak_reserved_memory_bytes", "staleness_bound"), _COUNT),
-    **dict.fromkeys(
-        ("train_time_s", "setup_time_s", "wall_time_s", "time_to_target_s", "samples_per_s", "images_per_s", "mfu"),
-        _NUMBER,
-    ),
-    **dict.fromkeys(
-        ("tokens_per_s", "units_per_s", "validation_accuracy", "validation_loss", "best_validation_accuracy"), _NUMBER
-    ),
-    **dict.fromkeys(
-        ("best_validation_loss", "input_wait_fraction", "energy_j", "energy_wh", "energy_error_j", "co2e_g"), _NUMBER
-    ),
-    **dict.fromkeys(
-        ("energy_j_per_sample", "energy_to_target_j", "energy_cost", "noise_scale", "noise_scale_low"), _NUMBER
-    ),
-    **dict.fromkeys(("noise_scale_high", "staleness_mean"), _NUMBER),
-    **dict.fromkeys(
-        ("setup_parts_s", "validation", "energy_parts_j", "energy_parts_error_j", "energy_kinds_j"), _FIGURES | None
-    ),
+    **_keys(str, "run_name task strategy mesh device precision stopped_by unit mfu_reason currency weights_sha256"),
+    **_keys(str, "sample_order_sha256 noise_scale_reason noise_scale_advice"),
+    **_keys(int, "diverged_at_step world_size global_batch_size batch_per_pass accumulate epochs_run epochs steps"),
+    **_keys(int, "samples_seen samples_trained num_resumes num_rollbacks staleness_max staleness_bound"),
+    **_keys(int, "peak_memory_bytes peak_reserved_memory_bytes"),
+    **_keys(float, "train_time_s setup_time_s wall_time_s time_to_target_s samples_per_s images_per_s tokens_per_s"),
+    **_keys(float, "units_per_s mfu validation_accuracy validation_loss best_validation_accuracy best_validation_loss"),
+    **_keys(float, "input_wait_fraction energy_j energy_wh energy_error_j energy_j_per_sample energy_to_target_j"),
+    **_keys(float, "energy_cost co2e_g noise_scale noise_scale_low noise_scale_high staleness_mean"),
+    **_keys(_FIGURES, "setup_parts_s validation energy_parts_j energy_parts_error_j energy_kinds_j"),
     "energy_nodes": list[_NodeEnergy] | None,
     "energy_reasons": list[str] | Mapping[str, Any] | str | None,
     "pipeline": _Pipeline | None,
 }
 _MACHINE: Mapping[str, Any] = {
-    **dict.fromkeys(("host", "platform", "machine", "python", "stormo", "torch", "cuda", "nccl", "gpu"), _TEXT),
-    **dict.fromkeys(("working_folder", "git_commit", "git_commit_reason"), _TEXT),
-    **dict.fromkeys(("num_cpus", "pid", "world_size", "threads"), _COUNT),
-    "time_unix_s": _NUMBER,
+    **_keys(str, "host platform machine python stormo torch cuda nccl gpu working_folder git_commit git_commit_reason"),
+    **_keys(int, "num_cpus pid world_size threads"),
+    "time_unix_s": float | None,
     "git_has_changes": bool | None,
     "command": list[str],
     "launches": list[str] | None,

@@ -47,10 +47,10 @@ def forget_launch(folder: Path, launch: str) -> None:
 def launched_run(folder: Path, launch: str) -> RunFolder | None:
     """The run that a torchrun started, or None."""
     try:
-        said = read_object(_launch_file(folder, launch), max_bytes=_MOST_BYTES)
+        content = read_object(_launch_file(folder, launch), max_bytes=_MOST_BYTES)
     except (BadFileError, FileNotFoundError):
         return None
-    name = said.get("run") if said.get("launch") == launch else None
+    name = content.get("run") if content.get("launch") == launch else None
     return RunFolder(folder / name) if isinstance(name, str) and Path(name).name == name else None
 
 

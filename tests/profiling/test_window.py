@@ -222,7 +222,7 @@ class _HalfWritten:
 def test_half_a_trace_is_not_left_behind(tmp_path: Path, ending: str) -> None:
     window = ProfileWindow(ProfileSpec(first=3, num_steps=4), cast(World, SimpleNamespace(rank=0)), tmp_path)
     window._profiler = cast(Any, _HalfWritten(ending))
-    with pytest.raises(OSError, match="could not write it whole; the disk may be full"):
+    with pytest.raises(OSError, match="the disk may be full"):
         window._write_trace()
     assert list((tmp_path / "profile").iterdir()) == []
 

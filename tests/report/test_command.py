@@ -239,7 +239,7 @@ def test_errors_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         command.main(["mad", *place])
     with pytest.raises(SettingError, match=r"--output .* cannot be written \(No such file"):
         command.main(["made", *place, "--output", str(tmp_path / "no" / "page.html")])
-    with pytest.raises(SettingError, match="--output /dev/null was set, but it is no ordinary file"):
+    with pytest.raises(SettingError, match="--output /dev/null was set, but it is not an ordinary file"):
         command.main(["made", *place, "--output", "/dev/null"])
     (folder / "report.html").mkdir()
     with pytest.raises(SettingError, match=r"^the page was to be .*report\.html, but .* another place by --output"):
