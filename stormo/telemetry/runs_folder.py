@@ -84,7 +84,7 @@ def find_run(folder: Path, name_or_path: str) -> RunFolder:
     if any((path / "slurm.json").is_file() for path in (folder / name_or_path, Path(name_or_path))):
         raise SettingError(
             f"run {name_or_path!r} was asked for",
-            "it was submitted and has not started",
+            "it was submitted and has not begun",
             f"see stormo status {name_or_path}",
         )
     runs = list_runs(folder)

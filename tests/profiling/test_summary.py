@@ -179,7 +179,7 @@ def test_workers_are_joined_by_mean_least_and_most() -> None:
     assert found["operations"] == [{"name": "aten::mm", "time_s": pytest.approx(0.004), "calls": 3.0}]
     said = lines(found)
     assert said[0] == "Profile of steps 10 to 11, 2 workers, by CPU time: 10 ms a step"
-    assert said[4].split() == ["standing", "still", "for", "gradients", "30.0", "%", "3", "ms", "1", "ms", "5", "ms"]
+    assert said[4].split() == ["waiting", "for", "gradients", "30.0", "%", "3", "ms", "1", "ms", "5", "ms"]
     assert said[8].endswith("  3 calls")
     found["operations"][0]["calls"] = 18.3113
     assert lines(found)[8].endswith("  18.3 calls")
