@@ -142,24 +142,21 @@ def _point(runs: Mapping[int, Measurement], base: Mapping[int, Measurement]) -> 
         units_per_s=estimate([one.units_per_s for one in ones]),
         speed_up=speed_up,
         efficiency=speed_up.times(base_workers / workers),
-        j_per_sample=_all(ones, lambda one: one.j_per_sample),
+        j_per_sample=_mean(ones, lambda one: one.j_per_sample, needs_all=True),
         energy_ratio=_against(runs, base, lambda one: one.j_per_sample),
-        time_to_target_s=_some(ones, lambda one: one.time_to_target_s),
-        energy_to_target_j=_some(ones, lambda one: one.energy_to_target_j),
+        time_to_target_s=_mean(ones, lambda one: one.time_to_target_s),
+        energy_to_target_j=_mean(ones, lambda one: one.energy_to_target_j),
         num_reached=sum(one.time_to_target_s is not None for one in ones),
         split=_split(runs, base, 1 - speed_up.value * base_workers / workers) if workers != base_workers else None,
         note=ones[0].note,
     )
 
 
-def _all(ones: Sequence[Measurement], of: Callable[[Measurement], float | None]) -> Estimate | None:
+def _mean(
+    ones: Sequence[Measurement], of: Callable[[Measurement], float | None], *, needs_all: bool = False
+) -> Estimate | None:
     known = [value for one in ones if (value := of(one)) is not None]
-    return estimate(known) if len(known) == len(ones) else None
-
-
-def _some(ones: Sequence[Measurement], of: Callable[[Measurement], float | None]) -> Estimate | None:
-    known = [value for one in ones if (value := of(one)) is not None]
-    return estimate(known) if known else None
+    return None if not known or (needs_all and len(known) < len(ones)) else estimate(known)
 
 
 def _pairs(runs: Mapping[int, Measurement], base: Mapping[int, Measurement]) -> list[tuple[Measurement, Measurement]]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stormo.errors import SettingError, StormoError
+from stormo.errors import StormoError
 from stormo.telemetry.events import EventFile, current_events, read_events
 from stormo.telemetry.folder import RunFolder, read_summary, to_json, write_json
 from stormo.telemetry.record import (
@@ -22,7 +22,6 @@ from stormo.telemetry.record import (
     StepDone,
     ValidationProgress,
 )
-from stormo.telemetry.runs_folder import find_run, list_runs
 
 
 def started(resumed_at_step: int | None = None) -> RunStarted:
@@ -211,15 +210,6 @@ def test_the_summary_appears_at_the_end_and_goes_away_when_the_run_goes_on(tmp_p
     assert read_summary(run) is None
 
 
-def test_write_json_keeps_the_old_file_and_leaves_no_temporary_one_when_it_fails(tmp_path: Path) -> None:
-    path = tmp_path / "summary.json"
-    write_json(path, {"a": 1})
-    with pytest.raises(TypeError):
-        write_json(path, {"a": object()})
-    assert json.loads(path.read_text(encoding="utf-8")) == {"a": 1}
-    assert os.listdir(tmp_path) == ["summary.json"]  # noqa: PTH208
-
-
 def test_what_the_system_refuses_names_the_file(tmp_path: Path) -> None:
     sink = EventFile(RunFolder(tmp_path))
     with Path("/dev/full").open("wb", buffering=0) as full:
@@ -229,80 +219,3 @@ def test_what_the_system_refuses_names_the_file(tmp_path: Path) -> None:
     sink.close()
     with pytest.raises(OSError, match=r": '.*/absent/summary\.json'"):
         write_json(tmp_path / "absent" / "summary.json", {})
-
-
-def test_write_json_syncs_the_content_before_it_publishes_the_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    order: list[str] = []
-    real_fsync, real_replace = os.fsync, Path.replace
-
-    def fsync(fd: int) -> None:
-        order.append("folder" if Path(os.readlink(f"/proc/self/fd/{fd}")) == tmp_path else "content")  # noqa: PTH115
-        real_fsync(fd)
-
-    def replace(source: Path, target: Path) -> Path:
-        order.append("rename")
-        return real_replace(source, target)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(Path, "replace", replace)
-    write_json(tmp_path / "summary.json", {"a": 1})
-    assert order == ["content", "rename", "folder"]
-
-
-@pytest.mark.parametrize("content", ["{", "[1]"])
-def test_a_summary_that_is_not_a_json_object_is_an_error_that_names_the_file(tmp_path: Path, content: str) -> None:
-    (tmp_path / "summary.json").write_text(content, encoding="utf-8")
-    with pytest.raises(StormoError, match=r"summary\.json"):
-        read_summary(RunFolder(tmp_path))
-
-
-def test_checkpoints_are_listed_by_step_without_temporary_folders_and_files(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path)
-    assert run.checkpoint_folders() == []
-    for name in ("step-00000020", "step-100000000", "step-00000003", ".step-00000030.tmp", "step-x"):
-        (run.checkpoints / name).mkdir(parents=True)
-    (run.checkpoints / "step-00000001").touch()
-    names = [path.name for path in run.checkpoint_folders()]
-    assert names == ["step-00000003", "step-00000020", "step-100000000"]
-
-
-def test_runs_are_listed_by_their_first_start_newest_first_and_other_folders_are_left_out(tmp_path: Path) -> None:
-    for name, time_unix_s in (("b", 200.0), ("a", 300.0), ("c", 100.0)):
-        sink = EventFile(RunFolder(tmp_path / name), clock=lambda time_unix_s=time_unix_s: time_unix_s)  # type: ignore[misc]
-        sink.write(started())
-        sink.close()
-    (tmp_path / "not-a-run").mkdir()
-    (tmp_path / "file").touch()
-    assert [run.name for run in list_runs(tmp_path)] == ["a", "b", "c"]
-
-
-def test_a_folder_that_does_not_exist_holds_no_runs(tmp_path: Path) -> None:
-    assert list_runs(tmp_path / "runs") == []
-
-
-def test_a_run_is_found_by_name_and_by_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_all(tmp_path / "runs" / "heron", started())
-    monkeypatch.chdir(tmp_path)
-    assert find_run(tmp_path / "runs", "heron").name == "heron"
-    assert find_run(tmp_path / "elsewhere", "runs/heron/").name == "heron"
-    assert find_run(tmp_path / "elsewhere", str(tmp_path / "runs" / "heron")).name == "heron"
-
-
-def test_an_unknown_run_is_answered_with_the_closest_name(tmp_path: Path) -> None:
-    write_all(tmp_path / "heron", started())
-    with pytest.raises(SettingError, match="did you mean heron"):
-        find_run(tmp_path, "hero")
-    for number in range(6):
-        write_all(tmp_path / f"run-{number}", started())
-    with pytest.raises(SettingError) as raised:
-        find_run(tmp_path, "hero")
-    said = str(raised.value)
-    assert "none of the 7 runs has that name; did you mean heron? the nearest are: heron, " in said
-    assert len(said.partition("are: ")[2].partition(";")[0].split(", ")) == 5
-
-
-def test_a_run_asked_for_where_there_is_none_says_so(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match="there is no run in"):
-        find_run(tmp_path / "runs", "hero")
