@@ -164,10 +164,10 @@ _SUMMARY: Mapping[str, Callable[[History], Figure]] = {
 }
 
 _NOT_COMPARED = ("run.run_name", "run.runs_folder")  # differ always
-MOST_HAPPENINGS = 2000  # on the page
+MOST_TIMELINE_ROWS = 2000  # on the page
 
 
-def happenings(history: History) -> Iterator[tuple[int, Line, str, str]]:
+def timeline(history: History) -> Iterator[tuple[int, Line, str, str]]:
     """What happened in all attempts: step, event, kind and words."""
     for at, event in history.reached:
         name = event.get("event")
@@ -195,10 +195,10 @@ def timeline_panel(histories: Sequence[History]) -> Panel:
     rows = [
         [history.label, format_duration(history.clock.running_s(event["time_unix_s"])), kind, words]
         for history in histories
-        for _, event, kind, words in happenings(history)
+        for _, event, kind, words in timeline(history)
     ]
-    hidden = len(rows) - MOST_HAPPENINGS
-    table = Table("timeline", "What happened", ["run", "running time", "kind", "what"], rows[:MOST_HAPPENINGS])
+    hidden = len(rows) - MOST_TIMELINE_ROWS
+    table = Table("timeline", "What happened", ["run", "running time", "kind", "what"], rows[:MOST_TIMELINE_ROWS])
     return Panel(
         "timeline",
         "What happened",

@@ -82,7 +82,7 @@ function chartFigure(chart) {
 // Checkpoints as ticks at the foot, resumes and rollbacks as dotted lines.
 function marks(name, ink) {
   const shapes = [], annotations = [];
-  for (const mark of doc.happenings) {
+  for (const mark of doc.timeline) {
     const x = places([mark[name]], name)[0];
     const color = isCompared() ? colour(mark.run) : ink;
     const shape = { type: "line", xref: "x", yref: "paper", x0: x, x1: x, y0: 0 };
@@ -131,10 +131,10 @@ function lanesFigure(lanes) {
 }
 
 function stripFigure(strip) {
-  const kinds = EVENT_KINDS.filter((kind) => doc.happenings.some((one) => one.kind === kind));
+  const kinds = EVENT_KINDS.filter((kind) => doc.timeline.some((one) => one.kind === kind));
   const wrapped = (text) => escaped(shorten(text, 300)).replace(/(.{60}\S*) /g, "$1<br>");
   const data = doc.runs.map((run, index) => {
-    const own = doc.happenings.filter((one) => one.run === index);
+    const own = doc.timeline.filter((one) => one.run === index);
     return {
       type: "scatter", mode: "markers", name: escaped(run.name), x: places(own.map((one) => one[axis]), axis),
       y: own.map((one) => kinds.indexOf(one.kind) + (isCompared() ? (index / doc.runs.length - 0.4) * 0.6 : 0)),
@@ -159,7 +159,7 @@ function height({ kind, content, plot }) {
   const legend = 20 * Math.ceil(width / Math.max(plot.clientWidth || 500, 200));
   const laneHeight = () => Math.max(12, Math.min(30, Math.floor(900 / content.rows.length)));
   const body = { chart: () => (window.innerWidth < 640 ? 230 : 270), stack: () => Math.max(84 + 46 * content.bars.length, 134),
-    lanes: () => 84 + laneHeight() * content.rows.length, strip: () => 104 + 26 * new Set(doc.happenings.map((one) => one.kind)).size };
+    lanes: () => 84 + laneHeight() * content.rows.length, strip: () => 104 + 26 * new Set(doc.timeline.map((one) => one.kind)).size };
   return body[kind]() + legend;
 }
 

@@ -97,7 +97,7 @@ function summary() {
 }
 
 function panelNode(panel, isWide) {
-  const strips = panel.id === "timeline" && doc.happenings.length ? [{ id: "timeline", title: "Timeline" }] : [];
+  const strips = panel.id === "timeline" && doc.timeline.length ? [{ id: "timeline", title: "Timeline" }] : [];
   const all = [...panel.stacks.map((one) => figureNode("stack", one, panel)), ...panel.lanes.map((one) => figureNode("lanes", one, panel)), ...panel.charts.map((one) => figureNode("chart", one, panel)), ...strips.map((one) => figureNode("strip", one, panel))];
   const drawn = all.filter((figure) => !figure.classList.contains("absent"));
   return el("section", { id: panel.id, class: isWide ? "panel wide" : "panel", "aria-labelledby": `${panel.id}-heading` },
@@ -124,7 +124,7 @@ function widths(panels) {
   return wide;
 }
 
-const looksOf = (panel, isWide) => JSON.stringify([panel, isWide, doc.time_unit, doc.happenings, doc.runs.map((run) => run.name)]);
+const looksOf = (panel, isWide) => JSON.stringify([panel, isWide, doc.time_unit, doc.timeline, doc.runs.map((run) => run.name)]);
 const shapeOf = (panel) => JSON.stringify([panel.id, panel.notes, panel.tables, panel.why_empty, panel.stacks.map((one) => one.bars.length + one.parts.length), panel.lanes,
   panel.charts.map((chart) => [chart.id, chart.why_empty, chart.note, chart.series.map((line) => [line.run, line.name])])]);
 

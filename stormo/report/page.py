@@ -19,7 +19,7 @@ from typing import Any
 
 from stormo.errors import MissingPackageError
 from stormo.report.charts import MOST_POINTS, STYLE, Chart, Lanes, LineStyle, Panel, Series, line_styles
-from stormo.report.facts import MOST_HAPPENINGS, fact_panels, happenings, summary_figures, timeline_panel
+from stormo.report.facts import MOST_TIMELINE_ROWS, fact_panels, summary_figures, timeline, timeline_panel
 from stormo.report.history import History
 from stormo.report.machines import ledger_panel, machine_panels, power_panel
 from stormo.report.training import pipeline_panel, training_panels
@@ -47,7 +47,7 @@ def make_document(histories: Sequence[History]) -> dict[str, Any]:
     """The document of these runs, thinned to what can be seen."""
     longest_s = max((history.clock.total_s for history in histories), default=0.0)
     unit, seconds, _ = next(row for row in _TIME_UNITS if longest_s < row[2])
-    happened = [one for run, history in enumerate(histories) for one in _happenings(run, history)]
+    happened = [one for run, history in enumerate(histories) for one in _timeline(run, history)]
     return {
         "title": " · ".join(history.label for history in histories),
         "made_unix_s": time.time(),
@@ -62,16 +62,16 @@ def make_document(histories: Sequence[History]) -> dict[str, Any]:
             }
             for history in histories
         ],
-        "happenings": happened[:MOST_HAPPENINGS],
+        "timeline": happened[:MOST_TIMELINE_ROWS],
         "draws_checkpoints": sum(one["kind"] == "checkpoint" for one in happened) <= _CHECKPOINTS_DRAWN,
         "style": STYLE,
         "panels": [_panel(panel, [history.label for history in histories]) for panel in make_panels(histories)],
     }
 
 
-def _happenings(run: int, history: History) -> Iterator[dict[str, Any]]:
+def _timeline(run: int, history: History) -> Iterator[dict[str, Any]]:
     """What happened, with its position on every axis."""
-    for step, event, kind, words in happenings(history):
+    for step, event, kind, words in timeline(history):
         yield {
             "run": run,
             "kind": kind,

@@ -135,10 +135,10 @@ def test_the_figures_are_those_of_the_run(tmp_path: Path) -> None:
     assert [line["name"] for line in found["stragglers"]["series"]] == ["worker 0", "worker 1"]
     assert found["stragglers"]["series"][0]["y"] == [0.0] * 4, "worker 1 waits least: it is the one behind"
     assert min(found["stragglers"]["series"][1]["y"]) > 0
-    kinds = [one["kind"] for one in content["happenings"]]
+    kinds = [one["kind"] for one in content["timeline"]]
     assert kinds == ["start", "checkpoint", "checkpoint", "resume", "checkpoint", "checkpoint", "warning", "end"]
-    assert [(one["step"], one["epoch"]) for one in content["happenings"][2:5]] == [(40, 2.0), (40, 2.0), (60, 3.0)]
-    assert [(one["step"], one["epoch"]) for one in content["happenings"][-2:]] == [(80, 4.0), (80, 4.0)]
+    assert [(one["step"], one["epoch"]) for one in content["timeline"][2:5]] == [(40, 2.0), (40, 2.0), (60, 3.0)]
+    assert [(one["step"], one["epoch"]) for one in content["timeline"][-2:]] == [(80, 4.0), (80, 4.0)]
     figures = content["runs"][0]["figures"]
     assert figures["Accuracy"] == ("91.34 %", "best 91.50 %, loss 0.2500")
     assert figures["Cost"] == ("0.0123 EUR", "12.5 g CO2e")
