@@ -77,17 +77,17 @@ class Cell:
 
 
 def predict(flags: Sequence[str]) -> tuple[int, bool]:
-    """What the forecast says of the way as set, in this process, and whether a pass would be captured."""
-    from stormo.predict.study import Study
-    from stormo.predict.ways import every_way
+    """What the forecast says of the candidate as set, in this process, and whether a pass would be captured."""
+    from stormo.predict.candidates import list_candidates
+    from stormo.predict.forecaster import Forecaster
     from stormo.system.hardware import visible_gpus
     from stormo.training.settings import read_settings
 
     config, task_class = read_settings(list(flags))
     gpus = visible_gpus()[:1]
-    study = Study(task_class(config.task_options), config, gpus)
-    (way,) = [way for way in every_way(config, gpus, study.facts) if way.is_as_set]
-    _, found = study.forecast(way)
+    study = Forecaster(task_class(config.task_options), config, gpus)
+    (candidate,) = [candidate for candidate in list_candidates(config, gpus, study.facts) if candidate.is_as_set]
+    _, found = study.forecast(candidate)
     if found is None or found.largest_batch is None:
         sys.exit(f"stormo predict {' '.join(flags)} does not know: {study.notices}")
     return round(found.allocated_bytes), found.terms["captured"] > 0

@@ -51,6 +51,7 @@ class SettingError(StormoError, ValueError):
 
     def __init__(self, what: str, why: str, instead: str) -> None:
         super().__init__(f"{what}, but {why}; {instead}.")
+        self.what, self.why, self.instead = what, why, instead
 
 
 class MissingPackageError(StormoError, ImportError):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from stormo.config.options import Parser
 from stormo.errors import SettingError, counted
-from stormo.telemetry.finding import find_run
+from stormo.telemetry.runs_folder import find_run
 from stormo.telemetry.text import format_bytes, write_text
 
 if TYPE_CHECKING:

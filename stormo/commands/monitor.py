@@ -24,9 +24,16 @@ from stormo.energy.nvml import Device, NvmlUnavailableError, open_nvml
 from stormo.energy.vitals import Vitals
 from stormo.errors import SettingError, StormoError, counted
 from stormo.system.files import open_to_append, whole_lines_bytes, write_all
-from stormo.telemetry.live import can_redraw, steady_console
-from stormo.telemetry.overview import align
-from stormo.telemetry.text import discard, encodable, format_duration, nobody_reads, write_text
+from stormo.telemetry.runs_folder import align
+from stormo.telemetry.text import (
+    can_redraw,
+    discard,
+    encodable,
+    format_duration,
+    nobody_reads,
+    steady_console,
+    write_text,
+)
 
 _SHORTEST_S, _LONGEST_S = 0.1, 86400.0  # drivers renew their figures about ten times a second
 _FIRST_S = 0.2  # the first sample is shown so soon: rates need two readings

@@ -15,9 +15,8 @@ from pathlib import Path
 
 from stormo.config.options import Parser
 from stormo.errors import SettingError
-from stormo.telemetry.files import to_json
-from stormo.telemetry.finding import list_runs
-from stormo.telemetry.overview import MISSING, RunOverview, align, overview
+from stormo.telemetry.folder import to_json
+from stormo.telemetry.runs_folder import MISSING, RunOverview, align, list_runs, overview
 from stormo.telemetry.text import format_duration, format_figure, format_rate, unit_rate, write_text
 
 _TITLES = ("name", "task", "state", "epochs", "accuracy", "loss", "speed", "time", "workers")

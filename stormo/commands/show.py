@@ -16,12 +16,10 @@ from stormo.config.options import Parser
 from stormo.energy import read_bill
 from stormo.energy.summary import joules_text
 from stormo.errors import counted
+from stormo.telemetry.environment import job_words
 from stormo.telemetry.events import current_events, read_events, speed_of
-from stormo.telemetry.files import to_json
-from stormo.telemetry.finding import find_run
-from stormo.telemetry.folder import RunFolder, read_environment, read_summary
-from stormo.telemetry.job import job_words
-from stormo.telemetry.overview import MISSING, RunOverview, align, flat_config, last_event, overview
+from stormo.telemetry.folder import RunFolder, read_environment, read_summary, to_json
+from stormo.telemetry.runs_folder import MISSING, RunOverview, align, find_run, flat_config, last_event, overview
 from stormo.telemetry.text import (
     encodable,
     format_duration,

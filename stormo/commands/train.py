@@ -25,7 +25,7 @@ from stormo.system.early_signals import leave_if_warned
 from stormo.system.process import STARTED, own_command, process_start_unix_s
 from stormo.tasks.check import add_method_note, check_task
 from stormo.tasks.task import Task
-from stormo.telemetry.finding import default_run_name
+from stormo.telemetry.runs_folder import default_run_name
 from stormo.training import staging
 from stormo.training.settings import Settings, checked, handed_settings, merged_settings
 from stormo.version import __version__

@@ -16,7 +16,7 @@ from typing import Any
 from stormo.energy.meter import Meter, Window
 from stormo.energy.nodefile import PHASES, LineFile
 from stormo.system.files import make_folder
-from stormo.telemetry.files import to_json
+from stormo.telemetry.folder import to_json
 
 _POWER_SPAN_S = 3.0
 _SHORTEST_POWER_SPAN_S = 0.5

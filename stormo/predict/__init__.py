@@ -1,6 +1,5 @@
-"""The verb `predict`: whether a training will fit on GPUs that are not here, by which strategy and at which batch.
+"""The verb `predict`: will a training fit on GPUs that are not here, with which strategy and batch?
 
-`model` counts parameters and the optimizer's state, `passes` what a pass holds from operation to operation; both on
-tensors without memory. `ways` lists how the model could be spread, `forecast` is the arithmetic on what `terms` names,
-`advice` the sentence.
+`candidates` lists the ways to train, `model` counts parameters and optimizer state, `tracing` what a forward and
+backward pass holds, both on `fake_tensors`; `forecast` is the arithmetic on these counts, `advice` chooses.
 """

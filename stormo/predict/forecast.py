@@ -1,74 +1,269 @@
-"""The arithmetic: what one worker holds under a way to spread the model, and the largest batch that leaves room.
+"""The memory of one worker as arithmetic on counted bytes, and the largest batch that fits.
 
-Pure functions over counted bytes. What is a rule of thumb and not counted is in `terms.RULES`.
+Pure functions. What is a rule of thumb and not counted is in `RULES`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from stormo.predict.curve import Curve, Load, Rows
-from stormo.predict.terms import GIB, MIB, Forecast, Model, Parameter, Spread
 from stormo.system.hardware import GPU_SHARE
+
+MIB, GIB = 2**20, 2**30
+# Terms that are rules of thumb and not counted.
+RULES = {
+    "workspace": "64 MiB for cuBLAS and cuDNN",
+    "context": "0.75 GiB for CUDA and its kernels, and 0.5 GiB for NCCL with several workers",
+    "captured": "a second workspace, and what a short last batch or a validation needs beside the memory of the CUDA "
+    "graph (--no-graph)",
+    "buckets": "with zero2 four of 25 MiB each, or of the largest parameter",
+    "gathered": "with fsdp what is outside of blocks, two blocks, and the gradients of one block",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterSize:
+    """The size of one parameter."""
+
+    name: str
+    num_bytes: int
+    num_values: int
+    num_rows: int
+    is_trained: bool
+    dtype: str = "float32"
+    state_bytes: int = 0  # of the optimizer
+    block: str = ""  # its FSDP unit; empty outside of all
+    keeps_format: bool = False  # FSDP gathers batch norms in their own dtype
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSize:
+    """The size of a model and of its optimizer's state."""
+
+    parameters: tuple[ParameterSize, ...]
+    buffer_bytes: int
+    step_bytes: int  # temporary memory of an optimizer step, for all parameters
+    optimizer: str
+    notices: tuple[str, ...] = ()
+
+    @property
+    def num_trained(self) -> int:
+        """Number of trained values."""
+        return sum(one.num_values for one in self.parameters if one.is_trained)
+
+    @property
+    def num_frozen(self) -> int:
+        """Number of frozen values."""
+        return sum(one.num_values for one in self.parameters if not one.is_trained)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all parameters."""
+        return sum(one.num_bytes for one in self.parameters)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of those that are trained."""
+        return sum(one.num_bytes for one in self.parameters if one.is_trained)
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the optimizer."""
+        return sum(one.state_bytes for one in self.parameters)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelSpec:
+    """How the model is parallelised, as far as it matters for the memory of a worker."""
+
+    num_workers: int = 1
+    workers_per_node: int = 1
+    shard: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    zero: int = 0
+    offload: bool = False
+    recompute: bool = False
+    half_bytes: int | None = None  # of a value under autocast
+    batch: int = 1  # samples of one worker in one micro-batch
+    accumulate: int = 1  # micro-batches of a step
+    micro_batches: int = 1  # of the pipeline
+    in_flight: float = 1.0  # pipeline micro-batches whose activations are held at a time
+    graph: bool = False
+    tail: int | None = None  # samples of an epoch's short last batch, 0: there is none, None: not known
+    data_bytes: int = 0  # of the data set, or of a prefetched batch, on the device
+    merge_blocks: bool = False  # into fewer FSDP units, on one worker
+    copies: int = 1  # DDP replicas, whose gradient buckets stay allocated
+    averages_weights: bool = False  # of workers with local updates
+    extra_copies: int = 0  # of the weights for an outer step, or of the gradients for PowerSGD
+    servers: int = 0
+    server_buffers: int = 0  # for gradients that arrive at a server
+    cut: frozenset[str] = frozenset()  # parameters that are sharded along tensor
+    stages: tuple[frozenset[str], ...] = ()  # parameters of each worker along pipeline
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forecast:
+    """Bytes of the worker that holds the most."""
+
+    terms: dict[str, float]
+    host_bytes: float  # of all workers of a node
+    batch: int
+    limit_bytes: float
+    largest_batch: int | None  # that fits; None where activations are not known
+    largest_micro_batch: int = 0  # the same where a step has several and gradients accumulate
+    kept_bytes: float | None = None  # activations when backward begins
+
+    @property
+    def total_bytes(self) -> float:
+        """All terms."""
+        return sum(self.terms.values())
+
+    @property
+    def allocated_bytes(self) -> float:
+        """What torch's allocator sees: all terms but CUDA's own."""
+        return self.total_bytes - self.terms["context"]
+
+    @property
+    def fits(self) -> bool:
+        """True where the total is within the limit."""
+        return self.total_bytes <= self.limit_bytes
+
+
+Rows = Sequence[tuple[int, int, int]]  # bytes of (other, casts, gradients) after each operation
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryCurve:
+    """Bytes alive after each operation of a forward and backward pass, at two batch sizes.
+
+    The operations are the same at every size, so the bytes after each are linear in the size.
+    """
+
+    sizes: tuple[int, int]
+    rows: tuple[Rows, Rows]
+    kept: tuple[int, int]  # alive when backward begins
+
+    def kept_at(self, size: float) -> float:
+        """Bytes of activations kept for backward."""
+        return _line(self.sizes, self.kept, size)
+
+    @property
+    def kept_per_sample(self) -> float:
+        """The slope of `kept_at`."""
+        return (self.kept[1] - self.kept[0]) / (self.sizes[1] - self.sizes[0])
+
+    def peak(self, size: float, load: Load) -> float:
+        """The peak of a pass, beyond what is always allocated."""
+        return max(fixed + slope * size for fixed, slope in self._lines(load))
+
+    def largest(self, room: float, load: Load) -> int:
+        """The largest size whose peak fits; 0 where none does."""
+        most = float("inf")
+        for fixed, slope in self._lines(load):
+            if slope > 0:
+                most = min(most, (room - fixed) / slope)
+            elif fixed > room:
+                return 0
+        return max(0, int(min(most, 2**40)))
+
+    def _lines(self, load: Load) -> list[tuple[float, float]]:
+        first, second = (self._loaded(rows, load) for rows in self.rows)
+        if len(first) != len(second):  # another number of operations: only the peaks compare
+            first, second = [max(first)], [max(second)]
+        low, high = self.sizes
+        lines = []
+        for one, two in zip(first, second, strict=True):
+            slope = (two - one) / (high - low)
+            lines.append((one - slope * low, slope))
+        return lines
+
+    def _loaded(self, rows: Rows, load: Load) -> list[float]:
+        whole = max((gradients for _, _, gradients in rows), default=0) or 1
+        found = []
+        for other, casts, gradients in rows:
+            done = gradients / whole
+            held = load.gradient_bytes if load.keeps_gradients else done * load.gradient_bytes
+            found.append(load.share * (other + load.cast_share * casts) + held + (1 - done) * load.falling_bytes)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """How a strategy changes the memory of a traced pass."""
+
+    gradient_bytes: float = 0.0  # of this worker, when all are there
+    keeps_gradients: bool = False  # always allocated, as with ddp
+    falling_bytes: float = 0.0  # gathered weights that are freed during backward
+    cast_share: float = 1.0  # of the copies of weights in another format
+    share: float = 1.0  # of the activations
+
+
+def _line(sizes: tuple[int, int], values: tuple[float, float], size: float) -> float:
+    slope = (values[1] - values[0]) / (sizes[1] - sizes[0])
+    return values[0] + slope * (size - sizes[0])
+
 
 _BUCKET_BYTES = 25 * MIB
 _WORKSPACE_BYTES = 64 * MIB
 _CONTEXT_BYTES, _NCCL_BYTES = GIB * 3 // 4, GIB // 2
-_LONE_GROUPS = 4  # units of fsdp on one worker, which has nothing to free between them
+_SINGLE_WORKER_UNITS = 4  # FSDP units on one worker, which frees nothing between them
 
 
-def forecast(model: Model, spread: Spread, curve: Curve | None, memory_bytes: int, validation: Rows = ()) -> Forecast:
-    """What a worker holds; of the stages of a pipeline the one that holds most."""
-    names = spread.stages or (None,)
-    every = [_of_stage(model, spread, curve, memory_bytes, stage, validation) for stage in names]
+def forecast(
+    model: ModelSize, spec: ParallelSpec, curve: MemoryCurve | None, memory_bytes: int, validation: Rows = ()
+) -> Forecast:
+    """The memory of a worker; with a pipeline, of the stage that holds the most."""
+    names = spec.stages or (None,)
+    every = [_stage_forecast(model, spec, curve, memory_bytes, stage, validation) for stage in names]
     most = max(every, key=lambda one: one.total_bytes)
     sizes = [one.largest_batch for one in every if one.largest_batch is not None]
     host = sum(one.host_bytes for one in every) / len(every)
     return Forecast(
         terms=most.terms,
-        host_bytes=host * spread.workers_per_node,
+        host_bytes=host * spec.workers_per_node,
         batch=most.batch,
-        room_bytes=most.room_bytes,
+        limit_bytes=most.limit_bytes,
         largest_batch=min(sizes) if len(sizes) == len(every) else None,
-        largest_pass=min(one.largest_pass for one in every),
+        largest_micro_batch=min(one.largest_micro_batch for one in every),
         kept_bytes=most.kept_bytes,
     )
 
 
-def _of_stage(
-    model: Model,
-    spread: Spread,
-    curve: Curve | None,
+def _stage_forecast(
+    model: ModelSize,
+    spec: ParallelSpec,
+    curve: MemoryCurve | None,
     memory_bytes: int,
     stage: frozenset[str] | None,
     validation: Rows,
 ) -> Forecast:
-    is_captured = spread.graph and spread.accumulate == 1
+    is_captured = spec.graph and spec.accumulate == 1
     own = [one for one in model.parameters if stage is None or one.name in stage]
-    zero, trained = spread.zero, [one for one in own if one.is_trained]
-    weights = sum(_bytes(one, one.num_bytes, spread, zero >= 3) for one in own)
-    gradients = sum(_bytes(one, one.num_bytes, spread, zero >= 2) for one in trained)
-    state = sum(_bytes(one, one.state_bytes, spread, zero >= 1) for one in own)
-    rows = sum(_bytes(one, one.num_bytes, spread, cut=True) for one in own)
+    zero, trained = spec.zero, [one for one in own if one.is_trained]
+    weights = sum(_bytes(one, one.num_bytes, spec, zero >= 3) for one in own)
+    gradients = sum(_bytes(one, one.num_bytes, spec, zero >= 2) for one in trained)
+    state = sum(_bytes(one, one.state_bytes, spec, zero >= 1) for one in own)
+    rows = sum(_bytes(one, one.num_bytes, spec, cut=True) for one in own)
     part = sum(one.num_bytes for one in own) / max(model.weight_bytes, 1)  # of the layers
-    step = model.step_bytes * sum(_bytes(one, one.num_bytes, spread, zero >= 1) for one in own)
+    step = model.step_bytes * sum(_bytes(one, one.num_bytes, spec, zero >= 1) for one in own)
     step /= max(model.weight_bytes, 1)
-    buckets = _buckets(own, spread)
-    if zero == 1:  # in which weights travel after a step, when no activations are there
+    buckets = _buckets(own, spec)
+    if zero == 1:  # buckets carry weights after a step, when no activations are left
         step, buckets = step + buckets, 0.0
     host = 0.0
     trained_bytes = float(sum(one.num_bytes for one in trained))
-    state += spread.kept_copies * trained_bytes
-    if spread.servers:
-        host = trained_bytes + _kept_by_servers(spread, trained_bytes, state + step) / spread.workers_per_node
+    state += spec.extra_copies * trained_bytes
+    if spec.servers:
+        host = trained_bytes + _server_bytes(spec, trained_bytes, state + step) / spec.workers_per_node
         state = step = 0.0
-    if spread.offload:
-        host = rows + state + sum(_bytes(one, one.num_bytes, spread, cut=True) for one in trained)
+    if spec.offload:
+        host = rows + state + sum(_bytes(one, one.num_bytes, spec, cut=True) for one in trained)
         state, step = 0.0, step if zero == 1 else 0.0
         if zero == 3:
             weights = gradients = 0.0
-    gathered, falling = _gathered(own, spread) if zero == 3 else (0.0, 0.0)
+    gathered, falling = _gathered(own, spec) if zero == 3 else (0.0, 0.0)
     terms = {
         "weights": weights,
         "gradients": gradients,
@@ -77,124 +272,119 @@ def _of_stage(
         "gathered": gathered,
         "buckets": buckets,
         "buffers": float(model.buffer_bytes),
-        "data": float(spread.data_bytes),
+        "data": float(spec.data_bytes),
         "workspace": float(_WORKSPACE_BYTES),
-        "context": float(_CONTEXT_BYTES + _NCCL_BYTES * (spread.num_workers > 1)),
-        "captured": float(_WORKSPACE_BYTES) if is_captured else 0.0,  # of a stream of its own
+        "context": float(_CONTEXT_BYTES + _NCCL_BYTES * (spec.num_workers > 1)),
+        "captured": float(_WORKSPACE_BYTES) if is_captured else 0.0,  # of its own stream
     }
     room = GPU_SHARE * memory_bytes
     free = room - sum(terms.values()) + gradients
     if curve is None:
         terms["activations"] = max(step, falling)
-        return Forecast(terms=terms, host_bytes=host, batch=spread.batch, room_bytes=room, largest_batch=None)
+        return Forecast(terms=terms, host_bytes=host, batch=spec.batch, limit_bytes=room, largest_batch=None)
     load = Load(
         gradient_bytes=gradients,
-        # Views of ddp's buckets, or those of the passes before.
-        keeps_gradients=(zero < 2 and spread.copies * spread.shard > 1) or spread.accumulate > 1 or spread.pipeline > 1,
+        # Views of DDP's buckets, or gradients of earlier micro-batches.
+        keeps_gradients=(zero < 2 and spec.copies * spec.shard > 1) or spec.accumulate > 1 or spec.pipeline > 1,
         falling_bytes=falling,
         cast_share=0.0 if zero == 3 else part,
-        share=spread.in_flight / spread.pipeline,
+        share=spec.in_flight / spec.pipeline,
     )
-    size = spread.batch / spread.micro_batches
+    size = spec.batch / spec.micro_batches
     at_rest = gradients if load.keeps_gradients else 0.0
     judging = max((load.share * (other + load.cast_share * casts) for other, casts, _ in validation), default=0.0)
-    judging += trained_bytes if spread.averages else 0.0  # a worker's own weights, while the mean is judged
-    # Weights are averaged, or stepped by their mean change, when gradients have gone, of which there is as much.
+    judging += trained_bytes if spec.averages_weights else 0.0  # its own weights, while the mean is validated
+    # Weights are averaged after the gradients, which are as large, are freed.
     floor = max(step + gradients, judging + at_rest, gradients)
-    # A smaller pass is one of several, and finds the gradients of those before it. Several are not captured.
+    # A smaller micro-batch is one of several: it finds earlier gradients, and is not captured.
     again = replace(load, keeps_gradients=True)
     free_again = free + (_WORKSPACE_BYTES if is_captured else 0)
-    largest_pass = curve.largest(free_again, again) * spread.micro_batches if floor <= free_again else 0
+    largest_micro_batch = curve.largest(free_again, again) * spec.micro_batches if floor <= free_again else 0
     if is_captured:
-        terms["activations"], others, largest = _captured(curve, spread, load, free, state, max(step, judging))
+        terms["activations"], others, largest = _captured(curve, spec, load, free, state, max(step, judging))
         terms["captured"] += others
     else:
         terms["activations"] = max(curve.peak(size, load), floor) - gradients
-        largest = curve.largest(free, load) * spread.micro_batches if floor <= free else 0
+        largest = curve.largest(free, load) * spec.micro_batches if floor <= free else 0
     return Forecast(
         terms=terms,
         host_bytes=host,
-        batch=spread.batch,
-        room_bytes=room,
+        batch=spec.batch,
+        limit_bytes=room,
         largest_batch=largest,
-        largest_pass=largest_pass,
+        largest_micro_batch=largest_micro_batch,
         kept_bytes=curve.kept_at(size) * load.share,
     )
 
 
 def _captured(
-    curve: Curve, spread: Spread, load: Load, free: float, state: float, beside: float
+    curve: MemoryCurve, spec: ParallelSpec, load: Load, free: float, state: float, beside: float
 ) -> tuple[float, float, int]:
-    """What a pass keeps that is replayed as a CUDA graph, what others take beside it, and the largest batch.
+    """What a CUDA graph keeps, what runs beside it need, and the largest batch.
 
-    Args:
-        curve: of a pass.
-        spread: over one worker.
-        load: of its passes, which make gradients of their own.
-        free: what is left of the room for passes and gradients.
-        state: of the optimizer, which is not there yet when the pass is captured.
-        beside: what a step or a validation takes.
+    `free` is left for passes and gradients, `state` is allocated only after the capture, `beside` is what a step or a
+    validation needs.
     """
-    gradients, size = load.gradient_bytes, spread.batch
+    gradients, size = load.gradient_bytes, spec.batch
     kept = max(curve.peak(size, load), gradients)
-    short = curve.peak(size if spread.tail is None else spread.tail, load) if spread.tail != 0 else 0.0
-    # What is captured has been run before, twice in a row.
+    short = curve.peak(size if spec.tail is None else spec.tail, load) if spec.tail != 0 else 0.0
+    # Before the capture the pass has run twice.
     again = replace(load, keeps_gradients=True)
     others = max(beside, short, curve.peak(size, again) - kept - state)
     sizes = curve.largest(free / 2, load), curve.largest(free - beside, load), curve.largest(free + state, again)
     largest = min(sizes) if gradients + beside <= free else 0
-    if kept + others <= free:  # its last batch may be shorter than that of other sizes
+    if kept + others <= free:  # its last batch may be shorter than with other sizes
         largest = max(largest, size)
     return kept - gradients, others, largest
 
 
-def _kept_by_servers(spread: Spread, trained_bytes: float, others: float) -> float:
-    """Host memory of the first node's servers: weights, what comes in, and what the optimizer has and needs."""
-    part = min(spread.servers, spread.workers_per_node) / spread.servers
-    return part * (trained_bytes * (1 + spread.rooms) + others)
+def _server_bytes(spec: ParallelSpec, trained_bytes: float, others: float) -> float:
+    """Host memory of the servers on the first node: weights, incoming gradients, and the optimizer."""
+    part = min(spec.servers, spec.workers_per_node) / spec.servers
+    return part * (trained_bytes * (1 + spec.server_buffers) + others)
 
 
-def _bytes(one: Parameter, num_bytes: float, spread: Spread, cut: bool) -> float:
-    """What a worker has of something that is as large as a parameter: the longest share of its rows."""
-    if one.name in spread.cut:
-        num_bytes /= spread.tensor
-    if not cut or spread.shard == 1:
+def _bytes(one: ParameterSize, num_bytes: float, spec: ParallelSpec, cut: bool) -> float:
+    """A worker's share of something as large as a parameter: the longest share of its rows."""
+    if one.name in spec.cut:
+        num_bytes /= spec.tensor
+    if not cut or spec.shard == 1:
         return float(num_bytes)
-    return num_bytes * -(-one.num_rows // spread.shard) / max(one.num_rows, 1)
+    return num_bytes * -(-one.num_rows // spec.shard) / max(one.num_rows, 1)
 
 
-def _gathered(own: Sequence[Parameter], spread: Spread) -> tuple[float, float]:
-    """Whole weights that fsdp has on the device: what stays, and what goes as backward goes on."""
+def _gathered(own: Sequence[ParameterSize], spec: ParallelSpec) -> tuple[float, float]:
+    """Weights that FSDP has gathered: what stays, and what is freed during backward."""
     blocks: dict[str, float] = {}
     values: dict[str, float] = {}
     for one in own:
-        narrowed = spread.half_bytes is not None and not one.keeps_format
-        per_value = spread.half_bytes if narrowed and spread.half_bytes else one.num_bytes / max(one.num_values, 1)
-        parts = spread.tensor if one.name in spread.cut else 1
+        narrowed = spec.half_bytes is not None and not one.keeps_format
+        per_value = spec.half_bytes if narrowed and spec.half_bytes else one.num_bytes / max(one.num_values, 1)
+        parts = spec.tensor if one.name in spec.cut else 1
         blocks[one.block] = blocks.get(one.block, 0.0) + one.num_values * per_value / parts
-        # Its gradients in the format of the pass, and once more in float32, in which they are summed.
+        # Gradients in the dtype of the pass, and once more in float32, in which they are summed.
         values[one.block] = values.get(one.block, 0.0) + one.is_trained * one.num_values * (per_value + 4) / parts
     root, root_values = blocks.pop("", 0.0), values.pop("", 0.0)
     sizes, on_their_way = list(blocks.values()), list(values.values())
-    if spread.shard > 1:
+    if spec.shard > 1:
         return root + 2 * max(sizes, default=0.0) + max([*on_their_way, root_values]), 0.0
-    if spread.merges and sizes:
-        count = -(-len(sizes) // _LONE_GROUPS)
+    if spec.merge_blocks and sizes:
+        count = -(-len(sizes) // _SINGLE_WORKER_UNITS)
         on_their_way = [sum(on_their_way[start : start + count]) for start in range(0, len(sizes), count)]
     return max([*on_their_way, root_values]), root + sum(sizes)
 
 
-def _buckets(own: Sequence[Parameter], spread: Spread) -> float:
-    if spread.zero not in (1, 2) or spread.shard * spread.copies == 1:
+def _buckets(own: Sequence[ParameterSize], spec: ParallelSpec) -> float:
+    if spec.zero not in (1, 2) or spec.shard * spec.copies == 1:
         return 0.0
     largest = max((one.num_bytes for one in own), default=0)
-    return float(max(_BUCKET_BYTES, largest) * (2 if spread.zero == 1 else 4))
+    return float(max(_BUCKET_BYTES, largest) * (2 if spec.zero == 1 else 4))
 
 
-def gpus_needed(model: Model, spread: Spread, one: Forecast) -> int | None:
-    """How many workers along shard would hold it under fsdp with this batch; None where no number would."""
+def gpus_needed(model: ModelSize, spec: ParallelSpec, one: Forecast) -> int | None:
+    """How many workers fsdp needs for this batch; None where no number would do."""
     cut = model.weight_bytes + model.gradient_bytes + model.state_bytes
     whole = one.total_bytes - sum(one.terms[name] for name in ("weights", "gradients", "state"))
-    if whole >= one.room_bytes:
+    if whole >= one.limit_bytes:
         return None
-    return max(spread.num_workers, int(-(-cut // (one.room_bytes - whole))))
+    return max(spec.num_workers, int(-(-cut // (one.limit_bytes - whole))))

@@ -1,52 +1,51 @@
-"""What a model and its optimizer come to, counted on tensors without memory."""
+"""Counts a model and its optimizer on tensors without memory, and what a strategy cuts of them."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from stormo.config import schema
+from stormo.data.batches import tensors_in
 from stormo.errors import SettingError
 from stormo.optim.own import own_optimizer
 from stormo.optim.table import make_optimizer
 from stormo.parallel.blocks import blocks_of
+from stormo.parallel.classifier import find_classifier
 from stormo.parallel.pipeline.orders import stages_of
 from stormo.parallel.pipeline.pieces import find_pieces
 from stormo.parallel.pipeline.split import into_stages
 from stormo.parallel.shard import _has_statistics
 from stormo.parallel.tensor import KINDS
-from stormo.parallel.tensor_plan import COLUMN, ROW, derive_plan, matched
-from stormo.predict.blank import Blank
-from stormo.predict.terms import Model, Parameter
-from stormo.predict.watching import OTHER, Watch, storage_of
+from stormo.parallel.tensor_plan import COLUMN, GATHERED, ROW, WHOLE_ROW, derive_plan, matched
+from stormo.predict.fake_tensors import OTHER, FakeModel, MemoryTrace, storage_of
+from stormo.predict.forecast import ModelSize, ParameterSize
 from stormo.tasks.task import Task
 
-_SIDES = (7, 11, 13, 17, 19, 23, 29, 31)  # of small parameters, each another: what is as long is known by its length
+_SIDES = (7, 11, 13, 17, 19, 23, 29, 31)  # of small parameters, all different, so that a side is known by its length
 
 
-def count_model(task: Task, blank: Blank, settings: schema.TrainConfig) -> Model:
-    """Parameters, buffers and the state of the optimizer, which takes two steps for it.
+def count_model(task: Task, fake_model: FakeModel, settings: schema.TrainConfig) -> ModelSize:
+    """Count parameters, buffers and the state of the optimizer, which takes two steps for it.
 
-    Args:
-        task: whose model it is; its own optimizer is made, where it has one.
-        blank: the model; what the optimizer leaves out is frozen in it.
-        settings: of the run.
+    Parameters that the task's optimizer leaves out are frozen in `fake_model`.
     """
-    twin, fake = blank.model(), blank.fake
+    twin, fake = fake_model.model(), fake_model.fake
     optimizer = own_optimizer(task.optimizer, twin) or make_optimizer(twin, settings.optimizer)
-    blank.frozen |= {name for name, parameter in twin.named_parameters() if not parameter.requires_grad}
-    state, step_bytes, notices = _stepped(twin, optimizer, fake)
+    fake_model.frozen |= {name for name, parameter in twin.named_parameters() if not parameter.requires_grad}
+    state, step_bytes, notices = _optimizer_bytes(twin, optimizer, fake)
     units = blocks_of(twin, settings.sharding.shard_modules)
-    return Model(
+    return ModelSize(
         parameters=tuple(
-            Parameter(
+            ParameterSize(
                 name=name,
                 num_bytes=parameter.nbytes,
                 num_values=parameter.numel(),
@@ -62,36 +61,40 @@ def count_model(task: Task, blank: Blank, settings: schema.TrainConfig) -> Model
         buffer_bytes=sum(buffer.nbytes for buffer in twin.buffers()),
         step_bytes=step_bytes,
         optimizer=type(optimizer).__name__,
-        notices=(*blank.notices, *notices),
+        notices=(*fake_model.notices, *notices),
     )
 
 
-def _stepped(model: nn.Module, optimizer: Optimizer, fake: FakeTensorMode) -> tuple[dict[str, int], int, list[str]]:
-    """Bytes of state by parameter, the most that a step needs beside it, and what is not known."""
+def _optimizer_bytes(
+    model: nn.Module, optimizer: Optimizer, fake: FakeTensorMode
+) -> tuple[dict[str, int], int, list[str]]:
+    """Bytes of state by parameter, the temporary memory of a step, and notices of what is not known."""
     is_fused = all(group.get("fused") for group in optimizer.param_groups)
     for group in optimizer.param_groups:
-        if group.get("fused"):  # the same state, by operations whose shapes torch knows
+        if group.get("fused"):  # same state, from operations with known shapes
             group["fused"] = group["foreach"] = False
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     with fake:
         for parameter in names:
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
     try:
-        # Not within the mode: counters that an optimizer makes itself have values then, which it may read.
+        # Not within the mode, so that an optimizer may read the values of its own counters.
         optimizer.step()
         state = {names[parameter]: _bytes_in(kept) for parameter, kept in optimizer.state.items()}
-        with Watch(model) as watch:
-            watch.ignore(tensor for kept in optimizer.state.values() for tensor in _tensors(kept))
-            watch.ignore(parameter.grad for parameter in names if parameter.grad is not None)
+        with MemoryTrace(model) as trace:
+            trace.ignore(tensor for kept in optimizer.state.values() for tensor in _tensors(kept))
+            trace.ignore(parameter.grad for parameter in names if parameter.grad is not None)
             optimizer.step()
     except Exception:
-        return _stepped_in_small(names, optimizer)
-    # One kernel for all needs nothing beside.
-    return state, 0 if is_fused else max((row[OTHER] for row in watch.rows), default=0), []
+        return _optimizer_bytes_of_small(names, optimizer)
+    # A fused kernel needs no temporary memory.
+    return state, 0 if is_fused else max((row[OTHER] for row in trace.rows), default=0), []
 
 
-def _stepped_in_small(names: Mapping[Tensor, str], optimizer: Optimizer) -> tuple[dict[str, int], int, list[str]]:
-    """The same of an optimizer that reads values: from real parameters, small, whose sides all differ."""
+def _optimizer_bytes_of_small(
+    names: Mapping[Tensor, str], optimizer: Optimizer
+) -> tuple[dict[str, int], int, list[str]]:
+    """The same for an optimizer that reads values: from small real parameters with distinct side lengths."""
     small: dict[Tensor, Tensor] = {}
     for group in optimizer.param_groups:
         for whole in group["params"]:
@@ -104,8 +107,10 @@ def _stepped_in_small(names: Mapping[Tensor, str], optimizer: Optimizer) -> tupl
         optimizer.step()
     except Exception as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        told = f"The state of {type(optimizer).__name__} is taken as two values a parameter: its step ended in {first}"
-        return {name: 2 * whole.nbytes for whole, name in names.items() if whole.requires_grad}, 0, [told]
+        notice = (
+            f"The state of {type(optimizer).__name__} is taken as two values a parameter, as its step failed: {first}"
+        )
+        return {name: 2 * whole.nbytes for whole, name in names.items() if whole.requires_grad}, 0, [notice]
     found = {}
     for whole, twin in small.items():
         sides = dict(zip(twin.shape, whole.shape, strict=True))
@@ -113,11 +118,11 @@ def _stepped_in_small(names: Mapping[Tensor, str], optimizer: Optimizer) -> tupl
         found[names[whole]] = sum(
             tensor.element_size() * math.prod(sides.get(side, side) for side in tensor.shape) for tensor in kept
         )
-    return found, 0, [f"What a step of {type(optimizer).__name__} needs beside its state is not counted"]
+    return found, 0, [f"The temporary memory of a step of {type(optimizer).__name__} is not counted"]
 
 
 def _tensors(kept: Mapping[Any, Any]) -> list[Tensor]:
-    return [value for value in tree_leaves(dict(kept)) if isinstance(value, Tensor)]
+    return list(tensors_in(dict(kept)))
 
 
 def _bytes_in(kept: Mapping[Any, Any]) -> int:
@@ -125,8 +130,8 @@ def _bytes_in(kept: Mapping[Any, Any]) -> int:
     return sum(storages.values())
 
 
-def cut_by_tensor(task: Task, model: nn.Module, num_workers: int) -> frozenset[str]:
-    """The parameters that the axis tensor cuts; a sentence where it cannot."""
+def tensor_sharded(task: Task, model: nn.Module, num_workers: int) -> frozenset[str]:
+    """Names of the parameters that are sharded along tensor; an error where they cannot be."""
     found = set()
     for path, wish in matched(model, derive_plan(task, model, num_workers)).items():
         heads = getattr(model.get_submodule(path.rpartition(".")[0]), "num_heads", None)
@@ -137,15 +142,17 @@ def cut_by_tensor(task: Task, model: nn.Module, num_workers: int) -> frozenset[s
             count = heads if heads is not None and wish.num_groups is None else wish.num_groups or parameter.shape[dim]
             if count % num_workers:
                 raise SettingError(
-                    f"--mesh tensor={num_workers} was set", f"{path} has {count} parts to deal out", "set fewer"
+                    f"--mesh tensor={num_workers} was set",
+                    f"{path} has {count} parts, which {num_workers} do not divide",
+                    "set fewer",
                 )
             found.add(f"{path}.{name}")
     return frozenset(found)
 
 
 @torch.no_grad()
-def keep_one_part(task: Task, model: nn.Module, num_workers: int) -> None:
-    """Leave what one worker along the axis tensor has of the layers between which activations are cut, in place."""
+def keep_tensor_shard(task: Task, model: nn.Module, num_workers: int) -> None:
+    """Keep one worker's shard of the column- and row-parallel layers, in place."""
     for path, wish in matched(model, derive_plan(task, model, num_workers)).items():
         layer = model.get_submodule(path)
         for name, dim in KINDS[wish.kind].dims.items() if wish.kind in (COLUMN, ROW) else ():
@@ -155,13 +162,13 @@ def keep_one_part(task: Task, model: nn.Module, num_workers: int) -> None:
                 setattr(layer, name, nn.Parameter(part, whole.requires_grad))
 
 
-def stages_by_pipeline(task: Task, model: nn.Module, num_workers: int, per_worker: int) -> tuple[frozenset[str], ...]:
-    """The parameters of each worker of a pipeline, dealt by their sizes; a sentence where that is not known."""
+def pipeline_stages(task: Task, model: nn.Module, num_workers: int, per_worker: int) -> tuple[frozenset[str], ...]:
+    """The parameters of each pipeline worker, split by their sizes; an error where the split is not known."""
     given = task.pieces(model)
     if given is None and not isinstance(model, nn.Sequential):
         raise SettingError(
             "a pipeline was asked for",
-            "where the model can be cut is found by tracing it, which training does",
+            "where the model can be split is found by tracing it, which only training does",
             f"give {type(task).__name__} a pieces(model)",
         )
     pieces = find_pieces(model, given, name=type(task).__name__)
@@ -177,3 +184,99 @@ def stages_by_pipeline(task: Task, model: nn.Module, num_workers: int, per_worke
         )
         for worker in range(num_workers)
     )
+
+
+def hybrid_sharded(task: Task, model: nn.Module, num_workers: int) -> frozenset[str]:
+    """Names of the classifier's parameters that are sharded; an error where they cannot be."""
+    found = set()
+    for path, wish in matched(model, find_classifier(task, model, num_workers).plan).items():
+        layer = model.get_submodule(path)
+        count = wish.num_groups or getattr(layer, KINDS[wish.kind].size)
+        if count % num_workers:
+            raise SettingError(
+                f"--strategy hybrid was set with {num_workers} workers",
+                f"{path} has {count} parts, which {num_workers} do not divide",
+                "start fewer workers",
+            )
+        names = KINDS[wish.kind].dims
+        found |= {f"{path}.{name}" for name in names if getattr(layer, name, None) is not None}
+    return frozenset(found)
+
+
+@torch.no_grad()
+def keep_hybrid_shard(task: Task, model: nn.Module, num_workers: int) -> None:
+    """Keep one worker's shard of the classifier, and let it compute on the features of all workers, in place."""
+    found = find_classifier(task, model, num_workers)
+    for path, wish in matched(model, found.plan).items():
+        layer = model.get_submodule(path)
+        for name, dim in KINDS[wish.kind].dims.items():
+            whole = getattr(layer, name, None)
+            if whole is not None:
+                part = whole.narrow(dim, 0, whole.shape[dim] // num_workers).clone()
+                setattr(layer, name, nn.Parameter(part, whole.requires_grad))
+        if wish.kind in _WHOLE:
+            layer.forward = functools.partial(_WHOLE[wish.kind], layer, num_workers)
+    module: Any = model.get_submodule(found.path)
+    if found.first is None:
+        module.forward = functools.partial(_gather_and_classify, (), module.forward, num_workers)
+        return
+    layers: list[Any] = list(module._modules.values())
+    classifier = functools.partial(_in_order, layers[found.first :])
+    module.forward = functools.partial(_gather_and_classify, layers[: found.first], classifier, num_workers)
+
+
+def _gathered(layer: nn.Linear, num_workers: int, features: Tensor) -> Tensor:
+    part = F.linear(features, layer.weight, layer.bias)
+    return torch.cat([part] * num_workers, dim=-1)
+
+
+def _row_parallel(layer: nn.Linear, num_workers: int, features: Tensor) -> Tensor:
+    part = features.narrow(-1, 0, layer.weight.shape[1]).clone(memory_format=torch.contiguous_format)
+    return F.linear(part, layer.weight, layer.bias)
+
+
+# Layers that take and give whole activations.
+_WHOLE: dict[str, Callable[..., Tensor]] = {GATHERED: _gathered, WHOLE_ROW: _row_parallel}
+
+
+def _gather_and_classify(
+    trunk: Sequence[Callable[[Tensor], Tensor]], classifier: Callable[[Tensor], Tensor], num_workers: int, x: Tensor
+) -> Tensor:
+    every: tuple[Tensor, ...] = _AllGather.apply(_in_order(trunk, x), num_workers)  # type: ignore[no-untyped-call]
+    mine: Tensor = _ReduceToOwner.apply(*map(classifier, every))  # type: ignore[no-untyped-call]
+    return mine
+
+
+def _in_order(layers: Sequence[Callable[[Tensor], Tensor]], features: Tensor) -> Tensor:
+    for layer in layers:
+        features = layer(features)
+    return features
+
+
+class _AllGather(torch.autograd.Function):
+    """Stands for the all-gather of the features."""
+
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, num_workers: int) -> tuple[Tensor, ...]:
+        """Copies, as the features of other workers are as large as its own."""
+        return tuple(features.clone(memory_format=torch.contiguous_format) for _ in range(num_workers))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient of its own features."""
+        return gradients[0] * len(gradients), None
+
+
+class _ReduceToOwner(torch.autograd.Function):
+    """Stands for sending each worker its scores."""
+
+    @staticmethod
+    def forward(ctx: Any, *scores: Tensor) -> Tensor:
+        """A copy."""
+        ctx.num_workers = len(scores)
+        return scores[0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        """One for every worker."""
+        return tuple(torch.empty_like(gradients[0]) for _ in range(ctx.num_workers))

@@ -1,7 +1,6 @@
-"""Named ranges of a step, for whoever records now: torch's profiler, Nsight by NVTX, or nobody.
+"""Named ranges of a step, for torch's profiler or Nsight (NVTX).
 
-The kind belongs to the process, as a recording does. While nobody records, a range is one shared object that does
-nothing.
+The kind is global to the process. While nothing records, a range is one shared object that does nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _OFF: AbstractContextManager[Any] = nullcontext()
 
 
 class _NvtxRange:
-    """What Nsight Systems shows as a bar on the thread's line."""
+    """A bar on the thread's line in Nsight Systems."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -43,19 +42,19 @@ _make = _KINDS[_kind]
 
 
 def range_of(name: str) -> AbstractContextManager[Any]:
-    """A context in which what happens has this name; both its ends must be in one thread."""
+    """A context with this name; both ends must be in one thread."""
     return _OFF if _make is None else _make(name)
 
 
 def record_ranges(kind: str) -> str:
-    """From now on ranges are of this kind (off, profiler, nvtx); return the kind before."""
+    """Set the kind of ranges (off, profiler, nvtx); return the kind before."""
     global _kind, _make
     before, _kind, _make = _kind, kind, _KINDS[kind]
     return before
 
 
 def record_for_nsight(is_asked: bool, environ: Mapping[str, str] | None = None) -> None:
-    """Turn NVTX ranges on where the user asks for them or the process runs under Nsight Systems."""
+    """Turn NVTX ranges on if the user asks for them or the process runs under Nsight Systems."""
     is_watched = "NSYS_PROFILING_SESSION_ID" in (os.environ if environ is None else environ)
     if is_asked and not has_nvtx():
         raise SettingError(
@@ -68,5 +67,5 @@ def record_for_nsight(is_asked: bool, environ: Mapping[str, str] | None = None) 
 
 
 def has_nvtx() -> bool:
-    """Whether this torch can mark ranges for Nsight."""
+    """True where this torch has NVTX."""
     return bool(torch.version.cuda)

@@ -1,7 +1,7 @@
-"""What a worker's trace says of its steps: every nanosecond of a step is in exactly one part.
+"""Splits the time of a step into parts from a worker's trace, and joins the traces of all workers into a few lines.
 
-A pure function over the events of a Chrome trace as torch's profiler writes them. On a GPU the parts are those of the
-device, by the intervals of its kernels; on a CPU those of the thread that trains, by its operations.
+Pure functions over the events of a Chrome trace as torch's profiler writes them. Every nanosecond of a step is in
+exactly one part: on a GPU by the intervals of its kernels, on a CPU by the operations of the training thread.
 """
 
 from __future__ import annotations
@@ -13,32 +13,85 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from stormo.profiling.intervals import Interval, Moments, both, lengths, union, without
+from stormo.errors import counted
 
-STEP = "ProfilerStep#"  # as torch's own tools call a step
+Interval = tuple[int, int]  # start and end in whole nanoseconds, so that sums are exact
+Moments = list[Interval]
+
+
+def union(intervals: Iterable[Interval]) -> Moments:
+    """The union, sorted and disjoint."""
+    merged: Moments = []
+    for begin, end in sorted(intervals):
+        if merged and begin <= merged[-1][1]:
+            if end > merged[-1][1]:
+                merged[-1] = merged[-1][0], end
+        elif end > begin:
+            merged.append((begin, end))
+    return merged
+
+
+def both(first: Moments, second: Moments) -> Moments:
+    """The intersection."""
+    shared: Moments = []
+    i = j = 0
+    while i < len(first) and j < len(second):
+        begin, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
+        if end > begin:
+            shared.append((begin, end))
+        if first[i][1] < second[j][1]:
+            i += 1
+        else:
+            j += 1
+    return shared
+
+
+def without(first: Moments, second: Moments) -> Moments:
+    """The first set without the second."""
+    if not first or not second:
+        return first
+    low, high = min(first[0][0], second[0][0]), max(first[-1][1], second[-1][1])
+    edges = [low, *(edge for interval in second for edge in interval), high]
+    return both(first, list(zip(edges[::2], edges[1::2], strict=True)))
+
+
+def lengths(spans: Sequence[Interval], moments: Moments) -> list[int]:
+    """The length of the set within each span; the spans are sorted and disjoint."""
+    found, i = [0] * len(spans), 0
+    for number, (begin, end) in enumerate(spans):
+        while i < len(moments) and moments[i][1] <= begin:
+            i += 1
+        j = i
+        while j < len(moments) and moments[j][0] < end:
+            found[number] += min(end, moments[j][1]) - max(begin, moments[j][0])
+            j += 1
+    return found
+
+
+STEP = "ProfilerStep#"  # as torch's own tools name a step
 PARTS = ("compute", "overlapped", "exposed", "input", "idle")
 _MOST_OPERATIONS = 40
-_APART = ("validation", "checkpoint")  # what may lie between two steps and belongs to none
+_APART = ("validation", "checkpoint")  # may lie between two steps and belong to none
 
 Event = Mapping[str, Any]
 
 
 @dataclass
 class _Trace:
-    """The events of a trace by what they are."""
+    """The events of a trace by kind."""
 
     steps: list[tuple[int, Interval]] = field(default_factory=list)  # by number, on the host
-    thread: Any = None  # the one that trains
+    thread: Any = None  # the training thread
     ranges: dict[str, list[Interval]] = field(default_factory=lambda: defaultdict(list))
     operations: list[tuple[str, Interval]] = field(default_factory=list)  # of that thread
     gloo: list[Interval] = field(default_factory=list)
     device: list[tuple[str, str, Interval, Any]] = field(default_factory=list)  # category, name, when, launch
-    launches: dict[Any, int] = field(default_factory=dict)  # when each was, by its number
+    launches: dict[Any, int] = field(default_factory=dict)  # start of each, by its number
 
 
 def summarise(events: Iterable[Event], steps: Iterable[int]) -> dict[str, Any]:
-    """The parts of each of these steps in seconds, and the operations that took most."""
-    trace = _sorted_out(events, set(steps))
+    """The parts of each of these steps in seconds, and the operations that took the most time."""
+    trace = _parse(events, set(steps))
     spans, parts = _on_device(trace) if trace.device else _on_host(trace)
     within = {part: lengths(spans, parts.get(part, [])) for part in PARTS[:-1]}
     rows = []
@@ -57,7 +110,7 @@ def _s(nanoseconds: int) -> float:
     return nanoseconds / 1e9
 
 
-def _sorted_out(events: Iterable[Event], wanted: set[int]) -> _Trace:
+def _parse(events: Iterable[Event], wanted: set[int]) -> _Trace:
     trace, steps = _Trace(), dict[int, tuple[Interval, Any]]()
     operations: list[tuple[str, Interval, Any]] = []
     for event in events:
@@ -67,7 +120,7 @@ def _sorted_out(events: Iterable[Event], wanted: set[int]) -> _Trace:
         when = begin, begin + round(float(event["dur"]) * 1000)
         kind, name, launch = event.get("cat", ""), str(event.get("name", "")), event.get("args", {}).get("correlation")
         if kind == "user_annotation" and name.startswith(STEP):
-            # A step that was begun and found no batch is begun again later, under the same number.
+            # A step that found no batch is opened again later under the same number.
             steps[int(name.removeprefix(STEP))] = when, event.get("tid")
         elif name.startswith("gloo:"):
             trace.gloo.append(when)
@@ -86,50 +139,49 @@ def _sorted_out(events: Iterable[Event], wanted: set[int]) -> _Trace:
 
 
 def _on_host(trace: _Trace) -> tuple[list[Interval], dict[str, Moments]]:
-    """Steps and their parts by what the training thread does."""
+    """Steps and their parts, by the training thread."""
     passes = union(trace.ranges["forward+backward"])
     begins = [begin for begin, _ in passes]
-    # Of what travels, only what a pass has sent: a vote is under way all the time, and nobody waits for it.
-    travelling = union(
+    # Only transfers that a forward-backward pass started: a vote is always in flight, and nobody waits for it.
+    transfers = union(
         when for when in trace.gloo if (index := bisect_right(begins, when[0]) - 1) >= 0 and when[0] < passes[index][1]
     )
-    talking = [when for name, when in trace.operations if name.startswith("c10d::")]
+    communicating = [when for name, when in trace.operations if name.startswith("c10d::")]
     working = union(when for name, when in trace.operations if not name.startswith("c10d::"))
-    # In a pass that does nothing while something travels, the thread waits for it.
-    exposed = union([*trace.ranges["exchange"], *talking, *both(without(passes, working), travelling)])
+    # A pass that does nothing during a transfer waits for it.
+    exposed = union([*trace.ranges["exchange"], *communicating, *both(without(passes, working), transfers)])
     waiting = without(union(trace.ranges["input"]), exposed)
     working = without(without(working, exposed), waiting)
     return [when for _, when in trace.steps], {
-        "compute": without(working, travelling),
-        "overlapped": both(working, travelling),
+        "compute": without(working, transfers),
+        "overlapped": both(working, transfers),
         "exposed": exposed,
         "input": waiting,
     }
 
 
 def _on_device(trace: _Trace) -> tuple[list[Interval], dict[str, Moments]]:
-    """Steps and their parts by what runs on the GPU."""
-    talking = union(when for kind, name, when, _ in trace.device if _is_nccl(kind, name))
+    """Steps and their parts, by the GPU."""
+    communicating = union(when for kind, name, when, _ in trace.device if _is_nccl(kind, name))
     copying = union(when for _, name, when, _ in trace.device if "HtoD" in name)
     working = union(when for kind, name, when, _ in trace.device if not _is_nccl(kind, name) and "HtoD" not in name)
     spans = _device_spans(trace)
-    still = without(without(union(spans), working), talking)
+    still = without(without(union(spans), working), communicating)
     waiting = both(still, union([*trace.ranges["input"], *copying]))
-    # Where the host itself waits for sums (Gloo), the device has nothing to do.
+    # While the host waits for sums (Gloo), the device is idle.
     standing = both(without(still, waiting), union(trace.ranges["exchange"]))
     return spans, {
-        "compute": without(working, talking),
-        "overlapped": both(working, talking),
-        "exposed": union([*without(talking, working), *standing]),
+        "compute": without(working, communicating),
+        "overlapped": both(working, communicating),
+        "exposed": union([*without(communicating, working), *standing]),
         "input": waiting,
     }
 
 
 def _device_spans(trace: _Trace) -> list[Interval]:
-    """When the device worked on each step: from the first kernel that the host launched in it to that of the next.
+    """When the device worked on each step: from its first kernel to the first one of the next step.
 
-    The device must have been idle when the host began the first one, and the host must have waited for it after the
-    last.
+    The device must be idle when the first step starts, and the host must wait for it after the last.
     """
     host = [when for _, when in trace.steps]
     begins = [begin for begin, _ in host]
@@ -141,7 +193,7 @@ def _device_spans(trace: _Trace) -> list[Interval]:
         if index < 0 or launched is None or launched >= host[index][1]:
             continue
         last[index] = max(last.get(index, end), end)
-        if kind == "kernel" and not _is_nccl(kind, name):  # copies of later batches run ahead
+        if kind == "kernel" and not _is_nccl(kind, name):  # copies of later batches come early
             first[index] = min(first.get(index, begin), begin)
     apart = union(when for name in _APART for when in trace.ranges[name])
     spans: list[Interval] = []
@@ -171,11 +223,11 @@ def _kernel_times(trace: _Trace, spans: Sequence[Interval]) -> list[dict[str, An
 
 
 def _operation_times(trace: _Trace, spans: Sequence[Interval]) -> list[dict[str, Any]]:
-    """By the time of an operation without those that it calls."""
+    """The time of an operation without those that it calls."""
     times_ns: dict[str, int] = defaultdict(int)
     calls: dict[str, int] = defaultdict(int)
     begins = [begin for begin, _ in spans]
-    callers: list[tuple[str, int]] = []  # those that have not ended, with their end
+    callers: list[tuple[str, int]] = []  # that have not ended, with their end
     for name, (begin, end) in sorted(trace.operations, key=lambda entry: (entry[1][0], -entry[1][1])):
         index = bisect_right(begins, begin) - 1
         if index < 0 or begin >= spans[index][1]:
@@ -196,6 +248,104 @@ def _most(times_ns: Mapping[str, int], calls: Mapping[str, int]) -> list[dict[st
 
 
 def _short(kernel: str) -> str:
-    """A kernel's name without the types that it was made for."""
+    """A kernel's name without template arguments."""
     plain = kernel.removeprefix("void ").replace("(anonymous namespace)::", "")
     return re.sub(r"[<(].*", "", plain).strip() or kernel
+
+
+_MOST_SHOWN = 10
+_LABELS = {
+    "compute": "computing",
+    "overlapped": "computing during communication",
+    "exposed": "waiting for gradients",
+    "input": "waiting for input",
+    "idle": "idle, or in Python",
+}
+# Advice for the largest part that is not computing.
+_ADVICE = {
+    "exposed": "Most of the rest is exposed communication: larger batches, --accumulate, a faster network, or workers "
+    "of equal speed would shorten it.",
+    "input": "Most of the rest is spent waiting for data: more --loader-workers, or a data set that fits on the device "
+    "(--loader resident), would shorten it.",
+    "idle": "Most of the rest is spent in Python, between operations: larger batches, --compile, or on one GPU --graph "
+    "would shorten it.",
+}
+
+
+def overview(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Join the summaries of all workers: seconds a step, as mean, least and most over the workers."""
+    recorded = [rank for rank in ranks if rank["steps"]]
+    figures = {
+        name: _spread([_mean([step[f"{name}_s"] for step in rank["steps"]]) for rank in recorded])
+        for name in ("time", *PARTS)
+    }
+    return {
+        "steps": [step["step"] for step in recorded[0]["steps"]] if recorded else [],
+        "step_time_s": figures.pop("time"),
+        "parts_s": figures,
+        "operations": _operations(recorded),
+        "ranks": list(ranks),
+    }
+
+
+def lines(found: Mapping[str, Any]) -> list[str]:
+    """The lines to print of an overview."""
+    ranks, steps = found["ranks"], found["steps"]
+    failures = [f"Rank {rank['rank']} has no trace: {rank['failure']}." for rank in ranks if rank.get("failure")]
+    failures += [f"Rank {rank['rank']}: {rank['notice']}." for rank in ranks if rank.get("notice")]
+    if not steps:
+        return failures
+    step_s = found["step_time_s"]["mean"]
+    kind = "GPU" if any(rank["device"] == "gpu" for rank in ranks if rank["steps"]) else "CPU"
+    workers = counted(len(ranks), "worker")
+    shown = [f"Profile of steps {steps[0]} to {steps[-1]}, {workers}, by {kind} time: {_time(step_s)} a step"]
+    head = ("share", "mean", *(("least", "most") if len(ranks) > 1 else ()))
+    shown.append(f"  {'':34}{''.join(f'{word:>11}' for word in head)}")
+    for part in PARTS:
+        spread = found["parts_s"][part]
+        times = [spread["mean"], *([spread["min"], spread["max"]] if len(ranks) > 1 else [])]
+        share = f"{100 * spread['mean'] / step_s:.1f} %" if step_s else "n/a"
+        shown.append(f"  {_LABELS[part]:34}{share:>11}{''.join(f'{_time(seconds):>11}' for seconds in times)}")
+    shown.append("The operations that took the most time:")
+    for row in found["operations"]:
+        share = f"{100 * row['time_s'] / step_s:.1f} %" if step_s else "n/a"
+        calls = counted(f"{row['calls']:.1f}".removesuffix(".0"), "call")
+        shown.append(f"  {_cut(row['name']):56}{share:>8}{_time(row['time_s']):>11}  {calls}")
+    return [*shown, *_advice(found, step_s), *failures]
+
+
+def _advice(found: Mapping[str, Any], step_s: float) -> list[str]:
+    part = max(_ADVICE, key=lambda name: float(found["parts_s"][name]["mean"]))
+    return [_ADVICE[part]] if found["parts_s"][part]["mean"] > 0.1 * step_s else []
+
+
+def _operations(ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The operations that took the most time, a step's mean over all workers."""
+    times: dict[str, float] = defaultdict(float)
+    calls: dict[str, float] = defaultdict(float)
+    for rank in ranks:
+        for row in rank["operations"]:
+            times[row["name"]] += row["time_s"] / len(rank["steps"]) / len(ranks)
+            calls[row["name"]] += row["calls"] / len(rank["steps"]) / len(ranks)
+    names = sorted(times, key=lambda name: -times[name])[:_MOST_SHOWN]
+    return [{"name": name, "time_s": times[name], "calls": calls[name]} for name in names]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    return {"mean": _mean(values), "min": min(values), "max": max(values)} if values else {}
+
+
+def _time(seconds: float) -> str:
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        value = seconds * factor
+        if value >= 0.9995:  # what would be rounded to 1000 of the smaller unit
+            return f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
+    return "0"
+
+
+def _cut(name: str) -> str:
+    return name if len(name) <= 54 else name[:53] + "…"

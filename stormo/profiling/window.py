@@ -1,7 +1,7 @@
-"""A window of steps that torch's profiler records on every worker, and what it costs outside the window: nothing.
+"""A window of steps that torch's profiler records on every worker; outside the window it costs nothing.
 
-What takes long (making the profiler ready, writing) is done by `tend`, between steps and outside of training time.
-Traces are Chrome traces, which Perfetto and TensorBoard's profiler plugin open.
+`tend` does what takes long (starting the profiler, writing) between steps and outside of training time. Traces are
+Chrome traces, which Perfetto and TensorBoard's profiler plugin open.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from stormo.config.plan.profile import ProfileSpec
 from stormo.data.loaders import Batch
 from stormo.distributed.world import World
-from stormo.profiling.overview import lines, overview
 from stormo.profiling.ranges import range_of, record_ranges
-from stormo.profiling.summary import STEP, summarise
+from stormo.profiling.summary import STEP, lines, overview, summarise
 from stormo.system.files import create
-from stormo.telemetry.files import write_json
+from stormo.telemetry.folder import write_json
 
-_TRACE = "rank-{}.pt.trace.json.gz"  # the ending is what TensorBoard's plugin looks for
+_TRACE = "rank-{}.pt.trace.json.gz"  # TensorBoard's plugin looks for this ending
 _NO_KERNELS = (
-    "the driver told of no kernel, so that its times are those of the host; another profiler may hold the GPU's "
-    "counters, or the administrator keeps them to root (NVreg_RestrictProfilingToAdminUsers)"
+    "the driver reported no kernel, so the times are those of the host; another profiler may hold the GPU's "
+    "counters, or they are restricted to root (NVreg_RestrictProfilingToAdminUsers)"
 )
-_WARM_UP_STEPS = 2  # of the profiler: the first events that it is asked for take long
+_WARM_UP_STEPS = 2  # the profiler's first events take long
 
 
 class _Clock(Protocol):
@@ -44,13 +43,7 @@ class ProfileWindow:
     """Records the steps of `--profile`, once; without a spec it does nothing."""
 
     def __init__(self, spec: ProfileSpec | None, world: World, folder: Path | None) -> None:
-        """Get ready.
-
-        Args:
-            spec: what is to be recorded.
-            world: of the workers, all of which do the same steps.
-            folder: of the run; traces go to its folder `profile`, on the node of their worker.
-        """
+        """Traces go to `folder/profile` on the node of their worker; `folder` is that of the run."""
         self._spec = spec
         self._world = world
         self._folder = None if folder is None else folder / "profile"
@@ -63,7 +56,7 @@ class ProfileWindow:
         self._kind_before = "off"
 
     def batches(self, batches: Iterator[Batch], clock: _Clock) -> Iterator[Batch]:
-        """The same batches; the wait for the first of a step belongs to that step."""
+        """The same batches; the wait for the first batch of a step belongs to that step."""
         is_first = True
         while True:
             if is_first:
@@ -71,31 +64,30 @@ class ProfileWindow:
             with range_of("input"):
                 batch = next(batches, None)
             if batch is None:
-                self._close_step()  # there was none
+                self._close_step()
                 return
             is_first = batch.span.is_last
             yield batch
 
     def step_begins(self, step: int) -> None:
-        """This step begins, counted from 1 as the records count it."""
+        """A step begins, counted from 1 as in the records."""
         if self._is_recording and self._steps is not None and step in self._steps:
             self._close_step()
             self._open_step = record_function(f"{STEP}{step}")
             self._open_step.__enter__()
 
     def step_done(self, step: int) -> bool:
-        """This step is done; True if `tend` is due before the next one."""
+        """A step is done; True if `tend` is due before the next one."""
         if self._open_step is not None:
             self._close_step()
             self._done.append(step)
         return self._is_due(step + 1)
 
     def tend(self, next_step: int) -> list[str]:
-        """Do what is due before this step: make the profiler ready, begin to record, or end and write.
+        """Do what is due before this step: prepare the profiler, start recording, or stop and write.
 
-        All workers call it before the first step of a start, and when `step_done` says so, while no training time is
-        counted: on a GPU the profiler loads a library of the driver, for seconds. The main worker gets the lines to
-        print.
+        All workers call it before their first step, and when `step_done` returns True, outside of training time: on a
+        GPU the profiler loads a driver library, which takes seconds. Rank 0 gets the lines to print.
         """
         if self._is_over:
             return []
@@ -126,57 +118,58 @@ class ProfileWindow:
             own |= summarise(self._write_trace(), self._done)
             if self._world.device.type == "cuda" and own["device"] == "cpu":
                 own["notice"] = _NO_KERNELS
-        except (OSError, RuntimeError, ValueError) as error:  # a full disk, or half a file, must not end the training
+        except (OSError, RuntimeError, ValueError) as error:  # a full disk must not end the training
             own["failure"] = _reason(error)
         gathered = self._world.gather_json(own)
         if gathered is None:
             return []
         assert self._folder is not None
         found = overview(gathered)
-        said = lines(found)
+        shown = lines(found)
         try:
             self._remove_older()
             write_json(self._folder / "summary.json", found)
         except OSError as error:
-            return [*said, f"The summary cannot be written: {_reason(error)}."]
+            return [*shown, f"The summary cannot be written: {_reason(error)}."]
         if not found["steps"]:
-            return said
-        return [*said, f"Open {self._folder / _TRACE.format('*')} with ui.perfetto.dev or TensorBoard."]
+            return shown
+        return [*shown, f"Open {self._folder / _TRACE.format('*')} with ui.perfetto.dev or TensorBoard."]
 
     def close(self) -> list[str]:
-        """The run ends: write what there is of a window that is still open. All workers call it."""
+        """Write what was recorded if the window is still open. All workers call it at the end of the run."""
         self._close_step()
         if self._done and self._is_recording:
-            said = self._write()
+            shown = self._write()
             record_ranges("off")
-            return said
+            return shown
         self._stop()
         record_ranges("off")
         was_asked = self._spec is not None and not self._spec.nvtx
         if not was_asked or self._done or not self._world.is_main:
             return []
         if self._steps is None:
-            return ["--profile has recorded nothing, as no step was done."]
-        asked = f"the steps {self._steps[0]} to {self._steps[-1]}"
-        return [f"--profile has recorded nothing: none of {asked} was done since this start of the run."]
+            return ["--profile recorded nothing, as no step was done."]
+        return [
+            f"--profile recorded nothing: no step from {self._steps[0]} to {self._steps[-1]} was done since this start."
+        ]
 
     def _prepare(self) -> None:
         on_gpu = self._world.device.type == "cuda"
-        # It would tell of its own start on the screen of every worker.
+        # Otherwise it logs its own start on every worker.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self._profiler = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])])
         with warnings.catch_warnings():
-            # Some versions of torch say so at every start, and here there is but one cycle.
+            # Some versions of torch warn at every start.
             warnings.filterwarnings("ignore", "(Warning: )?Profiler clears events at the end of", UserWarning)
             self._profiler.prepare_trace()
         atexit.register(self._abandon)
         if on_gpu:
-            torch.zeros(1, device=self._world.device)  # what is made ready at the first kernel is no step's, either
+            torch.zeros(1, device=self._world.device)  # the set-up of the first kernel belongs to no step
             self._synchronize()
 
     def _start(self) -> None:
         assert self._profiler is not None
-        self._synchronize()  # so that the device has nothing of an earlier step to do
+        self._synchronize()  # so that the device has finished earlier steps
         self._profiler.start_trace()
         self._is_recording = True
         self._kind_before = record_ranges("profiler")
@@ -185,7 +178,7 @@ class ProfileWindow:
         self._is_over = True
         if self._profiler is not None:
             if not self._is_recording:
-                self._profiler.start_trace()  # it was made ready and can only be ended so
+                self._profiler.start_trace()  # a prepared profiler must be started before it can be stopped
             self._synchronize()
             self._profiler.stop_trace()
             atexit.unregister(self._abandon)
@@ -194,7 +187,7 @@ class ProfileWindow:
             self._is_recording = False
 
     def _abandon(self) -> None:
-        """A run that fails ends here: Python would crash at its end with a recording under way."""
+        """Stop recording when a run fails: Python would crash at exit otherwise."""
         if self._is_recording and self._profiler is not None:
             self._profiler.stop_trace()
 
@@ -205,26 +198,26 @@ class ProfileWindow:
         self._folder.mkdir(parents=True, exist_ok=True)
         rank = self._world.rank
         plain, packed = self._folder / f".rank-{rank}.json", self._folder / f".rank-{rank}.json.gz"
-        for path in self._folder.glob(f".rank-{rank}.*"):  # left by a kill, or a link that somebody has put there
+        for path in self._folder.glob(f".rank-{rank}.*"):  # left by a kill, or a link put there
             path.unlink()
         try:
-            profiler.export_chrome_trace(str(plain))  # on a full disk it leaves half a file, or none, and says nothing
+            profiler.export_chrome_trace(str(plain))  # on a full disk it writes half a file, or none, without an error
             try:
                 content = json.loads(plain.read_text(encoding="utf-8", errors="replace"))
             except (FileNotFoundError, ValueError):
-                raise OSError("torch's profiler could not write it whole; the disk may be full") from None
+                raise OSError("torch's profiler could not write all of it; the disk may be full") from None
             with plain.open("rb") as source, create(packed) as raw, gzip.open(raw, "wb", compresslevel=5) as target:
                 shutil.copyfileobj(source, target)
             packed.replace(self._folder / _TRACE.format(rank))
         finally:
             for path in self._folder.glob(f".rank-{rank}.*"):  # the profiler's own unfinished file among them
-                os.truncate(path, 0)  # which it keeps open, and its space with it
+                os.truncate(path, 0)  # the profiler keeps it open, and its space with it
                 path.unlink()
         events: list[dict[str, Any]] = content["traceEvents"]
         return events
 
     def _remove_older(self) -> None:
-        """Traces of a start with more workers would be shown as part of this one."""
+        """Remove traces of an earlier start with more workers."""
         assert self._folder is not None
         own = {_TRACE.format(rank) for rank in range(self._world.size)}
         for path in self._folder.glob(_TRACE.format("*")):

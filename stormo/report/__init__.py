@@ -1,1 +1,1 @@
-"""The page of one or several runs: `stormo report` writes it, `stormo watch` serves it while a run goes on."""
+"""The page of one or several runs: `stormo report` writes it, `stormo watch` serves it while a run is running."""

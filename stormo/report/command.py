@@ -1,4 +1,4 @@
-"""`stormo report RUN…`: one self-contained page of one or several runs, and their figures as CSV and PNG files."""
+"""`stormo report RUN…`: one HTML page of one or several runs, and their figures as CSV and PNG files."""
 
 from __future__ import annotations
 
@@ -8,21 +8,19 @@ from pathlib import Path
 
 from stormo.config.options import Parser
 from stormo.errors import SettingError, counted
-from stormo.report.document import make_document, make_panels
 from stormo.report.exports import check_matplotlib, write_csv, write_png
 from stormo.report.history import Reader
-from stormo.report.page import check_plotly, make_page
-from stormo.telemetry.files import write_whole
-from stormo.telemetry.finding import find_run
-from stormo.telemetry.folder import RunFolder
+from stormo.report.page import check_plotly, make_document, make_page, make_panels
+from stormo.telemetry.folder import RunFolder, write_whole
+from stormo.telemetry.runs_folder import find_run
 from stormo.telemetry.text import write_text
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the page and what else was asked for."""
+    """Write the page, and the CSV and PNG files that were asked for."""
     parser = Parser(
         prog="stormo report",
-        description="Write one HTML page of a run, or one that compares several; it opens without a network.",
+        description="Write one HTML page of a run, or one that compares several. It opens without a network.",
         allow_abbrev=False,
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", help="name of a run, or its folder")
@@ -40,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
         check_matplotlib()
     for option in ("output", "csv", "png"):
         if getattr(asked, option) == "":
-            raise SettingError(f"--{option} was set to an empty name", "nothing is written there", "name a place")
+            raise SettingError(f"--{option} was set to an empty name", "a name is needed", "name a file or folder")
     parent = Path(asked.runs_folder)
     folders = list({run.path.resolve(): run for run in (find_run(parent, name) for name in asked.runs)}.values())
     labels = run_labels(folders)
@@ -61,22 +59,22 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run_labels(folders: Sequence[RunFolder]) -> list[str]:
-    """The names of the runs, or their paths where two have the same name."""
+    """The names of the runs, or their paths where names are equal."""
     names = [folder.name for folder in folders]
     return [str(folder.path) if names.count(name) > 1 else name for folder, name in zip(folders, names, strict=True)]
 
 
 def _write(is_asked: bool, path: Path, text: str) -> None:
-    said = f"--output {path} was set" if is_asked else f"the page was to be {path}"
-    instead = "name another place" if is_asked else "name another place by --output"
+    what = f"--output {path} was set" if is_asked else f"the page would be {path}"
+    instead = "name another file" if is_asked else "name another file with --output"
     if path.exists() and not path.is_file() and not path.is_dir():
-        # A device would be replaced by the file, which root is allowed to do.
-        raise SettingError(said, "it is no ordinary file", instead)
+        # Root could replace a device by the file.
+        raise SettingError(what, "it is not an ordinary file", instead)
     try:
         write_whole(path, text)
     except OSError as error:
-        raise _cannot_write(said, error, instead) from None
+        raise _cannot_write(what, error, instead) from None
 
 
-def _cannot_write(said: str, error: OSError, instead: str) -> SettingError:
-    return SettingError(said, f"it cannot be written ({error.strerror})", instead)
+def _cannot_write(what: str, error: OSError, instead: str) -> SettingError:
+    return SettingError(what, f"it cannot be written ({error.strerror})", instead)

@@ -4,7 +4,7 @@ function rows(chart) {
   const list = [[...(isCompared() ? ["run"] : []), "series", ...known, chart.y_title]];
   for (const line of chart.series) {
     line.y.forEach((value, index) => list.push([
-      ...(isCompared() ? [runName(line.run)] : []), line.name, ...known.map((name) => (name in line.at ? line.at[name][index] : "")), value ?? "",
+      ...(isCompared() ? [doc.runs[line.run].name] : []), line.name, ...known.map((name) => (name in line.at ? line.at[name][index] : "")), value ?? "",
     ]));
   }
   return list;
@@ -78,17 +78,6 @@ function save(name, address) {
   setTimeout(() => URL.revokeObjectURL(address), 10000);
 }
 
-async function savePicture(entry) {
-  const figure = FIGURES[entry.kind](entry.content, { hidden: entry.hidden, paper: "#ffffff", top: 54 });
-  figure.layout.title = { text: escaped(entry.content.title), font: { size: 16 }, x: 0.01, xanchor: "left" };
-  figure.layout.showlegend = figure.data.length > 1;
-  figure.layout.legend = { orientation: "h", yref: "container", y: 0.01, yanchor: "bottom", traceorder: "normal" };
-  figure.layout.margin = { l: 60, r: 24, t: 54, b: 110 };
-  const address = await Plotly.toImage(figure, { format: "png", width: 1000, height: entry.kind === "stack" ? 240 + 60 * entry.content.bars.length : entry.kind === "lanes" ? 200 + laneHeight(entry.content) * entry.content.rows.length : 560, scale: 2 });
-  save(`${entry.content.id}.png`, address);
-  return address;
-}
-
 // ---- the page ---------------------------------------------------------------------------------------------------
 
 function summary() {
@@ -99,17 +88,16 @@ function summary() {
         el("dd", { class: value.length > 14 ? "value long" : "value", text: value }), words ? el("dd", { class: "words" }, ...withFlags(words)) : null)));
   }
   const titles = Object.keys(doc.runs[0].figures);
-  const colours = palette();
   return el("div", { class: "compare", tabindex: "0", role: "region", "aria-label": "Summary of the runs" }, el("table", {},
     el("caption", { text: "Summary of the runs" }),
     el("thead", {}, el("tr", {}, el("th", { scope: "col", text: "run" }), ...titles.map((text) => el("th", { scope: "col", text })))),
     el("tbody", {}, ...doc.runs.map((run, index) => el("tr", {},
-      el("th", { scope: "row" }, swatch({ colour: colours[index % colours.length], dash: 0, symbol: index % SYMBOLS.length }, true), run.name),
+      el("th", { scope: "row" }, el("span", { class: "dot", style: `background: ${colour(index)}` }), run.name),
       ...titles.map((title) => el("td", { "data-title": title }, ...figureNodes(run.figures[title]))))))));
 }
 
 function panelNode(panel, isWide) {
-  const strips = panel.id === "timeline" && doc.happenings.length ? [{ id: "timeline", title: "Timeline" }] : [];
+  const strips = panel.id === "timeline" && doc.timeline.length ? [{ id: "timeline", title: "Timeline" }] : [];
   const all = [...panel.stacks.map((one) => figureNode("stack", one, panel)), ...panel.lanes.map((one) => figureNode("lanes", one, panel)), ...panel.charts.map((one) => figureNode("chart", one, panel)), ...strips.map((one) => figureNode("strip", one, panel))];
   const drawn = all.filter((figure) => !figure.classList.contains("absent"));
   return el("section", { id: panel.id, class: isWide ? "panel wide" : "panel", "aria-labelledby": `${panel.id}-heading` },
@@ -136,7 +124,7 @@ function widths(panels) {
   return wide;
 }
 
-const looksOf = (panel, isWide) => JSON.stringify([panel, isWide, doc.time_unit, doc.happenings, doc.runs.map((run) => run.name)]);
+const looksOf = (panel, isWide) => JSON.stringify([panel, isWide, doc.time_unit, doc.timeline, doc.runs.map((run) => run.name)]);
 const shapeOf = (panel) => JSON.stringify([panel.id, panel.notes, panel.tables, panel.why_empty, panel.stacks.map((one) => one.bars.length + one.parts.length), panel.lanes,
   panel.charts.map((chart) => [chart.id, chart.why_empty, chart.note, chart.series.map((line) => [line.run, line.name])])]);
 
@@ -170,7 +158,7 @@ function show(isWhole) {
       if (figures.has(one)) draw(figures.get(one));
     }
   });
-  byId("made").textContent = `Made by stormo on ${new Date(doc.made_unix_s * 1000).toLocaleString("en-GB")}. Drag over a figure to zoom, double-click to come back. Ticks at the foot of a figure are checkpoints, dotted lines are resumes and rollbacks.`;
+  byId("made").textContent = `Made by stormo on ${new Date(doc.made_unix_s * 1000).toLocaleString("en-GB")}. Drag over a figure to zoom, double-click to reset; click a name in a legend to hide its line. Ticks at the foot of a figure are checkpoints, dotted lines are resumes and rollbacks.`;
 }
 
 const redraw = () => { for (const entry of figures.values()) draw(entry); };
@@ -185,7 +173,7 @@ addEventListener("afterprint", () => { isPrinting = false; show(true); });
 
 // ---- live -------------------------------------------------------------------------------------------------------
 
-const STATES = { waiting: "waiting for the run to begin", running: "running", done: "the run has ended: done",
+const STATES = { waiting: "waiting for the run to start", running: "running", done: "the run has ended: done",
   stopped: "the run has ended: stopped, can be resumed", diverged: "the run has ended: diverged",
   failed: "the run has ended: failed", interrupted: "silent for minutes: killed, or very slow" };
 
@@ -218,7 +206,7 @@ async function poll() {
   setTimeout(poll, wait * 1000);
 }
 
-window.stormoPage = { savePicture: (id) => savePicture(figures.get(id)), csvOf: (id) => csv(rows(figures.get(id).content)), doc: () => doc };
+window.stormoPage = { csvOf: (id) => csv(rows(figures.get(id).content)), doc: () => doc };
 show(true);
 status();
 if (isLive) setTimeout(poll, 1000);

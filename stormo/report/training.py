@@ -1,25 +1,29 @@
-"""The panels of the training itself: loss, metrics, speed, rate, waiting, stragglers, gradient noise."""
+"""Panels of the training: loss, metrics, speed, learning rate, waiting, stragglers, gradient noise, the pipeline."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from stormo.errors import counted
+from stormo.parallel.pipeline.bubble import Span
+from stormo.report.charts import Bar, Chart, Lanes, Panel, Series, Table, make_line, merge_crowd
 from stormo.report.history import History, Line, Places
-from stormo.report.panel import Chart, Panel
-from stormo.report.series import Series, gathered, uncrowded
 from stormo.telemetry.events import speed_of
 
 _NO_STEP = "No step has been recorded yet."
 _NO_EPOCH = "No epoch is done yet."
 _NO_WORKERS = "No epoch with the times of each worker is done yet; runs of older versions did not record them."
+_MOST_BARS = 6000  # in a figure; more cannot be told apart
+# What a pipeline worker does, and its colour: a backward is whole, or split into gradients of inputs and of weights.
+_KINDS = {"F": ("forward", 0), "B": ("backward", 1), "I": ("gradients of inputs", 1), "W": ("gradients of weights", 2)}
 
 Figure = Callable[[Line], Any]
 
 
 def training_panels(histories: Sequence[History]) -> list[Panel]:
-    """All panels of this file, in the order of the page."""
+    """All panels of this file but the pipeline, in the order of the page."""
     makers = (_loss, _metrics, _throughput, _rate_and_batch, _waiting, _stragglers, _noise)
     return [maker(histories) for maker in makers]
 
@@ -27,74 +31,51 @@ def training_panels(histories: Sequence[History]) -> list[Panel]:
 def event_lines(
     histories: Sequence[History], event_name: str, name: str, figure: Figure, *, mode: str = "lines"
 ) -> list[Series]:
-    """One line a run: a figure of each event of a kind."""
-    return [
-        line
-        for run, history in enumerate(histories)
-        for line in gathered(
-            run, name, ((places, figure(event)) for places, event in history.placed(event_name)), mode=mode
-        )
-    ]
+    """One line per run: a figure of each event of a kind."""
+    lines: list[Series] = []
+    for run, history in enumerate(histories):
+        points = ((places, figure(event)) for places, event in history.placed(event_name))
+        lines += make_line(run, name, points, mode=mode)
+    return lines
 
 
 def _step_lines(histories: Sequence[History], name: str, figure: Figure) -> list[Series]:
-    """One line a run: a figure of each record of steps or, where these make no line, of each epoch."""
-    return [
-        replace(line, run=run)
-        for run, history in enumerate(histories)
-        for event_name, mode in [_densest(history)]
-        for line in event_lines([history], event_name, name, figure, mode=mode)
-    ]
+    """One line per run: a figure of each step record or, where there are too few, of each epoch."""
+    lines: list[Series] = []
+    for run, history in enumerate(histories):
+        event_name, mode = _densest(history)
+        lines += [replace(line, run=run) for line in event_lines([history], event_name, name, figure, mode=mode)]
+    return lines
 
 
 def _densest(history: History) -> tuple[str, str]:
-    """The kind of event that has the most to tell of training, and how its line is drawn."""
+    """The kind of event with the most points of training, and how its line is drawn."""
     is_short = len(history.of("step_done")) < 2 and history.of("epoch_done")
     return ("epoch_done", "points") if is_short else ("step_done", "lines")
 
 
 def _loss(histories: Sequence[History]) -> Panel:
     series = _step_lines(histories, "training", lambda event: event.get("loss", event.get("train_loss")))
-    series += event_lines(
-        histories, "epoch_done", "validation", lambda event: _validation(event).get("loss"), mode="points"
-    )
-    chart = Chart(id="loss", title="Loss", y_title="loss", series=series, why_empty=_NO_STEP)
-    return Panel(
-        id="loss",
-        title="Loss",
-        about="Training loss since the point before, over all workers; validation loss of each epoch. "
-        "A run too short for such points has its training loss of each epoch.",
-        charts=[chart],
-    )
-
-
-def _validation(event: Line) -> Line:
-    found: Line = event.get("validation") or {}
-    return found
-
-
-def _metrics(histories: Sequence[History]) -> Panel:
-    names = dict.fromkeys(
-        name for history in histories for event in history.of("epoch_done") for name in _validation(event)
-    )
-    names.pop("loss", None)
-    charts = [
-        Chart(
-            id=f"metric-{position}",
-            title=f"Validation {name.replace('_', ' ')}",
-            y_title=name.replace("_", " "),
-            series=event_lines(histories, "epoch_done", "validation", _metric(name), mode="points"),
-        )
-        for position, name in enumerate(names)
-    ]
-    why = "" if charts else f"{_NO_EPOCH} Or the task has no metric besides its loss."
-    return Panel(
-        id="accuracy", title="Accuracy", about="Exact over the whole validation set.", charts=charts, why_empty=why
-    )
+    series += event_lines(histories, "epoch_done", "validation", _metric("loss"), mode="points")
+    about = "Training loss over all workers since the last point; validation loss of each epoch. A run too short for "
+    about += "such points shows its training loss of each epoch."
+    return Panel("loss", "Loss", about, charts=[Chart("loss", "Loss", "loss", series, why_empty=_NO_STEP)])
 
 
 def _metric(name: str) -> Figure:
-    return lambda event: _validation(event).get(name)
+    return lambda event: (event.get("validation") or {}).get(name)
+
+
+def _metrics(histories: Sequence[History]) -> Panel:
+    epochs = [event for history in histories for event in history.of("epoch_done")]
+    names = dict.fromkeys(name for event in epochs for name in event.get("validation") or {} if name != "loss")
+    charts = []
+    for index, name in enumerate(names):
+        series = event_lines(histories, "epoch_done", "validation", _metric(name), mode="points")
+        words = name.replace("_", " ")
+        charts.append(Chart(f"metric-{index}", f"Validation {words}", words, series))
+    why = "" if charts else f"{_NO_EPOCH} Or the task has no metric besides its loss."
+    return Panel("accuracy", "Accuracy", "Exact over the whole validation set.", charts=charts, why_empty=why)
 
 
 def _throughput(histories: Sequence[History]) -> Panel:
@@ -102,96 +83,66 @@ def _throughput(histories: Sequence[History]) -> Panel:
     is_shared = len(units) == 1  # runs that count images and tokens are compared by their samples
     unit = next(iter(units)) if is_shared else "samples"
     figure: Figure = (lambda event: speed_of(event)[1]) if is_shared else (lambda event: event.get("samples_per_s"))
-    series = _step_lines(histories, "all workers", figure)
-    everyone = _by_worker(histories, _share_per_s)
-    drawn, note = uncrowded(everyone, "workers")
-    return Panel(
-        id="throughput",
-        title="Throughput",
-        about="A worker's own speed is its share of the samples over its own training time.",
-        charts=[
-            Chart(
-                id="throughput", title="All workers together", y_title=f"{unit}/s", series=series, from_zero=True,
-                why_empty=_NO_STEP,
-            ),
-            Chart(
-                id="throughput-worker", title="Each worker", y_title="samples/s", series=drawn, all_series=everyone,
-                from_zero=True, why_empty=_NO_WORKERS, note=note,
-            ),
-        ],
-    )  # fmt: skip
+    total = _step_lines(histories, "all workers", figure)
+    each = _worker_chart(histories, _own_samples_per_s, "throughput-worker", "Each worker", "samples/s", _NO_WORKERS)
+    all_workers = Chart("throughput", "All workers together", f"{unit}/s", total, from_zero=True, why_empty=_NO_STEP)
+    about = "The speed of a worker is its share of the samples over its own training time."
+    return Panel("throughput", "Throughput", about, charts=[all_workers, each])
 
 
-def _share_per_s(worker: Line, epoch: Line) -> float | None:
-    samples = float(epoch.get("samples_per_s") or 0.0) * float(epoch.get("epoch_time_s") or 0.0)
-    time_s = worker.get("train_time_s")
-    return samples / len(epoch["workers"]) / time_s if time_s and samples else None
-
-
-def _by_worker(histories: Sequence[History], figure: Callable[[Line, Line], float | None]) -> list[Series]:
-    """One line a worker: a figure of each epoch."""
-    series: list[Series] = []
+def _worker_chart(
+    histories: Sequence[History], figure: Callable[[Line, Line], float | None], id: str, title: str, y: str, why: str
+) -> Chart:
+    """One line per worker: a figure of each epoch."""
+    lines: list[Series] = []
     for run, history in enumerate(histories):
         points: dict[int, list[tuple[Places, float | None]]] = {}
         for places, epoch in history.placed("epoch_done"):
             for worker in epoch.get("workers") or ():
                 points.setdefault(int(worker["rank"]), []).append((places, figure(worker, epoch)))
         for rank in sorted(points):
-            series += gathered(run, f"worker {rank}", points[rank], mode="points")
-    return series
+            lines += make_line(run, f"worker {rank}", points[rank], mode="points")
+    drawn, note = merge_crowd(lines, "workers")
+    return Chart(id, title, y, drawn, all_series=lines, from_zero=True, why_empty=why, note=note)
+
+
+def _own_samples_per_s(worker: Line, epoch: Line) -> float | None:
+    samples = float(epoch.get("samples_per_s") or 0.0) * float(epoch.get("epoch_time_s") or 0.0)
+    time_s = worker.get("train_time_s")
+    return samples / len(epoch["workers"]) / time_s if time_s and samples else None
 
 
 def _rate_and_batch(histories: Sequence[History]) -> Panel:
     rate = _step_lines(histories, "learning rate", lambda event: event.get("learning_rate"))
-    batch = [
-        line
-        for run, history in enumerate(histories)
-        for line in gathered(run, "global batch", _batches(history), mode="steps")
+    batch = [line for run, history in enumerate(histories) for line in _batch_line(run, history)]
+    charts = [
+        Chart("rate", "Learning rate", "learning rate", rate, from_zero=True, why_empty=_NO_STEP),
+        Chart("batch", "Global batch", "samples a step", batch, from_zero=True, why_empty=_NO_STEP),
     ]
-    return Panel(
-        id="rate",
-        title="Learning rate and batch",
-        charts=[
-            Chart(
-                id="rate", title="Learning rate", y_title="learning rate", series=rate, from_zero=True,
-                why_empty=_NO_STEP,
-            ),
-            Chart(
-                id="batch", title="Global batch", y_title="samples a step", series=batch, from_zero=True,
-                why_empty=_NO_STEP,
-            ),
-        ],
-    )  # fmt: skip
+    return Panel("rate", "Learning rate and batch", charts=charts)
 
 
-def _batches(history: History) -> Iterator[tuple[Places, Any]]:
+def _batch_line(run: int, history: History) -> list[Series]:
     of_run = history.started.get("global_batch_size")
-    for places, event in history.placed("step_done"):
-        yield places, event.get("global_batch_size") or of_run
+    points = ((places, event.get("global_batch_size") or of_run) for places, event in history.placed("step_done"))
+    return make_line(run, "global batch", points, mode="steps")
 
 
 def _waiting(histories: Sequence[History]) -> Panel:
-    waits = event_lines(histories, "step_done", "input", lambda event: _percent(event.get("input_wait_fraction")))
+    waits = event_lines(histories, "step_done", "input", _input_wait_percent)
     exposed = event_lines(histories, "epoch_done", "communication", _exposed_percent, mode="points")
-    return Panel(
-        id="waiting",
-        title="Waiting",
-        about="Share of the training time in which devices stood still: for input, or for the gradients of others.",
-        charts=[
-            Chart(
-                id="wait-input", title="Input wait", y_title="% of training time", series=waits, from_zero=True,
-                why_empty=_NO_STEP,
-            ),
-            Chart(
-                id="wait-communication", title="Exposed communication", y_title="% of training time", series=exposed,
-                from_zero=True,
-                why_empty="Exposed communication was not measured: it needs two workers under ddp and a whole epoch.",
-            ),
-        ],
-    )  # fmt: skip
+    why = "Exposed communication was not measured: it needs two workers under ddp and a whole epoch."
+    unit = "% of training time"
+    charts = [
+        Chart("wait-input", "Input wait", unit, waits, from_zero=True, why_empty=_NO_STEP),
+        Chart("wait-communication", "Exposed communication", unit, exposed, from_zero=True, why_empty=why),
+    ]
+    about = "Share of the training time in which devices waited for input, or for the gradients of others."
+    return Panel("waiting", "Waiting", about, charts=charts)
 
 
-def _percent(share: float | None) -> float | None:
+def _input_wait_percent(step: Line) -> float | None:
+    share = step.get("input_wait_fraction")
     return None if share is None else 100 * share
 
 
@@ -213,46 +164,138 @@ def _behind_percent(worker: Line, epoch: Line) -> float | None:
 
 
 def _stragglers(histories: Sequence[History]) -> Panel:
-    everyone = _by_worker(histories, _behind_percent)
-    drawn, note = uncrowded(everyone, "workers")
     is_alone = all((history.started.get("world_size") or 1) == 1 for history in histories)
-    why = "One worker has nobody to fall behind." if is_alone else _NO_WORKERS
-    return Panel(
-        id="stragglers",
-        title="Stragglers",
-        about="How much longer than the fastest worker each one was busy in an epoch; waiting for others, where "
-        "measured, is left out.",
-        charts=[
-            Chart(
-                id="stragglers", title="Behind the fastest worker", y_title="% more time", series=drawn,
-                all_series=everyone, from_zero=True, why_empty=why, note=note,
-            )
-        ],
-    )  # fmt: skip
+    why = "One worker cannot fall behind." if is_alone else _NO_WORKERS
+    chart = _worker_chart(histories, _behind_percent, "stragglers", "Behind the fastest worker", "% more time", why)
+    about = (
+        "How much longer than the fastest worker each one was busy in an epoch, without measured waiting for others."
+    )
+    return Panel("stragglers", "Stragglers", about, charts=[chart])
 
 
 def _noise(histories: Sequence[History]) -> Panel:
-    series = event_lines(histories, "step_done", "noise scale", lambda event: event.get("noise_scale"))
-    batch = [
-        line
-        for run, history in enumerate(histories)
-        if any(event.get("noise_scale") is not None for event in history.of("step_done"))
-        for line in gathered(run, "global batch", _batches(history), mode="steps")
+    lines = event_lines(histories, "step_done", "noise scale", lambda event: event.get("noise_scale"))
+    for run, history in enumerate(histories):
+        if any(event.get("noise_scale") is not None for event in history.of("step_done")):
+            lines += _batch_line(run, history)
+    reasons, advice = (
+        list(dict.fromkeys(str(history.summary[key]) for history in histories if history.summary.get(key)))
+        for key in ("noise_scale_reason", "noise_scale_advice")
+    )
+    why = f"It was not measured: {'; '.join(reasons) or _NO_STEP}"
+    chart = Chart("noise", "Gradient noise scale", "samples", lines, from_zero=True, why_empty=why)
+    about = "Batches beyond it bring little."
+    return Panel("noise", "Gradient noise scale", about, charts=[chart], notes=advice)
+
+
+@dataclass(frozen=True)
+class _PipelinePass:
+    """One forward and backward pass of a pipeline, from the summary of a run."""
+
+    label: str
+    summary: Mapping[str, Any]
+    spans: Sequence[Span]
+
+    @property
+    def num_workers(self) -> int:
+        return 1 + max(span.worker for span in self.spans)
+
+    @property
+    def start_s(self) -> float:
+        return min(span.start for span in self.spans)
+
+    @property
+    def length_s(self) -> float:
+        return max(span.stop for span in self.spans) - self.start_s
+
+
+def pipeline_panel(histories: Sequence[History]) -> Panel:
+    """One picture per run, its idle share beside that of the schedule, and a table of its workers."""
+    passes = [
+        _PipelinePass(history.label, found, [Span(*row) for row in found["spans"]])
+        for history in histories
+        if (found := history.summary.get("pipeline"))
     ]
-    reasons = [str(history.summary.get("noise_scale_reason") or "") for history in histories]
-    why = "; ".join(dict.fromkeys(reason for reason in reasons if reason)) or _NO_STEP
-    advice = [
-        str(history.summary["noise_scale_advice"]) for history in histories if history.summary.get("noise_scale_advice")
-    ]
+    many = len(histories) > 1
+    why = "" if passes else "The model was not split into stages (--strategy pipeline)."
+    if not passes and any(_has_stages(history) and not history.summary for history in histories):
+        why = "What the workers did in one pass is written when the run ends."
+    columns = ["run", "worker", "stages", "forward", "backward", "idle"]
+    rows = [row for one in passes for row in _worker_rows(one)]
     return Panel(
-        id="noise",
-        title="Gradient noise scale",
-        about="The batch beyond which steps hardly get better.",
-        charts=[
-            Chart(
-                id="noise", title="Gradient noise scale", y_title="samples", series=[*series, *batch], from_zero=True,
-                why_empty=f"It was not measured: {why}",
-            )
+        "pipeline",
+        "Pipeline",
+        "What the workers of one copy of the model did in one early pass; where nothing is drawn they waited.",
+        lanes=[_lanes(number, one, f"{one.label}: " if many else "") for number, one in enumerate(passes)],
+        tables=[Table("pipeline", "Workers of the pipeline", columns, rows, first_figure=3)] if rows else [],
+        notes=[f"{one.label}: {_idle_words(one)}" if many else _idle_words(one) for one in passes],
+        why_empty=why,
+    )
+
+
+def _has_stages(history: History) -> bool:
+    strategy, mesh = (history.config.get(f"workers.{key}", "") for key in ("strategy", "mesh"))
+    return strategy in ("pipeline", "naive") or "pipeline=" in mesh
+
+
+def _idle_words(one: _PipelinePass) -> str:
+    summary = one.summary
+    sizes = f"{counted(summary['num_stages'], 'stage')} on {counted(one.num_workers, 'worker')}"
+    return (
+        f"The workers were idle for {_percent(summary['measured_bubble'])} of the pass. The schedule "
+        f"{summary['schedule']} ({sizes}, {counted(summary['micro_batches'], 'micro-batch')}) leaves them idle for "
+        f"{_percent(summary['predicted_bubble'])} if all stages take equally long and sending takes no time."
+    )
+
+
+def _lanes(number: int, one: _PipelinePass, prefix: str) -> Lanes:
+    scale, unit = (1.0, "s") if one.length_s >= 10 else (1e3, "ms")
+    total = 1 + max(span.micro_batch for span in one.spans)
+    most = max(1, _MOST_BARS * total // len(one.spans))
+    drawn = [span for span in one.spans if span.micro_batch < most]
+    records: list[list[str | float]] = [["worker", "start_s", "stop_s", "what", "micro_batch", "stage"]]
+    for span in one.spans:
+        records.append([span.worker, span.start, span.stop, _KINDS[span.kind][0], span.micro_batch, span.stage])
+    return Lanes(
+        id=f"pass-{number}",
+        title=f"{prefix}One pass of {one.summary['schedule']}",
+        x_title=unit,
+        rows=[f"worker {worker}" for worker in range(one.num_workers)],
+        kinds=[
+            (name, colour, [_bar(one, span, scale, unit) for span in drawn if span.kind == kind])
+            for kind, (name, colour) in _KINDS.items()
+            if any(span.kind == kind for span in drawn)
         ],
-        notes=list(dict.fromkeys(advice)),
-    )  # fmt: skip
+        records=records,
+        note=f"Drawn are the first {most} of {total} micro-batches; --csv of stormo report writes all."
+        if most < total
+        else "",
+    )
+
+
+def _bar(one: _PipelinePass, span: Span, scale: float, unit: str) -> Bar:
+    start, stop = ((moment - one.start_s) * scale for moment in (span.start, span.stop))
+    return Bar(
+        row=span.worker,
+        start=round(start, 4),
+        length=round(stop - start, 4),
+        label=str(span.micro_batch),
+        words=f"{_KINDS[span.kind][0]} of micro-batch {span.micro_batch}, stage {span.stage}: "
+        f"{start:.4g} to {stop:.4g} {unit} ({stop - start:.3g} {unit})",
+        shade=span.stage // one.num_workers,
+    )
+
+
+def _worker_rows(one: _PipelinePass) -> Iterator[list[str]]:
+    for worker in range(one.num_workers):
+        own = [span for span in one.spans if span.worker == worker]
+        forward_s = sum(span.stop - span.start for span in own if span.kind == "F")
+        backward_s = sum(span.stop - span.start for span in own if span.kind != "F")
+        stages = ", ".join(str(stage) for stage in sorted({span.stage for span in own}))
+        idle = 1.0 - (forward_s + backward_s) / one.length_s if one.length_s else 0.0
+        times = [f"{1e3 * seconds:,.1f} ms" for seconds in (forward_s, backward_s)]
+        yield [one.label, str(worker), stages, *times, _percent(idle)]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"

@@ -1,6 +1,6 @@
-"""`stormo watch RUN`: the page of a run, served while it goes on, to whoever has the token in its address.
+"""`stormo watch RUN`: serves the page of a run while it is running, to whoever has the token in its address.
 
-Loopback unless told otherwise; plain HTTP, so across a network it belongs in an SSH tunnel.
+On loopback unless `--host` is set; plain HTTP, so use an SSH tunnel across a network.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from urllib.parse import parse_qs, urlsplit
 
 from stormo.config.options import Parser
 from stormo.errors import SettingError
-from stormo.report.document import make_document
 from stormo.report.history import Reader
-from stormo.report.page import check_plotly, make_page
-from stormo.telemetry.files import to_json
-from stormo.telemetry.finding import find_run
-from stormo.telemetry.folder import RunFolder
+from stormo.report.page import check_plotly, make_document, make_page
+from stormo.telemetry.folder import RunFolder, to_json
+from stormo.telemetry.runs_folder import find_run
 from stormo.telemetry.text import write_text
 
 _POLL_S = 2.0
-_BUILDS_SHARE = 0.25  # of the time at most is spent on building pages, however long the run has become
+_BUILDS_SHARE = 0.25  # of the time at most goes to building pages
 _TOKEN_BYTES = 24
 
 
 def main(arguments: Sequence[str]) -> int:
     """Serve until Ctrl-C."""
     parser = Parser(
-        prog="stormo watch", description="Serve the page of a run while it goes on; Ctrl-C ends it.", allow_abbrev=False
+        prog="stormo watch",
+        description="Serve the page of a run while it is running; Ctrl-C ends it.",
+        allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", help="name of the run, or its folder")
     parser.add_argument("--runs-folder", default="runs", metavar="FOLDER", help="folder of all runs (default: runs)")
     parser.add_argument("--port", default="0", metavar="N", help="port to listen on (default: 0, any free one)")
     parser.add_argument("--host", default="127.0.0.1", metavar="HOST", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--wait", action="store_true", help="wait for a run whose folder is not there yet")
+    parser.add_argument("--wait", action="store_true", help="wait for a run whose folder does not exist yet")
     asked = parser.parse_args(list(arguments))
     check_plotly()
     folder = _find(Path(asked.runs_folder), asked.run, waits=asked.wait)
     server = Server(folder, asked.host, _port(asked.port))
     with server:
         if not folder.is_run:
-            _say(f"{folder.path} has nothing of a run yet: the page waits for it")
+            _say(f"{folder.path} holds no run yet: the page waits for it")
         if not server.is_loopback:
-            _say(f"Warning: --host {asked.host} is open to the network, unencrypted; an SSH tunnel would not be")
+            _say(f"Warning: --host {asked.host} is open to the network and not encrypted; an SSH tunnel is safer")
         _say(f"{folder.name} is shown at {server.address}  (Ctrl-C ends it)")
         try:
             server.serve_forever(poll_interval=0.2)
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _find(parent: Path, name: str, *, waits: bool) -> RunFolder:
     if not name:
-        raise SettingError("an empty name was given", "no run has it", "name one: stormo runs lists them")
+        raise SettingError("an empty name was given", "no run has that name", "name a run: stormo runs lists them")
     for candidate in (parent / name, Path(name)):
         if candidate.is_dir():
             return RunFolder(candidate)
@@ -86,7 +86,7 @@ def _say(text: str) -> None:
 class Server(ThreadingHTTPServer):
     """Serves the page of one run at `address`, which holds the token."""
 
-    daemon_threads = True  # a browser that keeps its connection must not hold up Ctrl-C
+    daemon_threads = True  # an open connection must not block Ctrl-C
 
     def __init__(self, folder: RunFolder, host: str, port: int) -> None:
         self.token = secrets.token_urlsafe(_TOKEN_BYTES)
@@ -97,17 +97,19 @@ class Server(ThreadingHTTPServer):
             self.address_family = family
             super().__init__((str(place[0]), port), Handler)
         except UnicodeError:
-            raise SettingError(f"--host {host} was set", "that is no name of a host", "set another address") from None
+            raise SettingError(
+                f"--host {host} was set", "that is not the name of a host", "set another address"
+            ) from None
         except OSError as error:
             what = f"--port {port} was set" if error.errno == errno.EADDRINUSE else f"--host {host} was set"
-            mend = (
+            instead = (
                 "set another one, or 0 for any free one" if error.errno == errno.EADDRINUSE else "set another address"
             )
-            raise SettingError(what, f"nothing can listen there ({error.strerror})", mend) from None
+            raise SettingError(what, f"nothing can listen there ({error.strerror})", instead) from None
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can reach it."""
+        """True where only this machine can reach it."""
         return self._listens_at.is_loopback
 
     @property
@@ -117,13 +119,13 @@ class Server(ThreadingHTTPServer):
     @property
     def address(self) -> str:
         """What to open in a browser."""
-        # Nobody can open "every address of this machine", which is what 0.0.0.0 means.
+        # A browser cannot open 0.0.0.0, which means every address of this machine.
         host = socket.gethostname() if self._listens_at.is_unspecified else self._host
         shown = f"[{host}]" if ":" in host else host
         return f"http://{shown}:{self.server_address[1]}/?token={self.token}"
 
     def is_own_name(self, header: str | None) -> bool:
-        """Whether a Host header means this server: a foreign name that leads here is an attack on the browser."""
+        """True where a Host header names this server: a foreign name is an attack on the browser (DNS rebinding)."""
         try:
             host = urlsplit(f"//{header or ''}").hostname or ""
         except ValueError:  # no name at all
@@ -136,19 +138,19 @@ class Server(ThreadingHTTPServer):
 
     @cached_property
     def _names(self) -> frozenset[str]:
-        """What this machine is called; asking for the last of them can take seconds."""
+        """The names of this machine; getfqdn can take seconds."""
         names = ("localhost", self._host, socket.gethostname(), socket.getfqdn())
         return frozenset(name.lower() for name in names)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that went away in the middle is no error; anything else is shown without the address."""
+        """Ignore a browser that left; show other errors without the address, which holds the token."""
         error = sys.exception()
         if not isinstance(error, ConnectionError | TimeoutError):
             print(f"stormo: a request could not be answered: {error!r}", file=sys.stderr)  # noqa: T201
 
 
 class Live:
-    """The newest document of a run, built once however many look at it."""
+    """The newest document of a run, built once for all viewers."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._reader = Reader(folder)
@@ -159,7 +161,7 @@ class Live:
         """The document as of now."""
         with self._lock:
             version = self._reader.version()
-            # A silent run changes its state, although no file of it does.
+            # A silent run changes its state although no file changes.
             version += f"-{int(time.time() // 60)}"
             if self._document is None or self._document["version"] != version:
                 began = time.perf_counter()
@@ -183,18 +185,18 @@ class Handler(BaseHTTPRequestHandler):
         query = parse_qs(query_text)
         token = query.get("token", [""])[0]
         if not self.server.is_own_name(self.headers.get("Host")):
-            self._answer(HTTPStatus.FORBIDDEN, "text/plain", "this server is not of that name\n")
+            self._answer(HTTPStatus.FORBIDDEN, "text/plain", "this server has another name\n")
         elif not hmac.compare_digest(token.encode(), self.server.token.encode()):
             self._answer(HTTPStatus.FORBIDDEN, "text/plain", "the address lacks the token that stormo watch printed\n")
         elif path not in ("/", "/data"):
-            self._answer(HTTPStatus.NOT_FOUND, "text/plain", "there is only the page\n")
+            self._answer(HTTPStatus.NOT_FOUND, "text/plain", "there is only one page\n")
         else:
             self._show(path, query.get("version", [""])[0])
 
     def _show(self, path: str, version: str) -> None:
         try:
             document = self.server.live.document()
-        except Exception as error:  # a damaged file is told to whoever looks, and the server goes on
+        except Exception as error:  # the viewer sees the error of a damaged file, and the server continues
             self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", f"{error}\n")
             return
         if path == "/":

@@ -1,6 +1,7 @@
-"""What the measurements of one mode say, number of workers by number of workers: speed-up, efficiency, energy, losses.
+"""Speed-up, efficiency, energy and losses at each number of workers, with 95 % intervals.
 
-Runs of one repeat are compared with each other, so that what slows a whole repeat down cancels.
+Runs of one repeat are compared with each other, so that whatever slows a whole repeat down cancels. Means are
+geometric: on logarithms no interval reaches below 0, and the ratio of two means is the mean of the ratios.
 """
 
 from __future__ import annotations
@@ -9,23 +10,67 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from stormo.study.estimate import Estimate, estimate
 from stormo.study.measurement import Measurement
+
+# Two-sided 95 % quantiles of Student's t for 1 to 9 degrees of freedom; beyond, the expansion below is exact enough.
+_T95 = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622)
+_Z95 = 1.959964
+_WIDE = 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean and, where it was measured more than once, its 95 % interval by Student's t."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def is_wide(self) -> bool:
+        """True where the runs scatter so much that the interval says nothing."""
+        return self.low is not None and self.high is not None and self.high > _WIDE * self.low
+
+    def times(self, factor: float) -> Estimate:
+        """The same figure in another unit; the factor is above 0."""
+        scaled = (None if end is None else end * factor for end in (self.low, self.high))
+        return Estimate(self.value * factor, *scaled)
+
+
+def t95(degrees: int) -> float:
+    """The two-sided 95 % quantile of Student's t (Abramowitz and Stegun 26.7.5)."""
+    if degrees <= len(_T95):
+        return _T95[degrees - 1]
+    z = _Z95
+    first = (z**3 + z) / (4 * degrees)
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * degrees**3)
+    return z + first + second + third
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """The geometric mean of repeated measurements, all above 0."""
+    logs = [math.log(value) for value in values]
+    mean = math.fsum(logs) / len(logs)
+    if len(values) == 1:
+        return Estimate(values[0])
+    variance = math.fsum((log - mean) ** 2 for log in logs) / (len(logs) - 1)
+    half = t95(len(logs) - 1) * math.sqrt(variance / len(logs))
+    return Estimate(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """Where the workers' time went that ideal scaling would not have taken, as shares of all their time.
+    """The workers' time that ideal scaling would not have taken, as shares of all their time.
 
-    The parts sum to the whole. One that was not measured is None and lies inside the rest. A part can be negative: less
-    of it than ideal scaling would have.
+    The parts sum to the whole. One that was not measured is None and part of the rest. A negative part is a gain.
     """
 
     whole: float
-    communication: float | None  # all workers stood still for gradients
-    input: float | None  # waited for data, beyond what the base did
+    communication: float | None  # all workers waited for gradients
+    input: float | None  # waited for data, more than the base did
     imbalance: float | None  # waited for slower workers
-    rest: float  # smaller kernels, shared hardware, and whatever was not measured
+    rest: float  # smaller kernels, shared hardware, what was not measured
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,8 +87,8 @@ class Point:
     time_to_target_s: Estimate | None  # of the runs that reached it
     energy_to_target_j: Estimate | None
     num_reached: int
-    split: Split | None  # None for the fewest workers, which all others are held against
-    note: str = ""  # how they were trained, where that is not as the others
+    split: Split | None  # None for the fewest workers, the base
+    note: str = ""  # how they were trained, where that differs from the others
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +97,7 @@ class Curve:
 
     mode: str
     unit: str
-    energy_per: str  # what energy is counted by: sample, image, ...
+    energy_per: str  # the unit of energy: sample, image, ...
     points: tuple[Point, ...]
     energy_reason: str  # why energy was not measured, or ""
     measurements: tuple[Measurement, ...]
@@ -97,28 +142,25 @@ def _point(runs: Mapping[int, Measurement], base: Mapping[int, Measurement]) -> 
         units_per_s=estimate([one.units_per_s for one in ones]),
         speed_up=speed_up,
         efficiency=speed_up.times(base_workers / workers),
-        j_per_sample=_all(ones, lambda one: one.j_per_sample),
+        j_per_sample=_mean(ones, lambda one: one.j_per_sample, needs_all=True),
         energy_ratio=_against(runs, base, lambda one: one.j_per_sample),
-        time_to_target_s=_some(ones, lambda one: one.time_to_target_s),
-        energy_to_target_j=_some(ones, lambda one: one.energy_to_target_j),
+        time_to_target_s=_mean(ones, lambda one: one.time_to_target_s),
+        energy_to_target_j=_mean(ones, lambda one: one.energy_to_target_j),
         num_reached=sum(one.time_to_target_s is not None for one in ones),
         split=_split(runs, base, 1 - speed_up.value * base_workers / workers) if workers != base_workers else None,
         note=ones[0].note,
     )
 
 
-def _all(ones: Sequence[Measurement], of: Callable[[Measurement], float | None]) -> Estimate | None:
+def _mean(
+    ones: Sequence[Measurement], of: Callable[[Measurement], float | None], *, needs_all: bool = False
+) -> Estimate | None:
     known = [value for one in ones if (value := of(one)) is not None]
-    return estimate(known) if len(known) == len(ones) else None
-
-
-def _some(ones: Sequence[Measurement], of: Callable[[Measurement], float | None]) -> Estimate | None:
-    known = [value for one in ones if (value := of(one)) is not None]
-    return estimate(known) if known else None
+    return None if not known or (needs_all and len(known) < len(ones)) else estimate(known)
 
 
 def _pairs(runs: Mapping[int, Measurement], base: Mapping[int, Measurement]) -> list[tuple[Measurement, Measurement]]:
-    """Runs beside those of the base in the same repeat; without any, the first of each, which tell no interval."""
+    """Runs and the base's of the same repeat; without any, the first of each, which give no interval."""
     common = [repeat for repeat in runs if repeat in base]
     return [(runs[repeat], base[repeat]) for repeat in common] or [
         (next(iter(runs.values())), next(iter(base.values())))
@@ -139,7 +181,7 @@ def _against(
 
 
 def _split(runs: Mapping[int, Measurement], base: Mapping[int, Measurement], whole: float) -> Split:
-    """The loss of efficiency in parts: each is what a worker spent beyond its share of what the base spent."""
+    """The lost efficiency in parts: each is what a worker spent beyond its share of the base's."""
     pairs = _pairs(runs, base)
 
     def excess(of: Callable[[Measurement], float | None]) -> float | None:
@@ -165,7 +207,7 @@ def _split(runs: Mapping[int, Measurement], base: Mapping[int, Measurement], who
 
 
 def _communication_s(one: Measurement) -> float | None:
-    # Whoever waits least for gradients has not waited for a slower worker, but for the exchange itself.
+    # The worker that waits least for gradients waits for the exchange itself, not for a slower worker.
     return 0.0 if one.workers == 1 else one.exposed_min_s
 
 

@@ -1,9 +1,9 @@
-"""A model of how time follows the number of workers: Amdahl's serial share and the communication of a ring.
+"""A model of the time of a step by the number of workers: Amdahl's serial share and the communication of a ring.
 
-A step of one worker takes T1, of which the share s cannot be spread; a ring of N workers moves (N - 1) / N of the
-gradients, which takes c of it. Strong: T(N) = T1 (s + (1 - s) / N) + c (N - 1) / N; weak, where a step grows with the
-workers: T(N) = T1 (s N + 1 - s) + c (N - 1) / N. In strong scaling s and c have the same effect on time, so that they
-can be told apart only where communication itself was measured.
+A step of one worker takes T1, of which the share s is serial; a ring of N workers takes c (N - 1) / N for gradients.
+Strong: T(N) = T1 (s + (1 - s) / N) + c (N - 1) / N. Weak, where a step grows with the workers:
+T(N) = T1 (s N + 1 - s) + c (N - 1) / N. In strong scaling s and c act alike on time, so that they can be told apart
+only where communication itself was measured.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
-from stormo.study.estimate import Estimate
+from stormo.study.curve import Estimate
 from stormo.study.measurement import Measurement
 
 _NUM_DRAWS = 4000
-_ROUNDING = 1e-9  # a smaller share of the time is none
-_Array = Any  # of numpy; its own generic says nothing that helps here
+_ROUNDING = 1e-9  # a smaller share of the time counts as none
+_Array = Any  # a numpy array
 
 # Factors of (T1 s, T1 (1 - s), c) in the time of a step.
 TERMS: dict[str, Callable[[Any], tuple[Any, Any, Any]]] = {
@@ -37,10 +37,10 @@ class Fit:
     communication_s: Estimate | None  # None where it cannot be told from the serial share
     one_worker_s: Estimate
     misfit: float  # the largest deviation of a measured mean from the curve, as a share of it
-    degrees: int  # measurements beyond the parameters; 0: it goes through every point and is not tested
+    degrees: int  # measurements beyond the parameters; 0: it passes through every point and is not tested
     note: str  # what could not be told, or ""
     coefficients: _Array
-    draws: _Array | None  # coefficients as they may be as well, for the intervals of whatever follows from them
+    draws: _Array | None  # other coefficients that fit as well, for the intervals
 
     def efficiency(self, workers: int, base_workers: int) -> Estimate:
         """Efficiency against the fewest workers that were measured."""
@@ -51,16 +51,16 @@ class Fit:
         return self.efficiency(workers, base_workers).times(workers / base_workers)
 
     def first_below(self, share: float, base_workers: int, most: int) -> Estimate | None:
-        """The fewest workers whose efficiency is below a share, up to `most`; None where it stays above until there.
+        """The fewest workers, up to `most`, whose efficiency is below a share; None where it stays above.
 
-        An upper end of infinity: by some of the curves that fit as well, it stays above.
+        The upper end is infinite where some of the curves that fit as well stay above.
         """
         import numpy as np
 
         def first(coefficients: _Array) -> _Array:
             low = np.full(len(coefficients), base_workers)
             high = np.full(len(coefficients), most + 1)
-            while (low < high).any():  # efficiency only falls with the workers, so halving finds the place
+            while (low < high).any():  # a binary search, as efficiency only falls
                 middle = (low + high) // 2
                 is_below = self._efficiency(coefficients, middle, base_workers) < share
                 low, high = np.where(is_below, low, middle + 1), np.where(is_below, middle, high)
@@ -76,7 +76,7 @@ class Fit:
         return base / (time * growth)
 
     def follow(self, of: Callable[[_Array], _Array]) -> Estimate:
-        """What follows from the coefficients, with its interval."""
+        """A function of the coefficients, with its interval."""
         import numpy as np
 
         value = float(of(self.coefficients[None, :])[0])
@@ -87,7 +87,7 @@ class Fit:
 
 
 def fit_model(measurements: Sequence[Measurement], mode: str) -> Fit | str:
-    """The model that the measurements allow, by least squares of relative times, or why there is none."""
+    """The model by least squares of relative times, or why there is none."""
     import numpy as np
 
     distinct = sorted({one.workers for one in measurements})
@@ -117,7 +117,7 @@ def fit_model(measurements: Sequence[Measurement], mode: str) -> Fit | str:
     coefficients = np.zeros(3)
     coefficients[columns] = _non_negative(design[:, columns], target)
     if coefficients[:2].sum() <= _ROUNDING * coefficients.sum():
-        return "the times follow the communication of a ring alone, which leaves no work to spread"
+        return "the times are those of communication alone, which leaves no work to share"
     degrees = len(target) - len(columns)
     draws = _draws(design, target, coefficients, columns, degrees) if degrees > 0 else None
     return _fit(mode, measurements, coefficients, draws, columns, degrees, note)
@@ -158,7 +158,7 @@ def _fit(
 
 
 def _non_negative(design: _Array, target: _Array) -> _Array:
-    """Least squares with no negative coefficient: the best of all subsets of columns, of which there are few."""
+    """Least squares without negative coefficients: the best of all subsets of the columns."""
     import numpy as np
 
     num = design.shape[1]
@@ -174,15 +174,15 @@ def _non_negative(design: _Array, target: _Array) -> _Array:
 
 
 def _draws(design: _Array, target: _Array, coefficients: _Array, columns: Sequence[int], degrees: int) -> _Array:
-    """Coefficients drawn from what the scatter of the measurements leaves open (Student's t), none negative."""
+    """Coefficients drawn by the scatter of the measurements (Student's t), none negative."""
     import numpy as np
 
     used = design[:, columns]
     residual = used @ coefficients[columns] - target
     spread = math.sqrt(float(residual @ residual) / degrees)
     generator = np.random.default_rng(0)  # the same answer for the same measurements
-    # Cholesky's factor of the covariance, which is unique, so that every machine draws the same; taken from the
-    # triangle of the columns in reverse, as columns that are nearly alike make the product of the two singular.
+    # The Cholesky factor of the covariance is unique, so every machine draws the same. It is taken from the QR of the
+    # reversed columns, as columns that are nearly alike make their product singular.
     triangle = np.linalg.qr(used[:, ::-1], mode="r")
     triangle *= np.sign(np.diag(triangle))[:, None]
     factor = np.linalg.inv(triangle)[::-1, ::-1] * spread

@@ -21,8 +21,8 @@ from stormo.submit.settings import Slurm, read_slurm
 from stormo.system.hardware import Gpu
 from stormo.tasks.check import check_made, check_task
 from stormo.tasks.task import Task
-from stormo.telemetry.files import write_whole
-from stormo.telemetry.finding import default_run_name, require_new_run
+from stormo.telemetry.folder import write_whole
+from stormo.telemetry.runs_folder import default_run_name, require_new_run
 from stormo.telemetry.text import write_text
 
 # What the job says itself, and what belongs to another call.

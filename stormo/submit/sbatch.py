@@ -11,7 +11,7 @@ from pathlib import Path
 
 from stormo.errors import SettingError, StormoError
 from stormo.system.files import BadFileError, read_object
-from stormo.telemetry.files import write_json
+from stormo.telemetry.folder import write_json
 
 RECORD = "slurm.json"  # in the run folder
 _TIMEOUT_S = 120.0  # a busy controller answers late

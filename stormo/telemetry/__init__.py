@@ -1,1 +1,1 @@
-"""What happened in a run (`record`), and where it is written (one sink a file)."""
+"""What happens in a run (`record`), the sinks that write it, and the folder of a run."""

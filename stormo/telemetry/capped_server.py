@@ -1,4 +1,4 @@
-"""A small HTTP server that nobody can keep busy: few connections, short requests, and a time limit for them."""
+"""A small HTTP server that nobody can block: few connections, short requests, and a time limit for each."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 MOST_CONNECTIONS = 16
 MOST_HEAD_BYTES = 8192
 HEAD_WITHIN_S = 5.0
-_LOOK_AGAIN_S = 0.1  # how soon `close` is noticed
+_POLL_S = 0.1  # how soon `close` is noticed
 
 Answer = Callable[[str], tuple[str, bytes]]  # from the Accept header to the type and the content
 
 
 class CappedServer(ThreadingHTTPServer):
-    """Answers GET, in a thread of its own from the moment it is made until `close`."""
+    """Answers GET in its own thread until `close`."""
 
     daemon_threads = True
     block_on_close = False
@@ -32,17 +32,17 @@ class CappedServer(ThreadingHTTPServer):
         self._open: dict[Any, None] = {}  # in the order in which they came
         self._lock = threading.Lock()
         super().__init__((str(found[4][0]), port), _Handler)
-        self._thread = threading.Thread(target=self.serve_forever, args=(_LOOK_AGAIN_S,), daemon=True)
+        self._thread = threading.Thread(target=self.serve_forever, args=(_POLL_S,), daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Let go of the port; harmless when repeated."""
+        """Free the port; may be called again."""
         self.shutdown()
         self.server_close()
         self._thread.join()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Take a connection; where there are too many, the oldest goes: who asks in earnest is answered long before."""
+        """Accept a connection; where there are too many, drop the oldest, which a real client no longer needs."""
         with self._lock:
             self._open[request] = None
             oldest = next(iter(self._open)) if len(self._open) > MOST_CONNECTIONS else None
@@ -51,25 +51,25 @@ class CappedServer(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Let go of a connection."""
+        """Close a connection."""
         with self._lock:
             self._open.pop(request, None)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection that breaks off is no news, and a terminal that draws a run no place for it."""
+        """Ignore broken connections: the terminal shows a run."""
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: CappedServer
-    timeout = HEAD_WITHIN_S  # for the answer to be taken, too
+    timeout = HEAD_WITHIN_S  # also for reading the answer
 
     def setup(self) -> None:
         super().setup()
         self.rfile = io.BufferedReader(io.BytesIO(self._head()))
 
     def _head(self) -> bytes:
-        """The whole head of the request; nothing of one that is too long, or comes too slowly."""
+        """The head of the request; empty if it is too long or too slow."""
         head, deadline = b"", time.monotonic() + HEAD_WITHIN_S
         while b"\r\n\r\n" not in head and b"\n\n" not in head:
             left_s = deadline - time.monotonic()
@@ -95,4 +95,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing is logged."""
+        """Log nothing."""

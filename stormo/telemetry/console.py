@@ -1,4 +1,4 @@
-"""What the user sees of a run: plain lines in logs and pipes, the live view of `terminal` on a terminal.
+"""What the user sees of a run: plain lines in logs and pipes, `TerminalConsole` on a terminal.
 
 The plain epoch line is a fixed format that scripts may parse.
 """
@@ -10,10 +10,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TextIO
 
-from stormo.telemetry.live import can_redraw
 from stormo.telemetry.record import DivergenceNoticed, EpochDone, Notice, Record, RunStarted, Sink
 from stormo.telemetry.terminal import TerminalConsole
-from stormo.telemetry.text import metric_order, write_text
+from stormo.telemetry.text import can_redraw, metric_order, write_text
 
 
 def make_console(
@@ -27,7 +26,7 @@ def make_console(
 
 
 class PlainConsole:
-    """One line per epoch, flushed at once; turns itself off when nobody reads any more."""
+    """One line per epoch, flushed at once; stops when nobody reads any more."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -45,7 +44,7 @@ class PlainConsole:
             self._print(record.text)
 
     def close(self) -> None:
-        """Nothing to do: every line is flushed and the stream belongs to the caller."""
+        """Do nothing: every line is flushed, and the stream belongs to the caller."""
 
     def _print(self, *lines: str) -> None:
         for line in lines:
@@ -59,7 +58,7 @@ def epoch_line(record: EpochDone) -> str:
         f"Epoch Time = {record.epoch_time_s:.3f}",
         f"{record.unit.capitalize()}/sec = {record.units_per_s:.2f}",
     ]
-    if record.mfu is not None and record.unit != "images":  # the line of images is older than this figure
+    if record.mfu is not None and record.unit != "images":  # the line of images has a fixed format without it
         figures.append(f"MFU = {100 * record.mfu:.1f}%")
     for name in metric_order(record.validation):
         figures.append(f"Validation {name.replace('_', ' ').title()} = {record.validation[name]:.3f}")

@@ -1,7 +1,4 @@
-"""`environment.json`: machine, software and command of a run, without what is secret.
-
-Nothing here imports torch: the versions of its libraries are handed in.
-"""
+"""`environment.json`: machine, software, command and scheduler job of a run, with secrets masked."""
 
 from __future__ import annotations
 
@@ -27,13 +24,13 @@ _TOKEN_SHAPE = re.compile(r"\b(?:hf_|ghp_|gho_|ghs_|github_pat_|glpat-|sk-|xox[a
 
 
 def collect_environment(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """What is needed to run the same thing again; `extra` adds what this file cannot know, such as torch's version."""
+    """What is needed to repeat the run; `extra` adds what needs torch, such as its version."""
     environment: dict[str, Any] = {
         "time_unix_s": time.time(),
         "host": socket.gethostname(),
         "platform": platform.platform(),
         "machine": platform.machine(),
-        "num_cpus": len(os.sched_getaffinity(0)),  # those this process may use, not those the node has
+        "num_cpus": len(os.sched_getaffinity(0)),  # that this process may use
         "python": platform.python_version(),
         "stormo": stormo.__version__,
         "pid": os.getpid(),
@@ -50,14 +47,14 @@ def collect_environment(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _typed(arguments: Sequence[str]) -> list[str]:
-    """A command line as it can be typed again, wherever stormo is installed: by its name, not by its path."""
+    """The command line with `stormo` by name, not by its path, so that it can be typed elsewhere."""
     program = Path(arguments[0])
     is_ours = program.name == "stormo" or program == Path(stormo.__file__).with_name("__main__.py")
     return ["stormo" if is_ours else arguments[0], *arguments[1:]]
 
 
 def mask_secrets(arguments: Sequence[str]) -> list[str]:
-    """A command line in which whatever looks like a password or a token is replaced by asterisks."""
+    """The command line with everything that looks like a password or a token masked."""
     masked: list[str] = []
     follows_secret_name = False
     for argument in arguments:
@@ -76,7 +73,7 @@ def mask_secrets(arguments: Sequence[str]) -> list[str]:
 
 
 def _git_state(folder: Path) -> dict[str, Any]:
-    """The commit of the folder and whether tracked files differ from it, or the reason why they are not known."""
+    """The commit and whether tracked files differ from it, or why they are not known."""
     try:
         commit = _git(folder, "rev-parse", "HEAD")
         changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
@@ -91,7 +88,7 @@ def _git_state(folder: Path) -> dict[str, Any]:
 
 
 def _git(folder: Path, *arguments: str) -> str:
-    # Without the optional locks, a status never gets in the way of the user's own git commands.
+    # Without optional locks, a status never blocks the user's own git commands.
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
     done = subprocess.run(
         ["git", *arguments],
@@ -105,3 +102,28 @@ def _git(folder: Path, *arguments: str) -> str:
         errors="replace",
     )
     return done.stdout
+
+
+def scheduler_job(environ: Mapping[str, str]) -> dict[str, Any] | None:
+    """Number, restarts and nodes of the Slurm job of this process; None outside of one."""
+    if "SLURM_JOB_ID" not in environ:
+        return None
+    job_id = environ["SLURM_JOB_ID"]
+    if "SLURM_ARRAY_JOB_ID" in environ and "SLURM_ARRAY_TASK_ID" in environ:
+        job_id = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
+    restarts = environ.get("SLURM_RESTART_COUNT", "0")
+    return {
+        "scheduler": "Slurm",
+        "id": job_id,
+        "restarts": int(restarts) if restarts.isdecimal() else 0,
+        "nodes": environ.get("SLURM_JOB_NODELIST"),
+    }
+
+
+def job_words(job: Mapping[str, Any] | None) -> str:
+    """`Slurm job 12, restart 1, on n[1-2]`; empty for none."""
+    if not job:
+        return ""
+    restart = f", restart {job['restarts']}" if job.get("restarts") else ""
+    nodes = f", on {job['nodes']}" if job.get("nodes") else ""
+    return f"{job.get('scheduler')} job {job.get('id')}{restart}{nodes}"

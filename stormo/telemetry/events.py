@@ -1,6 +1,6 @@
-"""`events.jsonl`: the sink that writes it, and how it is read back.
+"""`events.jsonl`: the sink that writes it, and how to read it.
 
-A resumed run goes on in the same file; `current_events` leaves out what the resume made obsolete.
+A resumed run appends to the same file; `current_events` drops what the resume made obsolete.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from stormo.system.files import (
     whole_lines_bytes,
     write_all,
 )
-from stormo.telemetry.files import naming, to_json, write_json
-from stormo.telemetry.folder import SUMMARY, RunFolder
+from stormo.telemetry.folder import SUMMARY, RunFolder, naming, to_json, write_json
 from stormo.telemetry.record import (
     CheckpointSaved,
     DivergenceNoticed,
@@ -60,7 +59,7 @@ _RECORDS = (RunStarted, StepDone, EpochDone, CheckpointSaved, Notice, Divergence
 
 
 def _fields(kind: type) -> dict[str, Any]:
-    """The fields of a record by type: what is not finite is written as null."""
+    """The types of a record's fields: a float that is not finite is written as null."""
     hints = typing.get_type_hints(kind)
     found = {key: hint | None if hint is float else hint for key, hint in hints.items()}
     figures: dict[str, Any] = {"validation": Mapping[str, float | None] | None, "workers": list[_Worker] | None}
@@ -73,7 +72,7 @@ _ANY = Fields({"time_unix_s": float})
 
 
 class EventFile:
-    """Appends every record to `events.jsonl` and writes `summary.json` at the end of the run."""
+    """Appends records to `events.jsonl` and writes `summary.json` when the run ends."""
 
     def __init__(self, folder: RunFolder, *, clock: Callable[[], float] = time.time) -> None:
         folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -83,18 +82,17 @@ class EventFile:
         _repair_last_line(self._file)
 
     def write(self, record: Record) -> None:
-        """Append one record; validation progress is for the eye only, and a node's own file has its samples."""
+        """Append one record; validation progress is not kept, and node samples are in the file of their node."""
         if isinstance(record, ValidationProgress | NodeSampled):
             return
         if isinstance(record, RunStarted):
-            # The summary of the attempt before this one would make a running run look finished;
-            # its content stays in events.jsonl.
+            # The summary of an earlier attempt would make a running run look finished. events.jsonl keeps it.
             self._folder.summary.unlink(missing_ok=True)
         event = {"event": _event_name(type(record)), "time_unix_s": self._clock(), **flatten(record)}
         line = json.dumps(to_json(event), allow_nan=False).encode() + b"\n"
         with naming(self._folder.events):
-            # Handing the line to the kernel survives a kill of this process. No fsync per line: on a busy
-            # parallel file system one can take seconds, and every worker would wait for it.
+            # A line handed to the kernel survives a kill of this process. No fsync per line: on a busy parallel file
+            # system it can take seconds, and every worker would wait.
             write_all(self._file, line)
             if isinstance(record, RunEnded):
                 os.fsync(self._file.fileno())
@@ -107,7 +105,7 @@ class EventFile:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Every complete event of the file in order, none if there is no file; a last line cut short is left out."""
+    """All events of the file in order, none if there is no file; an incomplete last line is left out."""
     events: list[dict[str, Any]] = []
     try:
         for number, line in enumerate(read_lines(path), start=1):
@@ -127,12 +125,12 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def current_events(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The events that still hold: a resume at step 100, or a rollback to it, makes records of later steps obsolete."""
+    """The events that still apply: a resume at step 100, or a rollback to it, makes later steps obsolete."""
     kept: list[Mapping[str, Any]] = []
     for event in events:
         if event["event"] == "run_started":
             resumed_at_step = event.get("resumed_at_step")
-            # Started anew in the same folder: nothing that was there before belongs to this run.
+            # Started anew in the same folder: earlier events belong to another run.
             kept = [] if resumed_at_step is None else [old for old in kept if old.get("step", 0) <= resumed_at_step]
         elif event["event"] == "divergence_noticed" and event.get("rolled_back_to_step") is not None:
             kept = [old for old in kept if old.get("step", 0) <= event["rolled_back_to_step"]]
@@ -141,13 +139,13 @@ def current_events(events: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any
 
 
 def speed_of(figures: Mapping[str, Any]) -> tuple[str, float | None]:
-    """The unit of an event or a summary and how many of it a second; older runs counted images alone."""
+    """The unit of an event or a summary, and how many a second; older runs counted only images."""
     unit = str(figures.get("unit", "images"))
     return unit, figures.get("units_per_s", figures.get(f"{unit}_per_s"))
 
 
 def parse_event(line: bytes) -> dict[str, Any] | None:
-    """The event of a line, or None where it is not one; `ValueError` names a field of another type than it has."""
+    """The event of a line, or None; `ValueError` names a field of the wrong type."""
     try:
         event = parse_json(line)
     except ValueError:  # malformed JSON and malformed UTF-8 alike
@@ -161,7 +159,7 @@ def parse_event(line: bytes) -> dict[str, Any] | None:
 
 
 def _repair_last_line(file: FileIO) -> None:
-    """Remove a last line that a kill cut short, so that the next record starts on a line of its own."""
+    """Remove an incomplete last line, so that the next record starts on a new line."""
     size_bytes = file.seek(0, os.SEEK_END)
     begin = whole_lines_bytes(file)
     if begin == size_bytes:
@@ -171,7 +169,7 @@ def _repair_last_line(file: FileIO) -> None:
         is_event = size_bytes - begin <= MAX_LINE_BYTES and parse_event(file.read()) is not None
     except ValueError:
         is_event = False
-    if is_event:  # only its line end is missing
+    if is_event:  # only the line end is missing
         file.write(b"\n")
     else:
         file.truncate(begin)

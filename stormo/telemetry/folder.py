@@ -1,19 +1,69 @@
-"""The folder of a run: where each part of it lies, and what its JSON files say."""
+"""The folder of a run: its files, what they hold, and how they are written atomically."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import json
+import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-from stormo.system.files import Fields, open_to_read, read_object
+from stormo.system.files import Fields, create, open_to_read, read_object, temporary_name, write_all
+
+
+def to_json(value: Any) -> Any:
+    """The value as JSON knows it: tuples as lists, paths as text, non-finite floats as null."""
+    if isinstance(value, float):
+        return float(value) if abs(value) < float("inf") else None  # NaN fails the comparison too
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [to_json(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    return value
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON file as `write_whole` does."""
+    write_whole(path, json.dumps(to_json(value), indent=2, allow_nan=False) + "\n")
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name this path in errors of the operating system, which name none for an open file."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file atomically: a reader sees the old or the new content, even after a power cut."""
+    temporary = temporary_name(path)
+    try:
+        with naming(path), create(temporary) as file:
+            write_all(file, text.encode())
+            os.fsync(file.fileno())  # before the rename, or the new name could be an empty file
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    folder_fd = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder_fd)  # makes the rename itself durable
+    finally:
+        os.close(folder_fd)
+
 
 _CHECKPOINT_NAME = re.compile(r"step-(\d{1,20})", flags=re.ASCII)
-_SILENT_AFTER_S = 300.0  # validation and saving write no events; longer silence means a dead run
+_SILENT_AFTER_S = 300.0  # validation and saving write no events; a longer silence means a dead run
 
 
 class _Pipeline(TypedDict):
@@ -31,49 +81,31 @@ class _NodeEnergy(TypedDict):
     energy_j: float | None
 
 
-_NUMBER, _COUNT, _TEXT = float | None, int | None, str | None
+def _keys(kind: Any, names: str) -> dict[str, Any]:
+    return dict.fromkeys(names.split(), kind | None)
+
+
 _FIGURES = Mapping[str, float | None]
-# What the files of a run hold, by name and type; a figure that was not measured is null.
+# The types of the files' keys; a figure that was not measured is null.
 _SUMMARY: Mapping[str, Any] = {
-    **dict.fromkeys(
-        ("run_name", "task", "strategy", "mesh", "device", "precision", "stopped_by", "unit", "mfu_reason", "currency"),
-        _TEXT,
-    ),
-    **dict.fromkeys(("weights_sha256", "sample_order_sha256", "noise_scale_reason", "noise_scale_advice"), _TEXT),
-    **dict.fromkeys(
-        ("diverged_at_step", "world_size", "global_batch_size", "batch_per_pass", "accumulate", "epochs_run", "epochs"),
-        _COUNT,
-    ),
-    **dict.fromkeys(
-        ("steps", "samples_seen", "samples_trained", "num_resumes", "num_rollbacks", "staleness_max"), _COUNT
-    ),
-    **dict.fromkeys(("peak_memory_bytes", "peak_reserved_memory_bytes", "staleness_bound"), _COUNT),
-    **dict.fromkeys(
-        ("train_time_s", "setup_time_s", "wall_time_s", "time_to_target_s", "samples_per_s", "images_per_s", "mfu"),
-        _NUMBER,
-    ),
-    **dict.fromkeys(
-        ("tokens_per_s", "units_per_s", "validation_accuracy", "validation_loss", "best_validation_accuracy"), _NUMBER
-    ),
-    **dict.fromkeys(
-        ("best_validation_loss", "input_wait_fraction", "energy_j", "energy_wh", "energy_error_j", "co2e_g"), _NUMBER
-    ),
-    **dict.fromkeys(
-        ("energy_j_per_sample", "energy_to_target_j", "energy_cost", "noise_scale", "noise_scale_low"), _NUMBER
-    ),
-    **dict.fromkeys(("noise_scale_high", "staleness_mean"), _NUMBER),
-    **dict.fromkeys(
-        ("setup_parts_s", "validation", "energy_parts_j", "energy_parts_error_j", "energy_kinds_j"), _FIGURES | None
-    ),
+    **_keys(str, "run_name task strategy mesh device precision stopped_by unit mfu_reason currency weights_sha256"),
+    **_keys(str, "sample_order_sha256 noise_scale_reason noise_scale_advice"),
+    **_keys(int, "diverged_at_step world_size global_batch_size batch_per_pass accumulate epochs_run epochs steps"),
+    **_keys(int, "samples_seen samples_trained num_resumes num_rollbacks staleness_max staleness_bound"),
+    **_keys(int, "peak_memory_bytes peak_reserved_memory_bytes"),
+    **_keys(float, "train_time_s setup_time_s wall_time_s time_to_target_s samples_per_s images_per_s tokens_per_s"),
+    **_keys(float, "units_per_s mfu validation_accuracy validation_loss best_validation_accuracy best_validation_loss"),
+    **_keys(float, "input_wait_fraction energy_j energy_wh energy_error_j energy_j_per_sample energy_to_target_j"),
+    **_keys(float, "energy_cost co2e_g noise_scale noise_scale_low noise_scale_high staleness_mean"),
+    **_keys(_FIGURES, "setup_parts_s validation energy_parts_j energy_parts_error_j energy_kinds_j"),
     "energy_nodes": list[_NodeEnergy] | None,
     "energy_reasons": list[str] | Mapping[str, Any] | str | None,
     "pipeline": _Pipeline | None,
 }
 _MACHINE: Mapping[str, Any] = {
-    **dict.fromkeys(("host", "platform", "machine", "python", "stormo", "torch", "cuda", "nccl", "gpu"), _TEXT),
-    **dict.fromkeys(("working_folder", "git_commit", "git_commit_reason"), _TEXT),
-    **dict.fromkeys(("num_cpus", "pid", "world_size", "threads"), _COUNT),
-    "time_unix_s": _NUMBER,
+    **_keys(str, "host platform machine python stormo torch cuda nccl gpu working_folder git_commit git_commit_reason"),
+    **_keys(int, "num_cpus pid world_size threads"),
+    "time_unix_s": float | None,
     "git_has_changes": bool | None,
     "command": list[str],
     "launches": list[str] | None,
@@ -84,13 +116,13 @@ SUMMARY, ENVIRONMENT = Fields(_SUMMARY), Fields(_MACHINE)
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Where each part of one run lies."""
+    """The files of one run."""
 
     path: Path
 
     @property
     def name(self) -> str:
-        """The run's name, which is that of its folder."""
+        """The name of the run and of its folder."""
         return self.path.resolve().name
 
     @property
@@ -110,12 +142,12 @@ class RunFolder:
 
     @property
     def summary(self) -> Path:
-        """The result; there is none while the run goes on or after it was killed."""
+        """The result; missing while the run is running and after it was killed."""
         return self.path / "summary.json"
 
     @property
     def lock(self) -> Path:
-        """The file that the process which trains the run holds."""
+        """The file that the training process locks."""
         return self.path / ".lock"
 
     @property
@@ -125,7 +157,7 @@ class RunFolder:
 
     @property
     def nodes(self) -> Path:
-        """The folder with one file a node: what it drew, and its state."""
+        """The folder with one file per node: its energy and its samples."""
         return self.path / "nodes"
 
     @property
@@ -135,7 +167,7 @@ class RunFolder:
 
     @property
     def is_run(self) -> bool:
-        """Whether the folder holds anything a run writes; of one that this account may not look into, nobody knows."""
+        """True where the folder holds a file of a run; False where this account may not look."""
         try:
             return any(part.is_file() for part in (self.events, self.summary, self.config, self.environment))
         except PermissionError:
@@ -161,7 +193,7 @@ def read_environment(folder: RunFolder) -> dict[str, Any] | None:
 
 
 def is_held(folder: RunFolder) -> bool | None:
-    """Whether a process trains the run now; None where this host cannot know, as it may be another one's."""
+    """Whether a process is training the run; None where another host would have to know."""
     if (read_environment(folder) or {}).get("host") != socket.gethostname():
         return None
     try:
@@ -174,11 +206,10 @@ def is_held(folder: RunFolder) -> bool | None:
     return False
 
 
-def goes_on(folder: RunFolder, silent_s: float) -> tuple[bool, bool]:
-    """Whether a run without a summary, silent for so long, goes on, and whether that is certain.
+def is_running(folder: RunFolder, silent_s: float) -> tuple[bool, bool]:
+    """Whether a run without a summary is running, and whether that is certain.
 
-    On this host it does as long as a process holds it. That of another host is judged by its silence, which cannot
-    tell one that was killed a moment ago from one that still goes on.
+    On this host the lock tells. A run of another host counts as dead after a long silence.
     """
     held = is_held(folder)
     return (silent_s < _SILENT_AFTER_S, False) if held is None else (held, True)

@@ -1,4 +1,4 @@
-"""Shows a run to Prometheus: the newest records, as metrics at http://HOST:PORT/metrics for as long as the run lasts.
+"""Shows a run to Prometheus: its newest records as metrics at http://HOST:PORT/metrics, while the run lasts.
 
 Names follow Prometheus' rules: base units, `_total` for what only grows, `_ratio` for shares of one. A figure that was
 not measured has no series. `dashboards/` holds a configuration of Prometheus and a dashboard of Grafana for them.
@@ -10,11 +10,11 @@ import importlib.util
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 from stormo.errors import MissingPackageError, SettingError
 from stormo.telemetry.capped_server import CappedServer
-from stormo.telemetry.prometheus_metrics import GPU_KEYS, METRICS, NODE_KEYS
 from stormo.telemetry.record import (
     CheckpointSaved,
     DivergenceNoticed,
@@ -30,13 +30,107 @@ from stormo.version import __version__
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
 
+
+_GPU = ("host", "gpu", "uuid")
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric; its labels come after `run`, which all have."""
+
+    kind: Literal["gauge", "counter"]
+    help: str
+    labels: tuple[str, ...] = ()
+
+
+METRICS: dict[str, Metric] = {
+    "stormo_run_info": Metric("gauge", "Always 1.", ("task", "strategy", "world_size", "version")),
+    "stormo_epochs_planned": Metric("gauge", "Epochs of the run at most."),
+    "stormo_epoch": Metric("gauge", "Current epoch, counted from 1."),
+    "stormo_step": Metric("gauge", "Optimizer steps since the start of the run; falls when the run is rolled back."),
+    "stormo_progress_timestamp_seconds": Metric("gauge", "When progress was last reported, in Unix time."),
+    "stormo_training_seconds_total": Metric("counter", "Time spent training, without validation and checkpoints."),
+    "stormo_samples_total": Metric("counter", "Samples trained on; those computed again after a rollback count again."),
+    "stormo_samples_per_second": Metric("gauge", "Samples a second over all workers, over the last steps."),
+    "stormo_units_per_second": Metric("gauge", "Speed in what the task counts: images, tokens, ...", ("unit",)),
+    "stormo_loss": Metric("gauge", "Mean training loss of the last steps, over all workers."),
+    "stormo_learning_rate": Metric("gauge", "Learning rate of the last step."),
+    "stormo_global_batch_size": Metric("gauge", "Samples a step, over all workers."),
+    "stormo_mfu_ratio": Metric("gauge", "Share of the devices' published peak that the model uses."),
+    "stormo_input_wait_ratio": Metric("gauge", "Share of the training time spent waiting for data."),
+    "stormo_noise_scale_samples": Metric("gauge", "Gradient noise scale: the batch beyond which a larger pays less."),
+    "stormo_epoch_loss": Metric("gauge", "Mean training loss of the last whole epoch."),
+    "stormo_epoch_seconds": Metric("gauge", "Training time of the last whole epoch."),
+    "stormo_validation_seconds": Metric("gauge", "Time of the last validation."),
+    "stormo_validation": Metric("gauge", "Result of the last validation.", ("metric",)),
+    "stormo_peak_memory_bytes": Metric("gauge", "Highest device memory of a worker."),
+    "stormo_peak_reserved_memory_bytes": Metric("gauge", "The most that the allocator of a worker took of its GPU."),
+    "stormo_energy_joules_total": Metric(
+        "counter", "Energy of all nodes over the epochs done since the last start, with validation."
+    ),
+    "stormo_job_power_watts": Metric("gauge", "Mean power of all nodes over the last whole epoch."),
+    "stormo_main_node_power_watts": Metric("gauge", "Power of rank 0's node over the last seconds."),
+    "stormo_checkpoints_total": Metric("counter", "Checkpoints saved."),
+    "stormo_checkpoint_seconds_total": Metric("counter", "Time spent saving checkpoints."),
+    "stormo_checkpoint_last_step": Metric("gauge", "Step of the newest checkpoint."),
+    "stormo_notices_total": Metric("counter", "Notices to the user.", ("kind",)),
+    "stormo_divergences_total": Metric("counter", "Times that training diverged.", ("kind",)),
+    "stormo_node_cpu_ratio": Metric("gauge", "Share of the processors' time in use.", ("host",)),
+    "stormo_node_cpus": Metric("gauge", "Logical processors.", ("host",)),
+    "stormo_node_load1": Metric("gauge", "Load average of a minute.", ("host",)),
+    "stormo_node_memory_used_bytes": Metric("gauge", "Memory in use, without caches.", ("host",)),
+    "stormo_node_memory_size_bytes": Metric("gauge", "Memory in total.", ("host",)),
+    "stormo_node_disk_read_bytes_per_second": Metric("gauge", "Read from local disks.", ("host",)),
+    "stormo_node_disk_write_bytes_per_second": Metric("gauge", "Written to local disks.", ("host",)),
+    "stormo_node_network_in_bytes_per_second": Metric("gauge", "Received, RDMA with it.", ("host",)),
+    "stormo_node_network_out_bytes_per_second": Metric("gauge", "Sent, RDMA with it.", ("host",)),
+    "stormo_node_cpu_temperature_celsius": Metric("gauge", "Temperature of the hottest processor.", ("host",)),
+    "stormo_node_cpu_frequency_hertz": Metric("gauge", "Mean clock of the cores.", ("host",)),
+    "stormo_node_cpu_power_watts": Metric("gauge", "Power of all processor packages.", ("host",)),
+    "stormo_gpu_info": Metric("gauge", "Always 1.", (*_GPU, "name")),
+    "stormo_gpu_utilisation_ratio": Metric("gauge", "Share of the time in which a kernel ran.", _GPU),
+    "stormo_gpu_memory_used_bytes": Metric("gauge", "Device memory in use.", _GPU),
+    "stormo_gpu_memory_size_bytes": Metric("gauge", "Device memory in total.", _GPU),
+    "stormo_gpu_power_watts": Metric("gauge", "Power drawn.", _GPU),
+    "stormo_gpu_power_limit_watts": Metric("gauge", "Power it may draw.", _GPU),
+    "stormo_gpu_temperature_celsius": Metric("gauge", "Temperature of the chip.", _GPU),
+    "stormo_gpu_sm_clock_hertz": Metric("gauge", "Clock of its processors.", _GPU),
+    "stormo_gpu_memory_clock_hertz": Metric("gauge", "Clock of its memory.", _GPU),
+    "stormo_gpu_throttled": Metric("gauge", "1 while slowed down for the reason, 0 afterwards.", (*_GPU, "reason")),
+}
+# A sample's key, and what turns its unit into the metric's.
+NODE_KEYS: dict[str, tuple[str, float]] = {
+    "stormo_node_cpu_ratio": ("cpu_fraction", 1),
+    "stormo_node_cpus": ("num_cpus", 1),
+    "stormo_node_load1": ("load_1", 1),
+    "stormo_node_memory_used_bytes": ("memory_used_bytes", 1),
+    "stormo_node_memory_size_bytes": ("memory_total_bytes", 1),
+    "stormo_node_disk_read_bytes_per_second": ("disk_read_bytes_per_s", 1),
+    "stormo_node_disk_write_bytes_per_second": ("disk_write_bytes_per_s", 1),
+    "stormo_node_network_in_bytes_per_second": ("network_in_bytes_per_s", 1),
+    "stormo_node_network_out_bytes_per_second": ("network_out_bytes_per_s", 1),
+    "stormo_node_cpu_temperature_celsius": ("cpu_temperature_c", 1),
+    "stormo_node_cpu_frequency_hertz": ("cpu_clock_mhz", 1e6),
+    "stormo_node_cpu_power_watts": ("cpu_power_w", 1),
+}
+GPU_KEYS: dict[str, tuple[str, float]] = {
+    "stormo_gpu_utilisation_ratio": ("utilisation", 1),
+    "stormo_gpu_memory_used_bytes": ("memory_used_bytes", 1),
+    "stormo_gpu_memory_size_bytes": ("memory_total_bytes", 1),
+    "stormo_gpu_power_watts": ("power_w", 1),
+    "stormo_gpu_power_limit_watts": ("power_limit_w", 1),
+    "stormo_gpu_temperature_celsius": ("temperature_c", 1),
+    "stormo_gpu_sm_clock_hertz": ("sm_clock_mhz", 1e6),
+    "stormo_gpu_memory_clock_hertz": ("memory_clock_mhz", 1e6),
+}
+
 _HIGHEST_PORT = 65535
 _NOTICES = ("info", "warning", "stop")
 _DIVERGENCES = ("loss", "weights", "validation", "exploded", "lost")
 
 
 class PrometheusSink:
-    """Serves the metrics of one run from the moment it is made until `close`; port 0 takes any free one."""
+    """Serves the metrics of one run until `close`; port 0 takes any free one."""
 
     def __init__(
         self, port: int, host: str = "127.0.0.1", *, strategy: str, clock: Callable[[], float] = time.time
@@ -71,7 +165,7 @@ class PrometheusSink:
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/metrics"
 
     def write(self, record: Record) -> None:
-        """Take over what one record says."""
+        """Update the metrics from one record."""
         with self._lock:
             match record:
                 case RunStarted():
@@ -92,11 +186,11 @@ class PrometheusSink:
                     self._add("stormo_divergences_total", 1, record.kind)
 
     def close(self) -> None:
-        """Let go of the port; harmless when repeated."""
+        """Free the port; may be called again."""
         self._server.close()
 
     def collect(self) -> Iterator[Family]:
-        """Every metric that has a value, as the registry asks for them."""
+        """Every metric that has a value, for the registry."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         families = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
@@ -115,7 +209,7 @@ class PrometheusSink:
         self._set("stormo_epochs_planned", record.epochs)
         self._set("stormo_global_batch_size", record.global_batch_size)
         self._set("stormo_step", record.resumed_at_step or 0)
-        # A series that is there from the start shows its first increase.
+        # A series that exists from the start shows its first increase.
         if record.resumed_at_step is None:
             self._add("stormo_samples_total", 0)
         self._add("stormo_checkpoints_total", 0)
@@ -156,7 +250,7 @@ class PrometheusSink:
         self._set("stormo_step", record.step)
         self._set("stormo_progress_timestamp_seconds", self._clock())
         self._raise("stormo_training_seconds_total", train_time_s)
-        # Falls when the run is rolled back, which a counter must not. A resumed run goes on from what it had.
+        # A rollback lowers it, which a counter must not. A resumed run continues its count.
         self._add("stormo_samples_total", max(record.samples_seen - self._samples_seen, 0))
         self._samples_seen = record.samples_seen
 
@@ -176,13 +270,13 @@ class PrometheusSink:
                 self._set("stormo_gpu_throttled", 1, *labels, str(reason))
 
     def _set(self, name: str, value: float | None, *labels: str) -> None:
-        if value is None:  # the last one would pass for a new one
+        if value is None:  # the last value would pass for a new one
             self._values[name].pop((self._run, *labels), None)
         else:
             self._values[name][self._run, *labels] = value
 
     def _raise(self, name: str, value: float) -> None:
-        # The main worker's time may run ahead of the slowest worker's by a hair, which must not show as a restart.
+        # Rank 0's time may be a little ahead of the slowest worker's, which must not show as a restart.
         series = self._values[name]
         series[self._run,] = max(value, series.get((self._run,), value))
 
@@ -192,7 +286,7 @@ class PrometheusSink:
 
 
 def check(port: int, host: str) -> None:
-    """Refuse what cannot be served, before anything is started for it."""
+    """Refuse settings that cannot be served."""
     if importlib.util.find_spec("prometheus_client") is None:
         raise MissingPackageError("prometheus_client", f"--prometheus {port}", "prometheus")
     if not 0 <= port <= _HIGHEST_PORT:

@@ -1,6 +1,6 @@
-"""What happens in a run, as typed records, and the protocol of everything that takes them.
+"""What happens in a run, as typed records, and the protocol of the sinks that take them.
 
-Keys carry their unit. A figure that was not measured is `None`, never an invention.
+Names carry their unit. A figure that was not measured is `None`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStarted:
-    """Training is about to begin, or to go on after a resume."""
+    """Training starts or resumes."""
 
     run_name: str
     run_folder: str
@@ -22,35 +22,35 @@ class RunStarted:
     epochs: int
     steps_per_epoch: int
     resumed_at_step: int | None = None
-    explanation: tuple[str, ...] = ()  # every effective value with its arithmetic, one line each
-    job: Mapping[str, Any] | None = None  # of the scheduler, where there is one: its number, restarts and nodes
+    explanation: tuple[str, ...] = ()  # every effective value with its reason, one line each
+    job: Mapping[str, Any] | None = None  # of the scheduler, if any: its number, restarts and nodes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepDone:
-    """Progress, a few times a second at most; the figures cover the steps since the record before."""
+    """Progress, at most a few times a second; the figures cover the steps since the last record."""
 
     epoch: int  # counted from 1
     step: int  # optimizer steps since the start of the run
     step_in_epoch: int
     samples_seen: int  # over all workers, since the start of the run
-    loss: float  # the mean over all workers' samples of the steps that they have told of since the record before
-    learning_rate: float  # of the last of them
+    loss: float  # mean over all workers' samples of the steps since the last record
+    learning_rate: float  # of the last step
     samples_per_s: float
     units_per_s: float
     input_wait_fraction: float
     train_time_s: float
-    steps_in_epoch: int | None = None  # where the batch grows, later epochs have fewer
+    steps_in_epoch: int | None = None  # fewer in later epochs where the batch grows
     global_batch_size: int | None = None
-    unit: str = "samples"  # what the task counts its speed in: images, tokens, ...
+    unit: str = "samples"  # of the speed: images, tokens, ...
     mfu: float | None = None  # share of the devices' published peak, where that is known
-    noise_scale: float | None = None  # in samples, averaged over the last steps; None where it is not measured (yet)
-    power_w: float | None = None  # of the main worker's node, over the last seconds
+    noise_scale: float | None = None  # in samples, averaged over the last steps
+    power_w: float | None = None  # of rank 0's node, over the last seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValidationProgress:
-    """How far the validation pass is."""
+    """Progress of the validation."""
 
     epoch: int
     done: int
@@ -73,21 +73,21 @@ class EpochDone:
     learning_rate: float
     input_wait_fraction: float
     peak_memory_bytes: int | None
-    peak_reserved_memory_bytes: int | None = None  # that an allocator has taken of a GPU
+    peak_reserved_memory_bytes: int | None = None  # reserved by the GPU's allocator
     validation: Mapping[str, float] = field(default_factory=dict)  # "loss", "accuracy", ...
-    unit: str = "samples"  # what the task counts its speed in: images, tokens, ...
+    unit: str = "samples"  # of the speed: images, tokens, ...
     mfu: float | None = None  # share of the devices' published peak, where that is known
-    # Of all nodes since the last epoch that has it, validation and checkpoints included; None where it is not measured,
-    # and while the time is too short for the counters to be right within 5 %.
+    # Of all nodes since the last epoch that has it, with validation and checkpoints; None where it is not measured, and
+    # while the time is too short for the counters to be right within 5 %.
     energy_j: float | None = None
-    power_w: float | None = None  # the mean of all nodes together over the same time
-    # By worker: rank, node, train_time_s, input_wait_s, exposed_s (stood still for others; None where not measured).
+    power_w: float | None = None  # mean of all nodes together over the same time
+    # By worker: rank, node, train_time_s, input_wait_s, exposed_s (waited for others; None where not measured).
     workers: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeSampled:
-    """The state of the main worker's node: the keys are those of `stormo.energy.vitals`."""
+    """The state of rank 0's node, with the keys of `stormo.energy.vitals`."""
 
     sample: Mapping[str, Any]
 
@@ -100,7 +100,7 @@ class CheckpointSaved:
     step: int
     path: str  # relative to the run folder
     weights_sha256: str
-    save_time_s: float  # in which training stood still for it
+    save_time_s: float  # in which training waited for it
     write_time_s: float | None = None  # until it was published, in the background or not
 
 
@@ -110,12 +110,12 @@ class Notice:
 
     kind: str
     text: str
-    after_step: int | None = None  # where the records before it may be of an earlier step
+    after_step: int | None = None  # where earlier records may be of an earlier step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DivergenceNoticed:
-    """The loss is lost; the run ends, or goes on from `rolled_back_to_step` with a lower rate."""
+    """Training diverged; the run ends, or resumes from `rolled_back_to_step` with a lower learning rate."""
 
     epoch: int
     step: int
@@ -124,12 +124,12 @@ class DivergenceNoticed:
     learning_rate: float
     rolled_back_to_step: int | None
     rate_factor: float  # from here on
-    text: str  # what happened, the likely cause, and what to try or what is done
+    text: str  # what happened, the likely cause, and what to do or what is done
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunEnded:
-    """The end of a run and its summary (the content of `summary.json`)."""
+    """The run has ended; `summary` is the content of `summary.json`."""
 
     summary: Mapping[str, Any]
 
@@ -148,13 +148,13 @@ Record = (
 
 
 class Sink(Protocol):
-    """Takes the records of one run, in order, on the main process only."""
+    """Takes the records of one run, in order, on rank 0 only."""
 
     def write(self, record: Record) -> None:
         """Take one record."""
 
     def close(self) -> None:
-        """Flush and let go of every resource; called once."""
+        """Flush and free every resource; called once."""
 
 
 def flatten(record: Record) -> dict[str, Any]:

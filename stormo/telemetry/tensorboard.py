@@ -15,7 +15,7 @@ from io import FileIO
 from pathlib import Path
 
 from stormo.system.files import make_folder, open_to_append
-from stormo.telemetry.files import naming
+from stormo.telemetry.folder import naming
 from stormo.telemetry.record import DivergenceNoticed, EpochDone, Record, RunEnded, RunStarted, StepDone
 
 _CRC32C_POLYNOMIAL = 0x82F63B78  # Castagnoli, bits reversed
@@ -40,7 +40,7 @@ _CRC32C_TABLE = _crc32c_table()
 
 
 class TensorBoardFile:
-    """Writes the scalars of a run into a new event file, opened when the run starts or goes on."""
+    """Writes the scalars of a run into a new event file, opened when the run starts or resumes."""
 
     def __init__(self, folder: Path, *, clock: Callable[[], float] = time.time) -> None:
         self._folder = folder
@@ -57,7 +57,7 @@ class TensorBoardFile:
         elif isinstance(record, EpochDone):
             self._write_scalars(record.step, _epoch_scalars(record))
         elif isinstance(record, DivergenceNoticed) and record.rolled_back_to_step is not None:
-            self._open(record.rolled_back_to_step)  # what was written of later steps is discarded, as by a resume
+            self._open(record.rolled_back_to_step)  # later steps are discarded, as by a resume
         elif isinstance(record, RunEnded):
             self.close()
 
@@ -91,9 +91,7 @@ class TensorBoardFile:
         assert self._file is not None, "a record came before RunStarted or after RunEnded"
         event = _field(1, _FIXED64, struct.pack("<d", time_unix_s)) + _field(2, _VARINT, _varint(step)) + content
         with naming(self._folder):
-            self._file.write(
-                frame(event)
-            )  # TensorBoard follows a running run; records come a few times a second at most
+            self._file.write(frame(event))  # unbuffered, as TensorBoard follows a running run
 
 
 def frame(data: bytes) -> bytes:

@@ -1,7 +1,7 @@
 """The live view of a run on a terminal: a table that grows by a row an epoch, and one bar below it.
 
-Redrawn only when a record comes, at most ten times a second and by no thread of its own. The cursor is never hidden, so
-a kill cannot leave it so.
+Redrawn only when a record comes, at most ten times a second, without a thread. The cursor is never hidden, so that a
+kill cannot leave it hidden.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
-from stormo.telemetry.live import steady_console
 from stormo.telemetry.record import (
     CheckpointSaved,
     DivergenceNoticed,
@@ -25,6 +24,7 @@ from stormo.telemetry.record import (
     StepDone,
     ValidationProgress,
 )
+from stormo.telemetry.text import steady_console
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -45,10 +45,10 @@ from stormo.telemetry.text import (
 )
 
 _REDRAW_INTERVAL_S = 0.1
-_RATE_SMOOTHING = 0.3  # weight of the newest rate: the time left neither jumps nor lags
+_RATE_SMOOTHING = 0.3  # weight of the newest rate in the time left
 _INPUT_WAIT_SHOWN_ABOVE = 0.05
 _NARROW = 40
-_MIN_BAR_WIDTH = 5  # leaves room for every figure at 80 columns
+_MIN_BAR_WIDTH = 5  # every figure fits at 80 columns
 _SHORT_RATES = {"images": "img/s", "tokens": "tok/s"}
 _ENDINGS = {
     "target": "target reached",
@@ -60,7 +60,7 @@ _ENDINGS = {
 
 
 class TerminalConsole:
-    """The plan in a panel, a table that grows by one row per epoch, and one live line for the epoch under way."""
+    """The plan in a panel, a table with one row per epoch, and one live line for the current epoch."""
 
     def __init__(self, stream: TextIO, *, environ: Mapping[str, str], clock: Callable[[], float]) -> None:
         self._stream = stream
@@ -74,7 +74,7 @@ class TerminalConsole:
         self._drawn_at_s = -math.inf
         self._checkpoint_path: str | None = None
         self._is_off = False
-        # A caller that dies without closing would leave half a line and a redirected stdout.
+        # A caller that fails without closing would leave half a line and a redirected stdout.
         atexit.register(self.close)
 
     def write(self, record: Record) -> None:
@@ -91,7 +91,7 @@ class TerminalConsole:
             self.close()
 
     def close(self) -> None:
-        """Remove the live line and give the terminal back; harmless when repeated."""
+        """Remove the live line and restore the terminal; may be called again."""
         atexit.unregister(self.close)
         live, self._live = self._live, None
         if live is None:
@@ -130,14 +130,14 @@ class TerminalConsole:
 
         self._run = record
         title = self._text(f"{record.run_name} · {record.task}", "bold")
-        body = Table.grid(padding=(0, 2, 0, 0))  # a long reason wraps below itself, not below its label
+        body = Table.grid(padding=(0, 2, 0, 0))  # a long reason wraps within its column
         for line in record.explanation:
             label, _, reason = line.partition("  ")
             body.add_row(self._text(label), self._text(reason.lstrip()))
         self._console.print(
             Panel(body, title=title, title_align="left", box=box.ROUNDED, border_style="dim", expand=False)
         )
-        # Prints of other code appear above the live line, but only where they share its stream.
+        # Output of other code appears above the live line where it shares the stream.
         is_shared = self._stream in (sys.stdout, sys.stderr)
         self._live = Live(
             self._text("waiting for the first steps", "dim"),
@@ -190,10 +190,10 @@ class TerminalConsole:
 
         assert self._run is not None, "an epoch came before RunStarted"
         if self._live is not None:
-            # The bar of an epoch that is over must not be drawn again below its row.
+            # The bar of a finished epoch must not be drawn again below its row.
             self._live.update(Text(""), refresh=True)
         if not self._columns:
-            # Only now is it known which metrics the task has; the widths stay the same from here on.
+            # The first epoch tells which metrics the task has; the widths stay the same from here on.
             self._columns = _choose_columns(record, self._run.epochs, self._console.width)
             titles = " ".join(column.title.rjust(column.width) for column in self._columns)
             self._console.print(self._text(titles, "bold"), no_wrap=True, crop=True)
@@ -213,7 +213,7 @@ class TerminalConsole:
         grid = Table.grid(padding=(0, 2))
         is_narrow = self._console.width < _NARROW
         for label, value in self._summary_rows(summary):
-            if is_narrow:  # the value below its label, as beside it there is room for a few letters alone
+            if is_narrow:  # the value below its label, as there is no room beside it
                 grid.add_row(self._text(label, "dim"))
                 grid.add_row(self._text(value))
             else:
@@ -256,7 +256,7 @@ class TerminalConsole:
         from rich.text import Text
 
         assert self._live is not None
-        # One column stays free: some terminals wrap as soon as the last one is written.
+        # One column stays free: some terminals wrap when the last one is written.
         room = self._console.width - 1 - len(label) - 1 - _MIN_BAR_WIDTH
         kept = sorted(parts, key=lambda part: part.drop_order)
         while kept and sum(len(part.text) + 2 for part in kept) > room:

@@ -1,4 +1,4 @@
-"""Figures and words as users read them, and writing them to a stream that may close or know no Unicode."""
+"""Formats figures as users read them, and writes to streams: pipes, logs and terminals."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from stormo.system.files import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
 
 _PLAIN_SIGNS = str.maketrans(
     {"×": "x", "–": "-", "—": "-", "·": "-", "…": "...", "→": "->", "≥": ">=", "≤": "<="}
@@ -21,7 +25,7 @@ _PLAIN_SIGNS = str.maketrans(
 
 
 def run_reference(run_name: str, run_folder: str) -> str:
-    """How to name the run on a command line: by its name where `runs/` is the place, else by its path."""
+    """The run on a command line: its name if it is in `runs/`, else its path."""
     is_default_place = Path(run_folder).resolve() == Path("runs", run_name).resolve()
     return shlex.quote(run_name if is_default_place else run_folder)
 
@@ -62,7 +66,7 @@ def format_figure(value: float) -> str:
 
 
 def encodable(text: str, stream: TextIO) -> str:
-    """The text with every sign the stream cannot write replaced by its closest plain one, and none that steers it."""
+    """The text as the stream can encode it, without control characters."""
     return _encodable(printable(text), stream)
 
 
@@ -76,9 +80,9 @@ def _encodable(text: str, stream: TextIO) -> str:
 
 
 def write_text(text: str, stream: TextIO, *, is_coloured: bool = False) -> bool:
-    """Write and flush; False once nobody reads any more (`| head`), from when on the stream leads nowhere.
+    """Write and flush; False once nobody reads any more (`| head`), after which the stream leads nowhere.
 
-    `is_coloured` is for text of this program alone, whose control characters are meant.
+    `is_coloured` keeps control characters, and is only for text without foreign parts.
     """
     try:
         stream.write(_encodable(text, stream) if is_coloured else encodable(text, stream))
@@ -108,12 +112,12 @@ def metric_order(validation: Mapping[str, float]) -> list[str]:
 
 
 def nobody_reads(error: OSError) -> bool:
-    """A pipe whose reader ended (`| head`), or a terminal that was closed."""
+    """True for a pipe whose reader ended (`| head`), or a closed terminal."""
     return error.errno in (errno.EPIPE, errno.EIO)
 
 
 def open_closed_streams() -> None:
-    """Lead a standard stream that was closed (`>&-`) nowhere, before another file takes its number and its text."""
+    """Open standard streams that were closed (`>&-`) to nowhere, before another file takes their number."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is not None:
             continue
@@ -127,10 +131,40 @@ def open_closed_streams() -> None:
 
 
 def discard(stream: TextIO) -> None:
-    """Send what is still written to a dead stream nowhere; else Python fails when it flushes it at exit."""
+    """Lead a dead stream nowhere; otherwise Python fails when it flushes it at exit."""
     with contextlib.suppress(OSError, ValueError):  # a stream without a file descriptor has nothing to redirect
         null_fd = os.open(os.devnull, os.O_WRONLY)
         try:
             os.dup2(null_fd, stream.fileno())
         finally:
             os.close(null_fd)
+
+
+def can_redraw(stream: TextIO, environ: Mapping[str, str]) -> bool:
+    """True where the stream is a terminal that can be redrawn."""
+    return stream.isatty() and environ.get("TERM") not in ("dumb", "unknown")
+
+
+def steady_console(stream: TextIO, environ: Mapping[str, str]) -> Console:
+    """A console of rich that leaves the terminal intact when the process is killed."""
+    from rich.console import Console
+
+    class SteadyConsole(Console):
+        """Never hides the cursor, so that a killed process cannot leave the terminal without one."""
+
+        def show_cursor(self, show: bool = True) -> bool:
+            return False
+
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError(errno.EPIPE, "nobody reads any more")  # rich would end the program
+
+    columns = environ.get("COLUMNS", "")
+    return SteadyConsole(
+        file=stream,
+        force_terminal=True,
+        width=int(columns) if columns.isdecimal() and int(columns) > 0 else None,
+        no_color=bool(environ.get("NO_COLOR")),  # the convention: set and not empty
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )

@@ -25,14 +25,12 @@ from stormo.launch.environments.torchrun import launch_id
 from stormo.profiling.ranges import range_of
 from stormo.system.process import SetUp
 from stormo.telemetry.console import PlainConsole, make_console
-from stormo.telemetry.environment import collect_environment
+from stormo.telemetry.environment import collect_environment, scheduler_job
 from stormo.telemetry.events import EventFile
-from stormo.telemetry.files import write_json, write_whole
-from stormo.telemetry.finding import forget_launch, note_launch
-from stormo.telemetry.folder import RunFolder, read_environment, read_summary
-from stormo.telemetry.job import scheduler_job
+from stormo.telemetry.folder import RunFolder, read_environment, read_summary, write_json, write_whole
 from stormo.telemetry.prometheus import PrometheusSink
 from stormo.telemetry.record import CheckpointSaved, Notice, Record, RunEnded, RunStarted, Sink
+from stormo.telemetry.runs_folder import forget_launch, note_launch
 from stormo.telemetry.tensorboard import TensorBoardFile
 from stormo.telemetry.text import run_reference
 from stormo.training.measuring import AnyKeeper

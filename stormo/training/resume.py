@@ -21,8 +21,8 @@ from stormo.launch.environments.torchrun import launch_id
 from stormo.system.files import is_own
 from stormo.system.hardware import visible_gpus
 from stormo.system.masking import MASK
-from stormo.telemetry.finding import find_run, launched_run, list_runs
 from stormo.telemetry.folder import RunFolder, read_environment, read_summary
+from stormo.telemetry.runs_folder import find_run, launched_run, list_runs
 
 # Refused, each with the reason.
 REFUSED = {

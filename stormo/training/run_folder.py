@@ -17,8 +17,8 @@ from stormo.config.schema import TrainConfig
 from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.system.files import open_own
-from stormo.telemetry.finding import default_run_name, require_new_run
 from stormo.telemetry.folder import RunFolder
+from stormo.telemetry.runs_folder import default_run_name, require_new_run
 
 _NUM_TRIES = 5
 _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)

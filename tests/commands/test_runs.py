@@ -14,8 +14,7 @@ import pytest
 from stormo.commands import runs
 from stormo.errors import SettingError
 from stormo.telemetry.events import EventFile
-from stormo.telemetry.files import write_json
-from stormo.telemetry.folder import RunFolder
+from stormo.telemetry.folder import RunFolder, write_json
 from stormo.telemetry.record import EpochDone, Record, RunEnded, RunStarted, StepDone
 from stormo.training.run_folder import lock_folder
 
@@ -139,7 +138,7 @@ def test_a_run_of_this_host_goes_on_as_long_as_a_process_holds_it(tmp_path: Path
     assert (one.state, one.note) == ("running", "no summary: still running (last event 3 d ago)")
     held.close()
     one = runs.overview(run, now_unix_s=NOW_UNIX_S + 10)
-    assert (one.state, one.note) == ("interrupted", "no summary: it ended without a word (last event 10 s ago)")
+    assert (one.state, one.note) == ("interrupted", "no summary: it was killed (last event 10 s ago)")
     write_json(run.environment, {"host": "another"})
     assert runs.overview(run, now_unix_s=NOW_UNIX_S + 10).state == "running"
 

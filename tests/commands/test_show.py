@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from stormo.commands import show
 from stormo.errors import SettingError, StormoError
 from stormo.telemetry.events import EventFile
-from stormo.telemetry.files import write_json
-from stormo.telemetry.folder import RunFolder
+from stormo.telemetry.folder import RunFolder, write_json
 from stormo.telemetry.record import EpochDone, Notice, Record, RunEnded, RunStarted, StepDone
 from tests.golden import check_golden
 

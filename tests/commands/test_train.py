@@ -198,8 +198,7 @@ def test_early_stopping_says_so_and_a_name_is_taken_only_once(tmp_path: Path) ->
     assert again.returncode == 2
     assert again.stdout == ""
     assert again.stderr == (
-        "stormo: --run-name alone was set, but runs/alone is there already; "
-        "go on with it by --resume alone, or set another name.\n"
+        "stormo: --run-name alone was set, but runs/alone exists; resume it with --resume alone, or set another name.\n"
     )
     assert summary(tmp_path / "runs" / "alone") == result
 

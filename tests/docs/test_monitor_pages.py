@@ -9,7 +9,7 @@ import pytest
 
 from stormo.commands.monitor import COLUMNS, main, make_parser
 from stormo.errors import SettingError
-from stormo.telemetry.prometheus_metrics import METRICS
+from stormo.telemetry.prometheus import METRICS
 
 DOCS = Path(__file__).parents[2] / "docs"
 MONITOR = (DOCS / "monitor.md").read_text(encoding="utf-8")

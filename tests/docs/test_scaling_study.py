@@ -23,7 +23,7 @@ def test_the_table_from_elsewhere_gives_what_is_shown(
     shown = PAGE.split(f"$ stormo scale {command}\n```\n\n```\n")[1].split("\n```")[0]
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("stormo.study.results.draw", lambda path, answers: None)
+    monkeypatch.setattr("stormo.study.results.draw", lambda path, results: None)
     assert main(shlex.split(command)) == 0
     assert capsys.readouterr().out.strip("\n") == shown
 

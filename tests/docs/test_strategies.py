@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from stormo.cli import main
-from stormo.telemetry.files import write_json
-from stormo.telemetry.folder import RunFolder
+from stormo.telemetry.folder import RunFolder, write_json
 from tests import programs
 from tests.docs.test_your_own_model import matches
 from tests.report.made_run import made_pass

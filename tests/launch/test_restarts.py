@@ -17,7 +17,7 @@ from stormo.launch.environments import torchrun
 from stormo.launch.nodes import check_restarts
 from stormo.launch.place import Place
 from stormo.launch.restarts import run_with_restarts
-from stormo.telemetry.finding import note_launch
+from stormo.telemetry.runs_folder import note_launch
 
 TASK = str(Path(__file__).parents[1] / "tiny_task.py")
 RUN = Path("runs/a")

@@ -6,9 +6,9 @@ import pytest
 
 from stormo.predict.advice import Outcome, Question, advise
 
-YES = Outcome(fits=True, batch=8, largest_pass=8)
-SMALLER = Outcome(fits=False, batch=8, largest_pass=3)
-NO = Outcome(fits=False, batch=8, largest_pass=0)
+YES = Outcome(fits=True, batch=8, largest_micro_batch=8)
+SMALLER = Outcome(fits=False, batch=8, largest_micro_batch=3)
+NO = Outcome(fits=False, batch=8, largest_micro_batch=0)
 ONE = ("single", "single, recomputed", "offload", "offload, recomputed")
 AGAIN = ("ddp, recomputed", "ddp, recomputed -")
 NODE = ("ddp", "zero2", "ddp -", "fsdp", "fsdp -", *AGAIN, "fsdp, recomputed", "fsdp, recomputed -", "zero2 -")
@@ -35,7 +35,7 @@ def ask(
         )
     )
     assert (found.accumulate == 1) == (found.key is None or fitting[found.key] is YES)
-    assert found.accumulate in (1, 4)  # 8 samples in passes of at most 3: four of 2
+    assert found.accumulate in (1, 4)  # 8 samples in micro-batches of at most 3: four of 2
     return found.text if found.key is None else found.key + " -" * (found.accumulate > 1)
 
 
@@ -74,7 +74,7 @@ def test_the_first_way_that_fits_is_taken(
 
 
 def test_where_nothing_fits_it_is_said_what_would() -> None:
-    assert "it takes 24 GPUs of this kind" in ask({}, 8, 1, True, True, 24)
+    assert "24 GPUs of this kind" in ask({}, 8, 1, True, True, 24)
     assert ask({}, 8, 1, True, True, 0) == "nothing fits."
     assert "more GPUs of this kind would not help" in ask({}, 8, 1, True, True, None)
 
@@ -89,6 +89,6 @@ def test_what_was_set_is_taken_where_it_fits_and_else_it_is_said_that_it_does_no
 
     assert taken(None) == ("ddp", 1, "every GPU can hold a copy.")
     assert taken("fsdp") == ("fsdp", 1, "it fits as set.")
-    assert taken("as set") == ("as set", 4, "it fits as set in passes of 2 samples, 4 in place of one.")
-    assert taken("zero1") == ("ddp", 1, "as set it does not fit; every GPU can hold a copy.")
-    assert taken("pipeline") == ("ddp", 1, "as set it is not possible; every GPU can hold a copy.")
+    assert taken("as set") == ("as set", 4, "it fits as set in 4 micro-batches of 2 samples.")
+    assert taken("zero1") == ("ddp", 1, "the strategy set does not fit; every GPU can hold a copy.")
+    assert taken("pipeline") == ("ddp", 1, "the strategy set is not possible; every GPU can hold a copy.")

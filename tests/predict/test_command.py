@@ -6,6 +6,7 @@ import json
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,13 @@ import pytest
 
 from stormo.cli import main
 from stormo.config.options import without_flags
+from stormo.config.schema import TrainConfig
+from stormo.predict.advice import Advice
+from stormo.predict.candidates import Candidate
+from stormo.predict.command import report
+from stormo.predict.forecast import GIB, Forecast, ModelSize, ParameterSize
 from stormo.system.hardware import KNOWN_GPUS
+from tests.golden import check_golden
 
 TASK = '''
 import torch
@@ -40,35 +47,8 @@ class Towers(stormo.Task):
         print("a task may print")
         return nn.functional.cross_entropy(model(batch[0]), batch[1]){end}
 '''
-GOLDEN = """\
-towers.py on 2 × NVIDIA A30 (published memory), bf16
-parameters   268,820,490 trained (268,820,490 in float32)
-optimizer    SGD: 4 bytes of state a trained parameter
-activations  80.2 KiB a sample kept for backward
-
-GiB of one GPU, which has 22.4, with 256 samples in a pass; fits: at most 20.1, 90% of it
-
-                                         weights  gradients  state  activations  other  total  host  fits  largest
-ddp *                                       1.00       1.00   1.00         0.77   1.32   5.09     -   yes   142913
-ddp --checkpoint-activations                1.00       1.00   1.00         0.52   1.32   4.85     -   yes   146418
-zero1                                       1.00       1.00   0.50         0.77   1.32   4.59     -   yes   147593
-zero2                                       1.00       0.50   0.50         0.27   2.32   4.59     -   yes   147605
-fsdp                                        0.50       0.50   0.50         0.01   1.95   3.46     -   yes   160456
-fsdp --checkpoint-activations               0.50       0.50   0.50         0.01   1.95   3.46     -   yes   160456
-fsdp --offload                              0.00       0.00   0.00         0.15   1.95   2.10   3.0   yes   169816
-fsdp --checkpoint-activations --offload     0.00       0.00   0.00         0.15   1.95   2.10   3.0   yes   169816
-tensor                                      0.50       0.50   0.50         0.06   1.32   2.89     -   yes   228576
-pipeline                                    0.50       0.50   0.50         0.57   1.32   3.39     -   yes  1274216
-* as the settings have it
-
-other, by rules of thumb: workspace: 64 MiB for the libraries of matrix products and convolutions; context:
-0.75 GiB for CUDA and its kernels, and 0.5 GiB more for NCCL where there are several workers; buckets: under
-zero2 four of 25 MiB each, or of the largest parameter; gathered: under fsdp what lies outside of blocks, two
-blocks, and one block's gradients on their way.
-
-Every GPU can hold a copy.
-  stormo train towers.py --num-gpus 2 --batch-size 256
-"""
+Row = tuple[Candidate, Forecast | None]
+GOLDEN = Path(__file__).parent / "golden" / "predict.txt"
 
 
 @pytest.fixture
@@ -94,7 +74,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 @pytest.mark.usefixtures("folder")
 def test_the_whole_of_a_small_forecast(capsys: pytest.CaptureFixture[str]) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert said(capsys, "towers.py", "--gpu", "a30", "--num-gpus", "2", "--batch-size", "256") == GOLDEN
+    check_golden(GOLDEN, said(capsys, "towers.py", "--gpu", "a30", "--num-gpus", "2", "--batch-size", "256"))
     grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown_kib < 700 * 1024  # torch's own modules, of 1 GiB of weights nothing
 
@@ -105,7 +85,7 @@ def test_figures_have_their_units_and_the_advised_command_is_one_that_trains(
 ) -> None:
     words = ["towers.py", "--batch-size=32768", "--gpu-memory", "6", "--json"]
     found = json.loads(said(capsys, *words, "--offload", "--strategy", "fsdp"))
-    (asked,) = [way for way in found["ways"] if way["is_as_set"]]
+    (asked,) = [candidate for candidate in found["ways"] if candidate["is_as_set"]]
     assert (asked["flags"], asked["weights_bytes"]) == (["--strategy", "fsdp", "--offload"], 0)
     assert found["weights_bytes"] == 4 * found["trained_parameters"]
     plain = found["ways"][0]
@@ -127,15 +107,15 @@ def test_what_was_set_is_one_row_by_whichever_name_and_is_told_where_it_cannot_b
         (folder / "some.toml").write_text(f"[workers]\nnum_gpus = 2\nmesh = {mesh!r}\n[sharding]\noffload = true\n")
         command = ["towers.py", "--config", "some.toml", "--batch-size", "4", "--json", *words]
         found = json.loads(said(capsys, *command))
-        assert [way["is_as_set"] for way in found["ways"]].count(True) == 1
-        assert len({json.dumps(way) for way in found["ways"]}) == 8 + 2  # none is there twice
+        assert [candidate["is_as_set"] for candidate in found["ways"]].count(True) == 1
+        assert len({json.dumps(candidate) for candidate in found["ways"]}) == 8 + 2  # none is there twice
         return f"{found['advice']['text']} {found['advice']['command']}"
 
     trained = "stormo train towers.py --config some.toml --batch-size 4"
     assert advised("shard=2", "--gpu", "t4") == f"it fits as set. {trained}"
     assert advised("replicate=2", "--gpu-memory", "5.2", "--no-graph", "--no-offload") == (
-        "as set it does not fit; the optimizer's state and the gradients are what does not fit, and zero2 sends no "
-        f"more than ddp. {trained} --no-graph --strategy zero2 --no-offload"
+        "the strategy set does not fit; the optimizer's state and the gradients must be sharded to fit, and zero2 "
+        f"sends no more than ddp. {trained} --no-graph --strategy zero2 --no-offload"
     )
     assert (
         main(["train", *trained.split()[2:], "--device", "cpu", "--strategy", "zero2", "--no-offload", "--dry-run"])
@@ -144,7 +124,7 @@ def test_what_was_set_is_one_row_by_whichever_name_and_is_told_where_it_cannot_b
     assert "zero2: " in capsys.readouterr().out  # whatever mesh the file names
     (folder / "towers.py").write_text(TASK.format(end="").replace("*layers, ", ""))  # now there are two pieces
     found = json.loads(said(capsys, "towers.py", "--gpu", "t4", "--num-gpus=4", "--strategy=pipeline", "--json"))
-    assert found["advice"]["text"] == "as set it is not possible; every GPU can hold a copy."
+    assert found["advice"]["text"] == "the strategy set is not possible; every GPU can hold a copy."
 
 
 @pytest.mark.usefixtures("folder")
@@ -155,7 +135,7 @@ def test_servers_and_local_steps_are_rows_of_their_own_and_what_is_theirs_alone_
 
     def found(*flags: str) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
         seen = json.loads(said(capsys, *words, *flags))
-        (asked,) = [way for way in seen["ways"] if way["is_as_set"]]
+        (asked,) = [candidate for candidate in seen["ways"] if candidate["is_as_set"]]
         assert seen["ways"][1]["flags"] == ["--strategy", "ddp"]
         assert seen["ways"][1]["is_possible"]
         return asked, seen["ways"][1], seen["advice"]["command"].split()
@@ -177,9 +157,13 @@ def test_what_is_kept_back_of_gradients_counts_and_other_strategies_go_without(
     words = ["towers.py", "--num-gpus", "2", "--batch-size", "256", "--json"]
     low_rank = ["--compress", "powersgd", "--compress-rank", "2"]
     seen, plain = (json.loads(said(capsys, *words, "--gpu", "a30", *flags)) for flags in (low_rank, []))
-    (asked,), (before,) = ([way for way in each["ways"] if way["is_as_set"]] for each in (seen, plain))
+    (asked,), (before,) = (
+        [candidate for candidate in each["ways"] if candidate["is_as_set"]] for each in (seen, plain)
+    )
     assert asked["state_bytes"] == before["state_bytes"] + before["weights_bytes"]
-    assert [way["is_possible"] for way in seen["ways"]] == [way["is_possible"] for way in plain["ways"]]
+    assert [candidate["is_possible"] for candidate in seen["ways"]] == [
+        candidate["is_possible"] for candidate in plain["ways"]
+    ]
     assert seen["advice"]["command"].endswith("--compress powersgd --compress-rank 2")
     settings = folder / "settings.toml"
     settings.write_text('[workers]\ncompress = "powersgd"\n')
@@ -200,7 +184,7 @@ def test_a_loss_that_reads_values_leaves_the_rest_of_the_forecast(
 ) -> None:
     (folder / "reading.py").write_text(TASK.format(end=" * float(batch[0].sum() > -1)"))
     output = said(capsys, "reading.py", "--gpu", "a30")
-    assert "Activations are not known, and what is shown is without them: the loss cannot be computed on" in output
+    assert "Activations are unknown and left out: the loss cannot be computed on" in output
     assert "no strategy is advised" in output.lower()
     assert "268,820,490 trained" in output
 
@@ -213,11 +197,9 @@ def test_what_cannot_be_forecast_is_refused_in_one_sentence(
     assert "did you mean h100-80gb?" in refused(capsys, "towers.py", "--gpu", "h100-80g")
     assert "set h100-80gb or h100-64gb or h100-pcie or" in refused(capsys, "towers.py", "--gpu", "H100")
     assert refused(capsys, "towers.py", "--gpu-memory", "0").startswith("--gpu-memory 0 was set, but it is the GiB of")
-    assert refused(capsys, "towers.py", "--device", "cpu").startswith("--device cpu was set, but the memory of GPUs")
+    assert refused(capsys, "towers.py", "--device", "cpu").startswith("--device cpu was set, but")
     given = ("towers.py", "--gpu", "t4", "--num-gpus", "2")
-    assert refused(capsys, *given, "--strategy", "dp").startswith(
-        "--strategy dp was set, but the memory of several GPUs in one process is not forecast"
-    )
+    assert refused(capsys, *given, "--strategy", "dp").startswith("--strategy dp was set, but")
     assert refused(capsys, *given, "--strategy", "hsdp").startswith("--strategy hsdp was set, but it shards within a")
     assert refused(capsys, *given, "--zero", "2").startswith("--zero 2 was set without --mesh, but")  # as training does
     (folder / "gone.py").write_text(TASK.format(end="").replace("torch.zeros(65536, 32)", "torch.load('gone.pt')"))
@@ -231,7 +213,7 @@ def test_nothing_is_fetched_for_a_forecast(
     monkeypatch.setattr("stormo.data.fashion_mnist.find_flaws", lambda *_: ["there is nothing"])
     monkeypatch.setattr("stormo.data.fashion_mnist.Fetch", None)  # which cannot be called
     output = said(capsys, "fashion-mnist", "--task.width", "1", "--gpu", "t4")
-    assert "there are no data here; set --task.data-folder" in output
+    assert "the data are not here; set --task.data-folder" in output
     assert list(tmp_path.iterdir()) == []
 
 
@@ -253,3 +235,42 @@ def test_flags_are_taken_out_with_their_values() -> None:
     words = ["t.py", "--strategy", "ddp", "--zero=2", "--no-offload", "--batch_size", "4", "--epochs", "1"]
     flags = {"--strategy": 1, "--zero": 1, "--offload": 0, "--batch-size": 1}
     assert without_flags(words, flags) == ["t.py", "--epochs", "1"]
+
+
+def test_the_text_of_what_is_not_possible_not_known_or_not_alike() -> None:
+    weights = ParameterSize(
+        name="w", num_bytes=4 * GIB, num_values=GIB, num_rows=8, is_trained=True, state_bytes=8 * GIB
+    )
+    frozen = ParameterSize(name="e", num_bytes=GIB, num_values=GIB // 2, num_rows=8, is_trained=False, dtype="bfloat16")
+    model = ModelSize(parameters=(weights, frozen), buffer_bytes=0, step_bytes=0, optimizer="AdamW")
+    terms = dict.fromkeys(TERMS, 0.0) | {"weights": 5.0 * GIB, "gradients": 4.0 * GIB, "context": 1.25 * GIB}
+
+    def row(flags: str, batch: int, largest: int | None, *, host: float = 0.0, reason: str = "") -> Row:
+        candidate = Candidate(
+            key=flags, flags=tuple(flags.split()), config=TrainConfig(), reason=reason, is_as_set="ddp" in flags
+        )
+        more = {"activations": batch * GIB / 2, "state": 8.0 * GIB - host}
+        one = Forecast(terms=terms | more, host_bytes=host, batch=batch, limit_bytes=20.0 * GIB, largest_batch=largest)
+        return candidate, None if reason else one
+
+    found = [
+        row("--strategy ddp", 8, 3),
+        row("--strategy fsdp --offload", 8, 24, host=8.0 * GIB),
+        row("--strategy fsdp", 4, 0),
+        row("--strategy tensor", 8, 0, reason="layer.3 has 5 parts, which 2 do not divide; set fewer"),
+    ]
+    notices = ["torch.compile is not counted; it mostly needs less memory"]
+    advice = Advice(key="ddp", accumulate=4, text="it fits as set in 4 micro-batches of 2 samples.")
+    shown = report(
+        model, found, title="made-up.py on 2 × GPU with 22 GiB (memory as set), bf16", memory_bytes=22 * GIB,
+        kept_per_sample=3.5 * 2**20, notices=notices, advice=advice, command="stormo train made-up.py --accumulate 4",
+    )  # fmt: skip
+    unknown = [(candidate, replace(one, largest_batch=None)) for candidate, one in found[:3] if one is not None]
+    notices = ["Activations are unknown and left out: the data are not here"]
+    advice = Advice(key=None, accumulate=1, text="no strategy is advised, as activations are unknown.")
+    shown += ["", "==== without activations ===="]
+    shown += report(
+        model, unknown, title="made-up.py on 2 × GPU with 22 GiB (memory as set), bf16", memory_bytes=22 * GIB,
+        kept_per_sample=None, notices=notices, advice=advice, command="",
+    )  # fmt: skip
+    check_golden(GOLDEN.with_name("made_up.txt"), "\n".join(shown) + "\n")

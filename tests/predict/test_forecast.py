@@ -7,15 +7,23 @@ from typing import Any
 
 import pytest
 
-from stormo.predict.curve import Curve
-from stormo.predict.forecast import forecast, gpus_needed
-from stormo.predict.terms import GIB, MIB, Forecast, Model, Parameter, Spread
+from stormo.predict.forecast import (
+    GIB,
+    MIB,
+    Forecast,
+    MemoryCurve,
+    ModelSize,
+    ParallelSpec,
+    ParameterSize,
+    forecast,
+    gpus_needed,
+)
 
 VALUES = 10 * MIB
 
 
-def parameter(name: str, block: str = "", num_values: int = VALUES) -> Parameter:
-    return Parameter(
+def parameter(name: str, block: str = "", num_values: int = VALUES) -> ParameterSize:
+    return ParameterSize(
         name=name,
         num_bytes=4 * num_values,
         num_values=num_values,
@@ -27,7 +35,7 @@ def parameter(name: str, block: str = "", num_values: int = VALUES) -> Parameter
 
 
 _OTHERS: dict[str, Any] = {"buffer_bytes": 0, "step_bytes": 0, "optimizer": "AdamW"}
-MODEL = Model(
+MODEL = ModelSize(
     parameters=(parameter("root"), *(parameter(f"{n}.weight", str(n)) for n in range(4))),
     **_OTHERS,
 )
@@ -37,17 +45,17 @@ ROWS = tuple(
     [(100 * size, 0, 0), (100 * size, 2 * TOTAL, 0), (50 * size, TOTAL, 2 * TOTAL), (0, 0, 4 * TOTAL)]
     for size in (10, 20)
 )
-CURVE = Curve((10, 20), (ROWS[0], ROWS[1]), (1000, 2000))
+CURVE = MemoryCurve((10, 20), (ROWS[0], ROWS[1]), (1000, 2000))
 
 
-def held(spread: Spread, curve: Curve | None = CURVE, memory_gib: float = 80.0) -> Forecast:
-    return forecast(MODEL, spread, curve, int(memory_gib * GIB))
+def held(spec: ParallelSpec, curve: MemoryCurve | None = CURVE, memory_gib: float = 80.0) -> Forecast:
+    return forecast(MODEL, spec, curve, int(memory_gib * GIB))
 
 
 @pytest.mark.parametrize("shard", [1, 2, 8])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_weights_gradients_and_state_are_those_of_zero(zero: int, shard: int) -> None:
-    terms = held(Spread(num_workers=shard, shard=shard if zero else 1, zero=zero)).terms
+    terms = held(ParallelSpec(num_workers=shard, shard=shard if zero else 1, zero=zero)).terms
     parts = shard if zero else 1
     assert terms["state"] == 8 * TOTAL / parts
     assert terms["gradients"] == 4 * TOTAL / (parts if zero >= 2 else 1)
@@ -55,40 +63,40 @@ def test_weights_gradients_and_state_are_those_of_zero(zero: int, shard: int) ->
 
 
 def test_a_pass_counts_at_its_worst_moment() -> None:
-    few, many = held(Spread(batch=10)), held(Spread(batch=10**8))
+    few, many = held(ParallelSpec(batch=10)), held(ParallelSpec(batch=10**8))
     assert few.terms["activations"] == 0  # when all gradients are there, no activation is left
-    assert many.terms["activations"] == 100 * 10**8 + 2 * TOTAL - 4 * TOTAL  # and the other way round
-    copies = held(Spread(num_workers=2, copies=2, batch=10))
+    assert many.terms["activations"] == 100 * 10**8 + 2 * TOTAL - 4 * TOTAL  # and the other candidate round
+    copies = held(ParallelSpec(num_workers=2, copies=2, batch=10))
     assert copies.terms["activations"] == 1000 + 2 * TOTAL  # views of buckets, which stay
-    again = held(Spread(batch=10, accumulate=2))
+    again = held(ParallelSpec(batch=10, accumulate=2))
     assert again.terms["activations"] == 1000 + 2 * TOTAL  # the gradients of the pass before
 
 
 def test_fsdp_gathers_two_blocks_and_the_rest_and_a_lone_worker_all() -> None:
-    spread = Spread(num_workers=2, shard=2, zero=3, half_bytes=2, batch=10)
-    one = held(spread)
+    spec = ParallelSpec(num_workers=2, shard=2, zero=3, half_bytes=2, batch=10)
+    one = held(spec)
     assert one.terms["gathered"] == 2 * VALUES + 2 * 2 * VALUES + 6 * VALUES
     assert one.terms["activations"] == 0  # no copies of weights: they are gathered as they are used
-    lone = held(Spread(zero=3, half_bytes=2, batch=10**8, merges=True))
+    lone = held(ParallelSpec(zero=3, half_bytes=2, batch=10**8, merge_blocks=True))
     assert lone.terms["activations"] == 100 * 10**8 + 2 * TOTAL - 4 * TOTAL
-    away = held(Spread(num_workers=2, workers_per_node=2, shard=2, zero=3, half_bytes=2, offload=True))
+    away = held(ParallelSpec(num_workers=2, workers_per_node=2, shard=2, zero=3, half_bytes=2, offload=True))
     assert [away.terms[name] for name in ("weights", "gradients", "state")] == [0, 0, 0]
     assert away.host_bytes == 16 * TOTAL
 
 
 def test_a_captured_pass_keeps_its_memory_and_others_take_theirs_beside_it() -> None:
     def at(tail: int | None, **others: Any) -> Forecast:
-        return held(Spread(graph=True, batch=10**8, tail=tail), **others)
+        return held(ParallelSpec(graph=True, batch=10**8, tail=tail), **others)
 
     full, workspace = 100 * 10**8 + 2 * TOTAL, 64 * MIB  # a pass at its worst moment; what its stream needs
     assert at(0).terms["activations"] == full - 4 * TOTAL
-    assert at(0).terms["captured"] == workspace  # all batches are full, and the passes before it found no state
+    assert at(0).terms["captured"] == workspace  # all batches are full, and the tracer before it found no state
     assert at(10).terms["captured"] == workspace + 4 * TOTAL  # gradients of its own
     assert at(None).terms["captured"] == at(10**8).terms["captured"] == workspace + full
-    judged = forecast(MODEL, Spread(graph=True, batch=10**8, tail=0), CURVE, GIB, [(9 * TOTAL, TOTAL, 0)])
+    judged = forecast(MODEL, ParallelSpec(graph=True, batch=10**8, tail=0), CURVE, GIB, [(9 * TOTAL, TOTAL, 0)])
     assert judged.terms["captured"] == workspace + 10 * TOTAL
-    lean = Model(parameters=tuple(replace(one, state_bytes=0) for one in MODEL.parameters), **_OTHERS)
-    without = forecast(lean, Spread(graph=True, batch=10**8, tail=0), CURVE, GIB)
+    lean = ModelSize(parameters=tuple(replace(one, state_bytes=0) for one in MODEL.parameters), **_OTHERS)
+    without = forecast(lean, ParallelSpec(graph=True, batch=10**8, tail=0), CURVE, GIB)
     assert without.terms["captured"] == workspace + 4 * TOTAL  # run twice before, it had the first one's gradients
     tight = at(0, memory_gib=14.0)
     assert (tight.fits, tight.largest_batch) == (True, 10**8)  # of which other sizes may have a short last batch
@@ -97,27 +105,27 @@ def test_a_captured_pass_keeps_its_memory_and_others_take_theirs_beside_it() -> 
 
 def test_workers_that_step_by_themselves_and_servers() -> None:
     many: dict[str, Any] = {"num_workers": 4, "workers_per_node": 2, "batch": 10}
-    alone = held(Spread(**many, averages=True))
+    alone = held(ParallelSpec(**many, averages_weights=True))
     assert alone.terms["state"] == 8 * TOTAL
     assert alone.terms["activations"] == 0
-    outer = held(Spread(**many, averages=True, kept_copies=2))
+    outer = held(ParallelSpec(**many, averages_weights=True, extra_copies=2))
     assert outer.terms["state"] == 8 * TOTAL + 2 * 4 * TOTAL
-    judged = forecast(MODEL, Spread(**many, averages=True), CURVE, GIB, [(9 * TOTAL, TOTAL, 0)])
+    judged = forecast(MODEL, ParallelSpec(**many, averages_weights=True), CURVE, GIB, [(9 * TOTAL, TOTAL, 0)])
     assert judged.terms["activations"] == (10 + 4 - 4) * TOTAL  # its own weights are kept while the mean is judged
-    served = held(Spread(**many, servers=1, rooms=3))
+    served = held(ParallelSpec(**many, servers=1, server_buffers=3))
     assert [served.terms[name] for name in ("weights", "gradients", "state")] == [4 * TOTAL, 4 * TOTAL, 0]
     # Two workers have room for all that travels; the server has the weights, three times gradients, and the state.
     assert served.host_bytes == 2 * 4 * TOTAL + 4 * TOTAL + 3 * 4 * TOTAL + 8 * TOTAL
-    over = held(Spread(**many, servers=4, rooms=1))
+    over = held(ParallelSpec(**many, servers=4, server_buffers=1))
     assert over.host_bytes == 2 * 4 * TOTAL + (4 * TOTAL + 4 * TOTAL + 8 * TOTAL) / 2  # of four servers, two here
 
 
 def test_layers_that_are_cut_and_the_fullest_stage() -> None:
-    cut = held(Spread(num_workers=2, tensor=2, cut=frozenset({"0.weight", "1.weight", "2.weight", "3.weight"})))
+    cut = held(ParallelSpec(num_workers=2, tensor=2, cut=frozenset({"0.weight", "1.weight", "2.weight", "3.weight"})))
     assert cut.terms["weights"] == 4 * VALUES + 8 * VALUES
     stages = (frozenset({"root", "0.weight"}), frozenset({"1.weight", "2.weight", "3.weight"}))
-    spread = Spread(num_workers=2, pipeline=2, stages=stages, batch=10**6, micro_batches=4, in_flight=2)
-    piped = held(spread)
+    spec = ParallelSpec(num_workers=2, pipeline=2, stages=stages, batch=10**6, micro_batches=4, in_flight=2)
+    piped = held(spec)
     assert piped.terms["weights"] == 4 * 3 * VALUES
     assert piped.kept_bytes == 100 * 10**6 / 4
 
@@ -126,10 +134,12 @@ def test_layers_that_are_cut_and_the_fullest_stage() -> None:
 @pytest.mark.parametrize("num_workers", [1, 4])
 def test_the_largest_batch_fits_and_the_next_one_does_not(num_workers: int, graph: bool) -> None:
     def at(batch: int, accumulate: int = 1) -> Forecast:
-        spread = Spread(num_workers=num_workers, copies=num_workers, graph=graph, batch=batch, accumulate=accumulate)
-        return held(spread, memory_gib=10)
+        spec = ParallelSpec(
+            num_workers=num_workers, copies=num_workers, graph=graph, batch=batch, accumulate=accumulate
+        )
+        return held(spec, memory_gib=10)
 
-    largest, in_turn = at(10**9).largest_batch, at(10**9).largest_pass
+    largest, in_turn = at(10**9).largest_batch, at(10**9).largest_micro_batch
     assert largest
     if graph:
         assert in_turn > largest  # several are not captured
@@ -140,27 +150,27 @@ def test_the_largest_batch_fits_and_the_next_one_does_not(num_workers: int, grap
 
 
 def test_what_does_not_fit_at_all_has_no_batch_and_says_how_many_would_do() -> None:
-    tight = Spread(num_workers=2, shard=2, zero=3, batch=1)
+    tight = ParallelSpec(num_workers=2, shard=2, zero=3, batch=1)
     one = held(tight, memory_gib=2.1)
     assert (one.fits, one.largest_batch) == (False, 0)
     needed = gpus_needed(MODEL, tight, one)
     assert needed is not None
     assert needed > 2
-    assert held(Spread(num_workers=needed, shard=needed, zero=3, batch=1), memory_gib=2.1).fits
-    assert not held(Spread(num_workers=needed - 1, shard=needed - 1, zero=3, batch=1), memory_gib=2.1).fits
+    assert held(ParallelSpec(num_workers=needed, shard=needed, zero=3, batch=1), memory_gib=2.1).fits
+    assert not held(ParallelSpec(num_workers=needed - 1, shard=needed - 1, zero=3, batch=1), memory_gib=2.1).fits
     assert gpus_needed(MODEL, tight, held(tight, memory_gib=1.0)) is None
 
 
 def test_without_a_pass_the_rest_is_known() -> None:
-    one = held(Spread(), None)
+    one = held(ParallelSpec(), None)
     assert (one.largest_batch, one.kept_bytes) == (None, None)
     assert one.total_bytes >= 16 * TOTAL
 
 
 def test_what_a_step_or_a_validation_needs_counts_where_it_is_more() -> None:
-    model = Model(parameters=MODEL.parameters, buffer_bytes=0, step_bytes=8 * TOTAL, optimizer="LAMB")
-    assert forecast(model, Spread(), CURVE, GIB).terms["activations"] == 8 * TOTAL
-    bucketed = held(Spread(num_workers=2, shard=2, zero=1, batch=0))
+    model = ModelSize(parameters=MODEL.parameters, buffer_bytes=0, step_bytes=8 * TOTAL, optimizer="LAMB")
+    assert forecast(model, ParallelSpec(), CURVE, GIB).terms["activations"] == 8 * TOTAL
+    bucketed = held(ParallelSpec(num_workers=2, shard=2, zero=1, batch=0))
     assert bucketed.terms["activations"] == max(2 * 4 * VALUES, 2 * TOTAL)  # in which weights travel after the step
-    judged = forecast(MODEL, Spread(), CURVE, GIB, [(9 * TOTAL, TOTAL, 0)])
+    judged = forecast(MODEL, ParallelSpec(), CURVE, GIB, [(9 * TOTAL, TOTAL, 0)])
     assert judged.terms["activations"] == (9 + 1 - 4) * TOTAL

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from stormo.config.schema import Optimizer, TrainConfig
 from stormo.errors import SettingError
 from stormo.optim.table import OPTIMIZERS, make_optimizer
-from stormo.predict.blank import Blank
-from stormo.predict.model import count_model, cut_by_tensor, stages_by_pipeline
+from stormo.predict.fake_tensors import FakeModel
+from stormo.predict.model import count_model, pipeline_stages, tensor_sharded
 from stormo.tasks.task import NoOptions, Task
-from tests.predict.test_passes import Convolutions, make
+from tests.predict.test_tracing import Convolutions, make
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -31,7 +31,7 @@ def test_every_optimizer_has_the_state_that_it_really_has(name: str) -> None:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
     optimizer.step()
-    found = count_model(task, Blank(task, "fp32"), replace(TrainConfig(), optimizer=settings))
+    found = count_model(task, FakeModel(task, "fp32"), replace(TrainConfig(), optimizer=settings))
     assert found.state_bytes == state_bytes(optimizer)
     assert found.weight_bytes == sum(parameter.nbytes for parameter in model.parameters())
     assert found.num_frozen == sum(p.numel() for p in model.parameters() if not p.requires_grad) > 0
@@ -79,19 +79,19 @@ class Unreadable(Convolutions):
 
 def test_a_task_s_own_optimizer_is_asked_and_what_it_leaves_out_is_frozen() -> None:
     task = OwnOptimizer(NoOptions())
-    blank = Blank(task, "fp32")
-    found = count_model(task, blank, TrainConfig())
+    fake_model = FakeModel(task, "fp32")
+    found = count_model(task, fake_model, TrainConfig())
     assert (found.optimizer, found.num_trained) == ("Adafactor", 3 * 36)
     assert found.state_bytes == 4 * (3 + 36 + 1)  # rows, columns, and the number of steps
     nested = NestedState(NoOptions())
-    found = count_model(nested, Blank(nested, "fp32"), TrainConfig())
+    found = count_model(nested, FakeModel(nested, "fp32"), TrainConfig())
     assert found.state_bytes == 2 * found.gradient_bytes
-    assert [name for name, p in blank.model().named_parameters() if p.requires_grad] == ["5.weight"]
+    assert [name for name, p in fake_model.model().named_parameters() if p.requires_grad] == ["5.weight"]
 
 
 def test_an_optimizer_that_cannot_be_stepped_is_said_to_be_a_guess() -> None:
     task = Unreadable(NoOptions())
-    found = count_model(task, Blank(task, "fp32"), TrainConfig())
+    found = count_model(task, FakeModel(task, "fp32"), TrainConfig())
     assert found.state_bytes == 2 * found.gradient_bytes
     assert "The state of Picky is taken as two values a parameter" in found.notices[0]
 
@@ -104,27 +104,29 @@ def test_a_model_that_reads_its_own_values_is_built_in_memory_first() -> None:
             return model
 
     task = Reads(NoOptions())
-    blank = Blank(task, "fp64")
-    assert {parameter.dtype for parameter in blank.model().parameters()} == {torch.float64}
-    assert count_model(task, blank, TrainConfig()).weight_bytes == 8 * sum(p.numel() for p in task.model().parameters())
-    assert len(blank.notices) == 1
+    fake_model = FakeModel(task, "fp64")
+    assert {parameter.dtype for parameter in fake_model.model().parameters()} == {torch.float64}
+    assert count_model(task, fake_model, TrainConfig()).weight_bytes == 8 * sum(
+        p.numel() for p in task.model().parameters()
+    )
+    assert len(fake_model.notices) == 1
 
 
 def test_layers_that_are_cut_and_stages_are_those_of_the_model() -> None:
     words: Task = make("words")
-    model = Blank(words, "fp32").model()
-    cut = cut_by_tensor(words, model, 2)
+    model = FakeModel(words, "fp32").model()
+    cut = tensor_sharded(words, model, 2)
     assert {name.split(".", 2)[-1] for name in cut if name.startswith("blocks.")} == {
         "attention.qkv.weight",
         "attention.out.weight",
         "up.weight",
         "down.weight",
     }
-    with pytest.raises(SettingError, match="has 4 parts to deal out"):
-        cut_by_tensor(words, model, 3)
-    stages = stages_by_pipeline(words, model, 2, 1)
+    with pytest.raises(SettingError, match="has 4 parts"):
+        tensor_sharded(words, model, 3)
+    stages = pipeline_stages(words, model, 2, 1)
     assert sorted(name for stage in stages for name in stage) == sorted(name for name, _ in model.named_parameters())
     assert all(any(name.startswith("blocks.") for name in stage) for stage in stages)
     points = make("points")
-    with pytest.raises(SettingError, match="found by tracing it"):
-        stages_by_pipeline(points, nn.ModuleDict({"one": nn.Linear(2, 2)}), 2, 1)
+    with pytest.raises(SettingError, match="tracing"):
+        pipeline_stages(points, nn.ModuleDict({"one": nn.Linear(2, 2)}), 2, 1)

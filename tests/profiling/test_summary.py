@@ -1,13 +1,55 @@
-"""Made-up traces whose parts are known."""
+"""What a trace says of its steps, and the arithmetic of intervals under it."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from stormo.profiling.overview import _time, lines, overview
-from stormo.profiling.summary import PARTS, summarise
+from stormo.profiling.summary import (
+    PARTS,
+    Interval,
+    Moments,
+    _time,
+    both,
+    lengths,
+    lines,
+    overview,
+    summarise,
+    union,
+    without,
+)
+
+INTERVALS = st.lists(
+    st.tuples(st.integers(0, 40), st.integers(0, 8)).map(lambda pair: (pair[0], sum(pair))), max_size=8
+)
+
+
+def _numbers(intervals: list[Interval]) -> set[int]:
+    return {number for begin, end in intervals for number in range(begin, end)}
+
+
+def _is_tidy(moments: Moments) -> bool:
+    return all(begin < end for begin, end in moments) and all(
+        end <= begin for (_, end), (begin, _) in itertools.pairwise(moments)
+    )
+
+
+@settings(deadline=None)
+@given(first=INTERVALS, second=INTERVALS, spans=INTERVALS)
+def test_sets_of_moments_are_those_of_their_numbers(
+    first: list[Interval], second: list[Interval], spans: list[Interval]
+) -> None:
+    a, b, steps = union(first), union(second), union(spans)
+    assert _numbers(a) == _numbers(first)
+    assert _numbers(both(a, b)) == _numbers(first) & _numbers(second)
+    assert _numbers(without(a, b)) == _numbers(first) - _numbers(second)
+    assert all(map(_is_tidy, (a, both(a, b), without(a, b))))
+    assert lengths(steps, a) == [len(_numbers([span]) & _numbers(a)) for span in steps]
+
 
 MAIN, OTHER = 1, 2
 
@@ -137,7 +179,7 @@ def test_workers_are_joined_by_mean_least_and_most() -> None:
     assert found["operations"] == [{"name": "aten::mm", "time_s": pytest.approx(0.004), "calls": 3.0}]
     said = lines(found)
     assert said[0] == "Profile of steps 10 to 11, 2 workers, by CPU time: 10 ms a step"
-    assert said[4].split() == ["standing", "still", "for", "gradients", "30.0", "%", "3", "ms", "1", "ms", "5", "ms"]
+    assert said[4].split() == ["waiting", "for", "gradients", "30.0", "%", "3", "ms", "1", "ms", "5", "ms"]
     assert said[8].endswith("  3 calls")
     found["operations"][0]["calls"] = 18.3113
     assert lines(found)[8].endswith("  18.3 calls")

@@ -14,10 +14,9 @@ import pytest
 
 from stormo.errors import MissingPackageError, SettingError, StormoError
 from stormo.report import command
-from stormo.report.document import make_document, make_panels
 from stormo.report.exports import write_png
 from stormo.report.history import Reader
-from stormo.report.page import make_page
+from stormo.report.page import make_document, make_page, make_panels
 from stormo.telemetry.folder import RunFolder
 from tests.report.made_run import BEGIN_UNIX_S, MadeRun, append
 
@@ -136,10 +135,10 @@ def test_the_figures_are_those_of_the_run(tmp_path: Path) -> None:
     assert [line["name"] for line in found["stragglers"]["series"]] == ["worker 0", "worker 1"]
     assert found["stragglers"]["series"][0]["y"] == [0.0] * 4, "worker 1 waits least: it is the one behind"
     assert min(found["stragglers"]["series"][1]["y"]) > 0
-    kinds = [one["kind"] for one in content["happenings"]]
+    kinds = [one["kind"] for one in content["timeline"]]
     assert kinds == ["start", "checkpoint", "checkpoint", "resume", "checkpoint", "checkpoint", "warning", "end"]
-    assert [(one["step"], one["epoch"]) for one in content["happenings"][2:5]] == [(40, 2.0), (40, 2.0), (60, 3.0)]
-    assert [(one["step"], one["epoch"]) for one in content["happenings"][-2:]] == [(80, 4.0), (80, 4.0)]
+    assert [(one["step"], one["epoch"]) for one in content["timeline"][2:5]] == [(40, 2.0), (40, 2.0), (60, 3.0)]
+    assert [(one["step"], one["epoch"]) for one in content["timeline"][-2:]] == [(80, 4.0), (80, 4.0)]
     figures = content["runs"][0]["figures"]
     assert figures["Accuracy"] == ("91.34 %", "best 91.50 %, loss 0.2500")
     assert figures["Cost"] == ("0.0123 EUR", "12.5 g CO2e")
@@ -240,7 +239,7 @@ def test_errors_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         command.main(["mad", *place])
     with pytest.raises(SettingError, match=r"--output .* cannot be written \(No such file"):
         command.main(["made", *place, "--output", str(tmp_path / "no" / "page.html")])
-    with pytest.raises(SettingError, match="--output /dev/null was set, but it is no ordinary file"):
+    with pytest.raises(SettingError, match="--output /dev/null was set, but it is not an ordinary file"):
         command.main(["made", *place, "--output", "/dev/null"])
     (folder / "report.html").mkdir()
     with pytest.raises(SettingError, match=r"^the page was to be .*report\.html, but .* another place by --output"):

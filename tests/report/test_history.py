@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 
 from stormo.errors import StormoError
-from stormo.report.clock import make_clock
-from stormo.report.facts import happenings
-from stormo.report.history import Reader
-from stormo.report.lines import JsonLines
+from stormo.report.facts import timeline
+from stormo.report.history import JsonLines, Reader, make_clock
 from stormo.telemetry.events import parse_event
 from stormo.telemetry.folder import RunFolder
 from tests.report.made_run import BEGIN_UNIX_S, MadeRun, append
@@ -131,12 +129,12 @@ def test_what_happened_lies_at_the_step_that_the_run_had_reached(tmp_path: Path)
         ],
     )
     history = Reader(RunFolder(tmp_path)).read()
-    found = [(step, words) for step, event, _, words in happenings(history) if event["event"] != "run_started"]
+    found = [(step, words) for step, event, _, words in timeline(history) if event["event"] != "run_started"]
     assert found == [
         *((0, "before"), (30, "as an older version wrote it"), (37, "profile"), (20, "lost"), (20, "goes on")),
         *((22, "resumed"), (25, "profile again"), (0, "anew")),
     ]
-    assert [step for step, event, _, _ in happenings(history) if event["event"] == "run_started"] == [0, 22, 0]
+    assert [step for step, event, _, _ in timeline(history) if event["event"] == "run_started"] == [0, 22, 0]
 
 
 def test_the_epoch_of_a_step_between_two_records_is_in_proportion(tmp_path: Path) -> None:

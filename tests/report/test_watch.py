@@ -115,7 +115,7 @@ def test_the_command_waits_says_where_and_ends_with_ctrl_c(
     monkeypatch.setattr(watch.Server, "serve_forever", interrupt)
     assert watch.main(["new", "--runs-folder", str(tmp_path), "--wait"]) == 0
     out = capsys.readouterr().out
-    assert "has nothing of a run yet: the page waits" in out
+    assert "holds no run yet: the page waits" in out
     assert "new is shown at http://127.0.0.1:" in out
     assert watch.main(["new", "--runs-folder", str(tmp_path), "--wait", "--host", "0.0.0.0"]) == 0
     assert "open to the network, unencrypted" in capsys.readouterr().out
@@ -132,7 +132,7 @@ def test_errors_are_one_sentence(served: Served, tmp_path: Path) -> None:
             watch.main([*place, f"--port={port}"])
     with pytest.raises(SettingError, match=r"--host 192\.0\.2\.1 was set"):
         watch.main([*place, "--host", "192.0.2.1"])
-    with pytest.raises(SettingError, match=r"--host a\.\.b was set, but that is no name of a host"):
+    with pytest.raises(SettingError, match=r"--host a\.\.b was set, but that is not the name of a host"):
         watch.main([*place, "--host", "a..b"])
     with pytest.raises(SettingError, match="an empty name was given, but no run has it"):
         watch.main(["", "--wait", "--runs-folder", str(tmp_path)])

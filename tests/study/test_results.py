@@ -8,11 +8,11 @@ import pytest
 
 from stormo.study.curve import make_curve
 from stormo.study.fit import fit_model
-from stormo.study.results import Answer, draw
+from stormo.study.results import Result, draw
 from tests.study.made_up import measurement, truth
 
 
-def answer(measurements: list[object], mode: str) -> Answer:
+def answer(measurements: list[object], mode: str) -> Result:
     curve = make_curve(measurements, mode)  # type: ignore[arg-type]
     assert curve is not None
     return curve, fit_model(curve.measurements, mode)

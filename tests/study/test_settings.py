@@ -11,9 +11,8 @@ from stormo.config.layout import resolve_layout
 from stormo.config.plan import check_settings
 from stormo.config.schema import Effective
 from stormo.errors import SettingError, StormoError
-from stormo.study.cells import Cell
-from stormo.study.checks import check_runs
-from stormo.study.settings import Study, read_arguments, read_study
+from stormo.study.runs import check_runs
+from stormo.study.settings import Run, Study, read_arguments, read_study
 from stormo.training.settings import read_settings
 
 
@@ -30,7 +29,7 @@ def value(arguments: list[str], flag: str) -> str | None:
 def test_strong_keeps_the_global_batch_and_weak_that_of_a_worker() -> None:
     found = study("--workers", "4,2", "--mode", "both", "--batch_size=16", "--accumulate", "2", "--seed", "7")
     assert (found.workers, found.modes) == ((2, 4), ("strong", "weak"))
-    strong, weak = (found.arguments(Cell(mode=mode, workers=4, repeat=3)) for mode in ("strong", "weak"))
+    strong, weak = (found.arguments(Run(mode=mode, workers=4, repeat=3)) for mode in ("strong", "weak"))
     assert (value(strong, "--global-batch-size"), value(strong, "--batch-size")) == ("64", None)  # 16 × 2 × 2 workers
     assert (value(weak, "--global-batch-size"), value(weak, "--batch-size")) == (None, "16")
     assert value(strong, "--num-gpus") == "4"
@@ -57,7 +56,7 @@ def test_runs_are_short_unless_told_otherwise() -> None:
 
 def test_workers_are_spread_over_nodes() -> None:
     found = study(*("--workers", "2,8", "--num-nodes", "1,2", "--node-id", "1", "--master-addr", "h", "--output", "o"))
-    arguments = found.arguments(Cell(mode="strong", workers=8, num_nodes=2))
+    arguments = found.arguments(Run(mode="strong", workers=8, num_nodes=2))
     assert [value(arguments, flag) for flag in ("--num-gpus", "--num-nodes", "--node-id")] == ["4", "2", "1"]
 
 
@@ -75,14 +74,14 @@ def test_workers_are_spread_over_nodes() -> None:
         (["--workers", "1,2", "--num-gpus", "2"], "leave it out: --workers 1,2 says how many"),
         (["--num-gpus", "2"], "leave it out, and set --workers"),
         (["--workers", "1,2", "--run-name", "x"], "run_name was set"),
-        (["--workers", "1,2", "--resume", "x"], "a study goes on by its folder; set --output FOLDER"),
+        (["--workers", "1,2", "--resume", "x"], "set --output FOLDER"),
         (["--workers", "1,2", "--resume", "--output", "o"], "leave it out: --output o is enough"),
         (["--workers", "1,2", "--grow-batch", "1:2x"], "epochs must be alike"),
         (["--workers", "1,2", "--batch-size", "auto"], "--batch-size auto was set"),
         (["--workers", "1,2", "--batch-size", "4", "--global-batch-size", "4"], "were both set"),
         (["--workers", "2,4", "--global-batch-size", "33"], "set a multiple of 2"),
         (["--workers", "1,2,4", "--num-nodes", "1,2"], "2 is not 3"),
-        (["--workers", "2,5", "--num-nodes", "2", "--output", "o"], "5 / 2 is no whole number"),
+        (["--workers", "2,5", "--num-nodes", "2", "--output", "o"], "set 6, or fewer --num-nodes"),
         (["--workers", "2,4", "--num-nodes", "2"], "without --output"),
         (["--workers", "1,2", "--node-id", "1"], "counted from 0 to 0"),
         (["--workers", "1,2", "--bach-size", "4"], "--batch-size"),
@@ -113,7 +112,7 @@ def test_the_nodes_of_a_file_are_refused_unless_a_flag_sets_them(tmp_path: Path)
     with pytest.raises(SettingError, match="set --num-nodes instead"):
         study("--workers", "1,2", "--config", str(file))
     found = study("--workers", "1,2", "--num-nodes", "1", "--config", str(file))
-    assert read_settings(found.arguments(Cell(mode="strong", workers=2)))[0].workers.num_nodes == 1
+    assert read_settings(found.arguments(Run(mode="strong", workers=2)))[0].workers.num_nodes == 1
 
 
 def test_the_file_of_a_run_gives_how_it_trains_and_not_where_or_how_long(tmp_path: Path) -> None:
@@ -129,7 +128,7 @@ def test_the_file_of_a_run_gives_how_it_trains_and_not_where_or_how_long(tmp_pat
     found = read_study(*read_arguments(["--workers", "1,2", "--config", str(file), "--compress", "bf16"]))
     check_runs(found)
     assert (found.global_batch_size, found.batch_size, found.seed, found.node_id) == (20, 20, 3, 0)
-    run = read_settings(found.arguments(Cell(mode="strong", workers=2)))[0]
+    run = read_settings(found.arguments(Run(mode="strong", workers=2)))[0]
     where = run.workers
     assert (where.num_gpus, where.num_nodes, where.master_addr, where.master_port) == (2, 1, "localhost", None)
     assert (run.stop.epochs, run.stop.target_accuracy, run.stop.target_loss) == (3, 2.0, None)
@@ -137,7 +136,7 @@ def test_the_file_of_a_run_gives_how_it_trains_and_not_where_or_how_long(tmp_pat
     assert (run.task, run.task_options, run.energy) == (config.task, config.task_options, config.energy)
     assert (where.compress, where.compress_rank, run.optimizer) == ("bf16", 4, config.optimizer)
     aimed = study("--workers", "1,2", "--config", str(file), "--target-accuracy", "0.8")
-    run = read_settings(aimed.arguments(Cell(mode="strong", workers=2)))[0]
+    run = read_settings(aimed.arguments(Run(mode="strong", workers=2)))[0]
     assert (run.stop.epochs, run.stop.target_accuracy) == (7, 0.8)
 
 
@@ -155,7 +154,7 @@ def test_the_file_of_a_run_gives_how_it_trains_and_not_where_or_how_long(tmp_pat
 )
 def test_one_worker_trains_by_itself_where_it_cannot_have_the_strategy(flags: str) -> None:
     found = study("--workers", "1,2", *flags.split())
-    alone, both = (found.arguments(Cell(mode="strong", workers=count)) for count in (1, 2))
+    alone, both = (found.arguments(Run(mode="strong", workers=count)) for count in (1, 2))
     assert set(flags.replace("_batches", "-batches").split()) <= set(both)
     config = read_settings(alone)[0]
     layout = resolve_layout(config, ())
@@ -163,20 +162,20 @@ def test_one_worker_trains_by_itself_where_it_cannot_have_the_strategy(flags: st
     assert layout.strategy == "single"
     flag, asked = flags.replace("=", " ", 1).split()[:2]
     asked = asked if flag == "--strategy" else flags.split()[1]
-    assert found.lone_note == f"strategy single, as one worker cannot have {flag} {asked}"
+    assert found.single_worker_note == f"strategy single, as one worker cannot have {flag} {asked}"
 
 
 def test_one_worker_keeps_a_strategy_that_it_can_have(tmp_path: Path) -> None:
     for flags in ("--strategy fsdp", "--strategy local --average-every 4", "--strategy zero1", "--mesh replicate=1"):
         found = study("--workers", "1,2", *flags.split())
-        assert found.lone_note == ""
-        assert set(flags.split()) <= set(found.arguments(Cell(mode="strong", workers=1)))
+        assert found.single_worker_note == ""
+        assert set(flags.split()) <= set(found.arguments(Run(mode="strong", workers=1)))
     file = tmp_path / "run.toml"
     file.write_text('[workers]\nmesh = "shard=2"\nzero = 1\n[sharding]\noffload = true\n', encoding="utf-8")
     found = study("--workers", "1,2", "--config", str(file))  # a file's, which the flag of the one worker takes back
     check_runs(found)
-    assert found.lone_note == "strategy single, as one worker cannot have --mesh shard=2"
-    assert "mesh" not in read_settings(found.arguments(Cell(mode="strong", workers=1)))[0].given
+    assert found.single_worker_note == "strategy single, as one worker cannot have --mesh shard=2"
+    assert "mesh" not in read_settings(found.arguments(Run(mode="strong", workers=1)))[0].given
 
 
 def test_a_launcher_has_started_its_workers_already(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,8 +31,7 @@ from stormo.system.files import (
 from stormo.system.masking import MASK, is_secret_name
 from stormo.telemetry.environment import mask_secrets
 from stormo.telemetry.events import EventFile
-from stormo.telemetry.files import write_whole
-from stormo.telemetry.folder import RunFolder
+from stormo.telemetry.folder import RunFolder, write_whole
 from stormo.training.run_folder import lock_folder
 
 

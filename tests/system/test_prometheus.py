@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from stormo.telemetry import prometheus
-from stormo.telemetry.prometheus import PrometheusSink
-from stormo.telemetry.prometheus_metrics import METRICS
+from stormo.telemetry.prometheus import METRICS, PrometheusSink
 from tests.system.conftest import Need
 from tests.telemetry.prometheus_records import EXPECTED, NOW_UNIX_S, whole_run
 

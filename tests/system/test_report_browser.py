@@ -24,6 +24,10 @@ EMPTY = (
     "[...document.querySelectorAll('figure')].filter((figure) => !figure.querySelector('.why') && "
     "!figure.querySelector('.main-svg .trace')).map((figure) => figure.textContent)"
 )
+PICTURE = (
+    "Plotly.toImage(document.querySelector('#{} .plot'), {{format: 'png', width: 800, height: 400}})"
+    ".then((url) => url.startsWith('data:image/png'))"
+)
 
 
 @pytest.fixture(scope="module")
@@ -45,21 +49,21 @@ def test_the_report_shows_every_panel_without_a_complaint(browser: Browser, tmp_
     assert page.evaluate(SHOWN) == PANELS
     assert page.evaluate(EMPTY) == []
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "no sideways scrolling on a phone"
-    # Another axis, a hidden line, a table, a CSV file and a picture.
+    # Another axis, the legend, a table, a CSV file and a picture.
     page.evaluate("document.querySelector('input[value=epoch]').click()")
     assert page.evaluate("document.querySelector('#loss .xtitle').textContent") == "epoch"
-    page.evaluate("document.querySelector('#loss .legend button').click()")
-    page.wait("document.querySelectorAll('#loss .trace').length === 3")
+    page.wait("document.querySelectorAll('#loss .legendtoggle').length === 4")
+    assert page.evaluate("document.querySelectorAll('#loss .modebar-btn').length") == 2, "a picture and a CSV file"
     page.evaluate("document.querySelector('#loss details').open = true")
     page.wait("document.querySelectorAll('#loss tbody tr').length > 50")
     page.evaluate("document.querySelector('#configuration .only input').click()")
     assert page.evaluate("document.querySelectorAll('#configuration tbody tr:not([hidden])').length > 0")
     bars = "[...document.querySelectorAll('#pipeline .bartext')].map((bar) => bar.textContent).sort().join()"
     assert page.evaluate(bars) == "0,0,0,0,1,1,1,1", "forward and backward of two micro-batches on two workers"
-    assert page.evaluate("stormoPage.savePicture('lanes-pass-0').then((url) => url.startsWith('data:image/png'))")
+    assert page.evaluate(PICTURE.format("pipeline"))
     head = page.evaluate("stormoPage.csvOf('chart-loss').split('\\r\\n')[0]")
     assert head == "run,series,step,epoch,time_s,loss"
-    assert page.evaluate("stormoPage.savePicture('chart-loss').then((url) => url.startsWith('data:image/png'))")
+    assert page.evaluate(PICTURE.format("loss"))
     assert HOSTILE in page.evaluate("document.getElementById('timeline').textContent")
     assert page.evaluate("document.title").endswith("– stormo"), "the name of a run is text, not markup"
     assert page.complaints() == []
@@ -77,7 +81,7 @@ def test_the_live_page_follows_the_run_and_needs_its_token(browser: Browser, tmp
     try:
         page.open(server.address)
         status = "document.getElementById('status').textContent"
-        assert "waiting for the run to begin" in page.evaluate(status)
+        assert "waiting for the run to start" in page.evaluate(status)
         events = list(made.events())
         append(folder / "events.jsonl", events[:12])
         append(folder / "nodes" / "0.jsonl", list(made.node_lines(0))[:12])

@@ -15,15 +15,19 @@ import pytest
 from stormo.telemetry.console import PlainConsole, TerminalConsole, epoch_line, make_console
 from stormo.telemetry.record import (
     CheckpointSaved,
+    DivergenceNoticed,
     EpochDone,
     Notice,
     RunEnded,
     RunStarted,
+    Sink,
     StepDone,
     ValidationProgress,
 )
 from stormo.telemetry.text import encodable, format_clock, format_duration, format_figure, format_rate, run_reference
+from tests.golden import check_golden
 
+GOLDEN = Path(__file__).parent / "golden"
 HIDE_CURSOR = "\x1b[?25l"
 EXPLANATION = (
     "global batch 2048 = 512 per worker × 4 workers × 1 accumulation",
@@ -140,45 +144,37 @@ def screen_lines(text: str) -> list[str]:
     return re.split(r"[\r\n]+", without_escapes(text))
 
 
-def play_whole_run(console: TerminalConsole, *, epochs: int = 40, steps_per_epoch: int = 30) -> None:
-    console.write(started(epochs=epochs, steps_per_epoch=steps_per_epoch))
-    console.write(step_done(steps_per_epoch // 2, input_wait_fraction=0.12))
-    console.write(ValidationProgress(epoch=1, done=2500, total=10000))
-    console.write(epoch_done(1))
-    console.write(CheckpointSaved(epoch=1, step=30, path="checkpoints/step-00000030", weights_sha256="", save_time_s=0))
-    console.write(Notice(kind="warning", text="--clip-norm 1.0 is ignored because the optimizer scales every layer."))
-    console.write(epoch_done(2))
-    console.write(Notice(kind="stop", text="Early stopping after epoch 2"))
-    console.write(ended())
+def play_whole_run(console: Sink, *, epochs: int = 40, steps_per_epoch: int = 30) -> None:
+    for record in (
+        started(epochs=epochs, steps_per_epoch=steps_per_epoch),
+        step_done(steps_per_epoch // 2, input_wait_fraction=0.12),
+        ValidationProgress(epoch=1, done=2500, total=10000),
+        epoch_done(1),
+        CheckpointSaved(epoch=1, step=30, path="checkpoints/step-00000030", weights_sha256="", save_time_s=0),
+        Notice(kind="warning", text="--clip-norm 1.0 is ignored because the optimizer scales every layer."),
+        Notice(kind="info", text="Shown to Prometheus at http://127.0.0.1:9701/metrics"),
+        epoch_done(2),
+        DivergenceNoticed(
+            epoch=3, step=75, kind="loss", loss=float("nan"), learning_rate=0.04, rolled_back_to_step=60,
+            rate_factor=0.5, text="The loss is nan at step 75; the run goes on from step 60 with half the rate.",
+        ),
+        Notice(kind="stop", text="Early stopping after epoch 2"),
+        ended(),
+    ):  # fmt: skip
+        console.write(record)
     console.close()
 
 
-def test_plain_output_is_the_explanation_then_one_fixed_line_per_epoch_then_the_stop_notice() -> None:
-    stream = io.StringIO()
-    console = make_console(stream, environ={"TERM": "xterm"})
-    assert isinstance(console, PlainConsole)
-    console.write(started())
-    console.write(step_done())
-    console.write(ValidationProgress(epoch=1, done=1, total=2))
-    console.write(epoch_done(1))
-    console.write(CheckpointSaved(epoch=1, step=30, path="checkpoints/step-00000030", weights_sha256="", save_time_s=0))
-    console.write(Notice(kind="warning", text="beware"))
-    console.write(Notice(kind="info", text="good to know"))
-    console.write(epoch_done(2))
-    console.write(Notice(kind="stop", text="Early stopping after epoch 2"))
-    console.write(ended())
-    console.close()
-    assert stream.getvalue() == (
-        "global batch 2048 = 512 per worker × 4 workers × 1 accumulation\n"
-        "learning rate 0.04 = 0.01 × 4 (linear), warm-up over 5 epochs, then constant [until the end] of the run\n"
-        "Epoch = 1: Cumulative Time = 24.508, Epoch Time = 24.508, Images/sec = 2423.38, "
-        "Validation Loss = 2.483, Validation Accuracy = 0.169\n"
-        "Warning: beware\n"
-        "good to know\n"
-        "Epoch = 2: Cumulative Time = 49.016, Epoch Time = 24.508, Images/sec = 2423.38, "
-        "Validation Loss = 2.483, Validation Accuracy = 0.169\n"
-        "Early stopping after epoch 2\n"
-    )
+def test_the_whole_output_of_a_run_in_a_log_and_on_a_terminal() -> None:
+    plain = io.StringIO()
+    log = make_console(plain, environ={"TERM": "xterm"})
+    assert isinstance(log, PlainConsole)
+    play_whole_run(log)
+    check_golden(GOLDEN / "train.txt", plain.getvalue())
+    stream = FakeTerminal()
+    play_whole_run(terminal(stream))
+    lines = [line.rstrip() for line in screen_lines(stream.getvalue())]
+    check_golden(GOLDEN / "train_terminal.txt", "\n".join(line for line in lines if line) + "\n")
 
 
 @pytest.mark.parametrize(
@@ -282,38 +278,6 @@ def test_no_line_on_the_terminal_is_ever_wider_than_the_terminal(
     assert max(len(line) for line in lines) <= columns
     assert any("brisk-heron · fashion-mnist" in line for line in lines)
     assert any("0.1692" in line for line in lines)
-
-
-def test_the_terminal_shows_plan_live_line_validation_rows_notices_and_summary_at_80_columns() -> None:
-    stream = FakeTerminal()
-    play_whole_run(terminal(stream))
-    lines = [line.rstrip() for line in screen_lines(stream.getvalue())]
-    text = "\n".join(lines)
-    assert "│ global batch 2048 = 512 per worker × 4 workers × 1 accumulation" in text
-    assert "[until the end]" in text  # not taken for markup
-    live = next(line for line in lines if line.startswith("epoch 1/40"))
-    assert re.fullmatch(r"epoch 1/40 ━+─+   50 %  15/30  2,048 img/s  loss 1\.2345  ETA 0:15  wait 12 %", live)
-    assert re.search(r"^validation ━+─+   25 %   2500/10000$", text, re.MULTILINE)
-    header = lines.index("epoch train loss val loss accuracy  images/s epoch time total time        lr")
-    rows = [line for line in lines[header:] if re.match(r" *\d+/40 ", line)]
-    assert rows == [
-        " 1/40     2.1234   2.4834   0.1692     2,423     24.5 s     24.5 s  1.25e-05",
-        " 2/40     2.1234   2.4834   0.1692     2,423     24.5 s     49.0 s  1.25e-05",
-    ]
-    assert "Warning: --clip-norm 1.0 is ignored" in text
-    assert text.index("Early stopping after epoch 2") < text.index("target reached")
-    for label, value in {
-        "end": "target reached",
-        "accuracy": "0.8615",
-        "training time": "2:27",
-        "whole time": "1:02:03",
-        "images/s": "2,423",
-        "time to target": "2:20",
-        "checkpoint": "checkpoints/step-00000030",
-        "run folder": "/data/runs/brisk-heron",
-        "see it with": "stormo show /data/runs/brisk-heron",
-    }.items():
-        assert f"{label:<14}  {value}" in lines
 
 
 def test_a_figure_the_summary_does_not_have_is_left_out() -> None:

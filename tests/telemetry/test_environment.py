@@ -8,8 +8,7 @@ import pytest
 
 import stormo
 from stormo.telemetry.environment import collect_environment, mask_secrets
-from stormo.telemetry.files import write_json
-from stormo.telemetry.folder import RunFolder, read_environment
+from stormo.telemetry.folder import RunFolder, read_environment, write_json
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import stormo
 from stormo.errors import EXIT_USAGE, MissingPackageError, SettingError
 from stormo.telemetry import prometheus
-from stormo.telemetry.prometheus import PrometheusSink
-from stormo.telemetry.prometheus_metrics import METRICS
+from stormo.telemetry.prometheus import METRICS, PrometheusSink
 from stormo.telemetry.record import DivergenceNoticed, Notice, RunEnded, RunStarted, ValidationProgress
 from tests.telemetry.prometheus_records import (
     EXPECTED,

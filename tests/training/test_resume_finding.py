@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from stormo.system.files import BadFileError
-from stormo.telemetry import finding
-from stormo.telemetry.finding import forget_launch, launched_run, note_launch
+from stormo.telemetry import runs_folder
 from stormo.telemetry.folder import RunFolder
+from stormo.telemetry.runs_folder import forget_launch, launched_run, note_launch
 from stormo.training.resume import run_to_resume
 
 RANK = {
@@ -43,7 +43,7 @@ def test_a_rank_of_a_later_round_finds_the_run_and_reads_no_other(
     for number in range(3):
         begin(folder, f"other-{number}", f"job {number}")
     flags = {"runs_folder": str(folder)}
-    monkeypatch.setattr(finding, "_start_unix_s", lambda run: pytest.fail("it looked through all runs"))
+    monkeypatch.setattr(runs_folder, "_start_unix_s", lambda run: pytest.fail("it looked through all runs"))
     assert run_to_resume(flags) is None  # the first round
     begin(folder, "older", "job")
     run = begin(folder, "newer", "job")

@@ -1,0 +1,201 @@
+"""Traces the memory of a forward and backward pass on tensors that have shapes and no memory."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.autograd.graph import _engine_run_backward
+
+from stormo.data.batches import repeat_rows, tensors_in
+from stormo.errors import StormoError
+from stormo.layers.ghost_batch_norm import convert_ghost_batch_norm
+from stormo.parallel.blocks import blocks_of
+from stormo.parallel.halves import HALVES
+from stormo.parallel.recompute import Recomputed, recompute
+from stormo.parallel.sample import sample_batch
+from stormo.predict.fake_tensors import OTHER, FakeModel, GpuKernels, MemoryTrace, fuse_layers
+from stormo.predict.forecast import MemoryCurve, Rows
+from stormo.predict.model import keep_hybrid_shard, keep_tensor_shard
+from stormo.tasks.fashion_mnist import FashionMnist
+from stormo.tasks.returned import read_loss
+from stormo.tasks.task import Task
+
+_FEW = 2  # real samples; every batch repeats their rows
+
+
+class UntraceableError(Exception):
+    """A pass that cannot run without values; the text says why."""
+
+
+def forbid_fetching(task: Task) -> None:
+    """Let the task find its data here, and fetch nothing."""
+    if isinstance(task, FashionMnist):
+        from stormo.data.fashion_mnist import find_or_fetch
+
+        folder = task.options.data_folder
+        task._folder = find_or_fetch(Path(folder) if folder else None, offline=True)
+
+    def refuse() -> None:
+        raise FileNotFoundError(f"{type(task).__name__}.fetch() would bring the data")
+
+    task.fetch = refuse  # type: ignore[method-assign]
+
+
+def few_samples(task: Task) -> Any:
+    """A batch of a few real samples, in host memory."""
+    return sample_batch(task, _FEW, torch.device("cpu"))
+
+
+class Tracer:
+    """Traces passes of one task's model, each kind once.
+
+    `batch` holds a few real samples. With `on_gpu` it counts what GPU kernels keep, with `has_fused` also those of
+    stormo's fused layers.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        fake_model: FakeModel,
+        batch: Any,
+        precision: str,
+        *,
+        on_gpu: bool = True,
+        has_fused: bool = True,
+        shard_modules: str | None = None,
+        ghost_batch_size: int | None = None,
+    ) -> None:
+        self._task, self._fake_model, self._batch, self._fake = task, fake_model, batch, fake_model.fake
+        self._half, self._precision = HALVES.get(precision), precision
+        self._on_gpu, self._has_fused = on_gpu, has_fused
+        self._shard_modules, self._ghosts = shard_modules, ghost_batch_size
+        self._seen: dict[tuple[Any, ...], MemoryCurve] = {}
+
+    def curve(
+        self,
+        size: int,
+        *,
+        recomputes: bool,
+        is_sharded: bool,
+        channels_last: bool,
+        num_parts: int = 1,
+        is_hybrid: bool = False,
+    ) -> MemoryCurve:
+        """The memory of a training pass by its samples, traced at a size and at twice that size.
+
+        `num_parts` is the number of workers along tensor; the hybrid shards only its classifier over them.
+        """
+        key = (size, recomputes, is_sharded, channels_last, num_parts, is_hybrid)
+        if key not in self._seen:
+            model = self._built(
+                recomputes=recomputes,
+                is_sharded=is_sharded,
+                is_fused=channels_last,
+                num_parts=num_parts,
+                is_hybrid=is_hybrid,
+            )
+            watched = [self._traced(model, one) for one in (size, 2 * size)]
+            self._seen[key] = MemoryCurve(
+                (size, 2 * size), (watched[0][0], watched[1][0]), (watched[0][1], watched[1][1])
+            )
+        return self._seen[key]
+
+    def batch_bytes(self, size: int) -> int:
+        """Bytes of the tensors of a batch."""
+        with self._fake:
+            data = repeat_rows(self._batch, size)
+        return sum(tensor.nbytes for tensor in tensors_in(data))
+
+    def validation(self, size: int, *, channels_last: bool) -> Rows:
+        """Bytes after every operation of a validation batch."""
+        model = self._built(recomputes=False, is_sharded=False, is_fused=channels_last).eval()
+        with self._reasons(), torch.no_grad(), self._tracing(model, size) as (trace, data), self._autocast():
+            self._task.metrics(model, data)
+        return trace.rows
+
+    def _built(
+        self, *, recomputes: bool, is_sharded: bool, is_fused: bool, num_parts: int = 1, is_hybrid: bool = False
+    ) -> nn.Module:
+        model = self._fake_model.model()
+        if num_parts > 1:
+            with self._fake_model.fake:
+                (keep_hybrid_shard if is_hybrid else keep_tensor_shard)(self._task, model, num_parts)
+        if self._ghosts is not None:
+            model = convert_ghost_batch_norm(model, self._ghosts)
+        if self._on_gpu and self._has_fused and is_fused:
+            fuse_layers(model)
+        if is_sharded and self._half is not None:  # fully_shard gathers weights in that dtype
+            half = self._half
+            self._fake_model.convert(model, lambda tensor: tensor.to(half), of_norms=False)
+        if recomputes:
+            recompute(model, blocks_of(model, self._shard_modules) or [""])
+            for layer in model.modules():
+                if isinstance(layer, Recomputed):
+                    layer._changing_buffers = []  # finding those that change takes values
+        return model
+
+    def _traced(self, model: nn.Module, size: int) -> tuple[Rows, int]:
+        """Bytes after every operation, and the activations when backward starts."""
+        model.train()
+        with self._reasons(), self._tracing(model, size) as (trace, data):
+            with self._autocast():
+                loss, _ = read_loss(self._task, self._task.loss(model, data))
+            loss = loss * 1.0
+            kept = trace.now[OTHER]
+            # Not torch.autograd.backward: a torch function turns the function mode off, and recomputed layers need it.
+            _engine_run_backward(
+                (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
+        for parameter in model.parameters():
+            parameter.grad = None
+        return trace.rows, kept
+
+    @contextmanager
+    def _tracing(self, model: nn.Module, size: int) -> Iterator[tuple[MemoryTrace, Any]]:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64 if self._precision == "fp64" else torch.float32)
+        try:
+            with self._fake, GpuKernels(self._half) if self._on_gpu else nullcontext():
+                data = repeat_rows(self._batch, size)
+                with MemoryTrace(model) as trace:
+                    trace.add(tensors_in(data))
+                    yield trace, data
+        finally:
+            torch.set_default_dtype(before)
+
+    def _autocast(self) -> Any:
+        return nullcontext() if self._half is None else torch.autocast("cpu", self._half)
+
+    @contextmanager
+    def _reasons(self) -> Iterator[None]:
+        """Turn any failure of a pass without values into a reason."""
+        log = logging.getLogger("torch._subclasses.fake_tensor")
+        level = log.level
+        log.setLevel(logging.CRITICAL)
+        try:
+            with warnings.catch_warnings(action="ignore"):  # training shows them
+                yield
+        except StormoError:
+            raise
+        except Exception as error:
+            raise UntraceableError(_reason(error)) from error
+        finally:
+            log.setLevel(level)
+
+
+def _reason(error: Exception) -> str:
+    """Why a pass cannot run without values; torch has only the name of an operation."""
+    first = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    if isinstance(error, DataDependentOutputException):
+        return f"it reads a value, as .item(), float() and if do: {first}"
+    if isinstance(error, DynamicOutputShapeException):
+        return f"how many values there are depends on values, as with a mask: {first}"
+    return f"{type(error).__name__}: {first}"
