@@ -4,10 +4,10 @@
 
 The real command trains a small network (dropout, batch norm, augmentation) on two workers with a checkpoint every
 three steps. SIGKILL hits the agent, one worker or all of them at a random moment of start-up, training, saving or
-validation; then comes the same command again, with `--resume`. What was trained on is what the task itself wrote down
-at every optimizer step (small_tasks.Witness): the chain of steps that leads to the final weights must hold every
-sample once an epoch. After each kill, the checkpoints that follow must have the very digests of the undisturbed run
-at the same steps, and no process may be left behind.
+validation; then the same command runs again, with `--resume`. The task itself writes down the samples of every step
+(small_tasks.Witness): the chain of steps that leads to the final weights must hold every sample once an epoch.
+After each kill, the checkpoints that follow must have the digests of the undisturbed run at the same steps, and no
+process may be left behind.
 
     python -m benchmarks.kill_resume --world-sizes 2,1,3
 

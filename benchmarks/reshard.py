@@ -1,11 +1,11 @@
-"""A checkpoint of every mesh taken up by every other: the same bits of weights and optimizer state, or it fails.
+"""A checkpoint of every mesh restored by every other: the same bits of weights and optimizer state, or it fails.
 
     python -m benchmarks.reshard [--optimizer adamw] [--meshes "single,fsdp 4,..."]
 
-A small GPT takes two steps under each mesh and is saved as `stormo train` saves it: whole by one process, or in boxes
-by every worker. Then each mesh takes up the checkpoints of all, its own among them, one after the other in the same
-workers, and saves them again. Both checkpoints are read whole by one process and compared: names, types, shapes, and
-every bit. After each, the mesh goes on for a step, whose loss must be that of the mesh that was left (float64, 1e-10).
+A small GPT takes two steps under each mesh and is saved as `stormo train` saves it: whole by one process, or in chunks
+by every rank. Then each mesh restores the checkpoints of all meshes, one after the other in the same processes, and
+saves them again. One process reads both checkpoints whole and compares them: names, dtypes, shapes, and every bit.
+After each restore the mesh takes one more step, whose loss must be that of the mesh that saved (float64, 1e-10).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MESHES: Mapping[str, tuple[int, Mapping[str, Any]]] = {
 NUM_STEPS = 2
 RATE = 0.01
 LIMIT = 1e-10  # of the relative difference of two losses
-Left = tuple[str, float]  # a checkpoint, on the main worker, and the loss of the step after it
+Left = tuple[str, float]  # a checkpoint, on rank 0, and the loss of the step after it
 _NUM_SAMPLES = 24
 
 
@@ -58,12 +58,12 @@ def _build(world: World, name: str, optimizer: str) -> Built:
 
     flags = {"optimizer": optimizer, "global_batch_size": 12, "lr_rule": "none", "precision": "fp64"}
     built = build(world, make_task("GPT", _NUM_SAMPLES), {**flags, **MESHES[name][1]})
-    built.strategy.warm_up(built.loader)  # as before a resume, which finds memory where a pass has left it
+    built.strategy.warm_up(built.loader)  # as before a resume, when memory is as a micro-batch has left it
     return built
 
 
 def _save(world: World, built: Built, step: int, folder: str) -> str:
-    """Save as a run does; the path on the main worker."""
+    """Save as a run does; the path on rank 0."""
     import torch
 
     from stormo.checkpoint import Saver, Saving
@@ -72,7 +72,7 @@ def _save(world: World, built: Built, step: int, folder: str) -> str:
 
     loss_sum = torch.zeros((), dtype=torch.float64)
     state = RunState(progress=Progress(step=step), strategy=built.strategy, loss_sum=loss_sum)
-    saving = Saving(step=step, identity="", keep_last=1, keep_best=0, metric=None)
+    saving = Saving(step=step, identity="", keep_last=1)
     saver = Saver(world, in_background=False)
     saver.begin(state.content(world, 0), Path(folder) if world.is_main else None, saving)
     saver.settle()
@@ -81,7 +81,7 @@ def _save(world: World, built: Built, step: int, folder: str) -> str:
 
 
 def train_and_save(world: World, name: str, optimizer: str, folder: str) -> Left:
-    """In a rank: two steps and a checkpoint, then a step more."""
+    """In a rank: two steps and a checkpoint, then one more step."""
     from benchmarks.spread_worker import train
 
     built = _build(world, name, optimizer)
@@ -90,8 +90,8 @@ def train_and_save(world: World, name: str, optimizer: str, folder: str) -> Left
     return path, train(world, built, 1, RATE)[0]
 
 
-def take_and_save(world: World, name: str, optimizer: str, sources: Sequence[str], folder: str) -> list[Left]:
-    """In a rank: take up one checkpoint after the other, save each again, and go on for a step."""
+def restore_and_save(world: World, name: str, optimizer: str, sources: Sequence[str], folder: str) -> list[Left]:
+    """In a rank: restore one checkpoint after the other, save each again, and take one more step."""
     import torch
 
     from benchmarks.spread_worker import train
@@ -110,7 +110,7 @@ def take_and_save(world: World, name: str, optimizer: str, sources: Sequence[str
 
 
 def difference(ours: Snapshot, theirs: Snapshot) -> str:
-    """The first tensor that is not the same to the last bit; empty where all are."""
+    """The first tensor that differs in a bit; empty if none does."""
     for section in ("model", "optimizer"):
         a, b = getattr(ours, section), getattr(theirs, section)
         if a.keys() != b.keys():
@@ -127,7 +127,7 @@ def _bits(tensor: Any) -> bytes:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Save under every mesh, take up under every mesh, compare."""
+    """Save under every mesh, restore under every mesh, compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--optimizer", default="adamw", help="whose state is compared too (default: adamw)")
     parser.add_argument("--meshes", default=list(MESHES), type=mesh_names, help="some of them (default: all)")
@@ -145,9 +145,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             saved.append(pool.run(train_and_save, MESHES[name][0], name, options.optimizer, place)[0])
         sources, wholes = [path for path, _ in saved], [load(path) for path, _ in saved]
         for number, name in enumerate(names):
-            print(f"taking up under {name} ...", file=sys.stderr, flush=True)
+            print(f"restoring under {name} ...", file=sys.stderr, flush=True)
             place = f"{folder}/to/{number}"
-            taken = pool.run(take_and_save, MESHES[name][0], name, options.optimizer, sources, place)[0]
+            taken = pool.run(restore_and_save, MESHES[name][0], name, options.optimizer, sources, place)[0]
             for source, whole, (_, before), (path, loss) in zip(names, wholes, saved, taken, strict=True):
                 goes_on = math.isclose(loss, before, rel_tol=LIMIT)
                 found[source, name] = difference(load(path), whole) or ("" if goes_on else "the next loss")

@@ -1,8 +1,8 @@
-"""Run folders as another account could leave them or hand them on, against every verb that reads them.
+"""Run folders that another account could have prepared, against every verb that reads them.
 
-One healthy run is trained; every case changes one thing in a copy of it and runs some verbs in a forked process, as
-another user where that is possible, with a limit of time and of memory. In each folder of runs lies a good one, which
-`stormo runs` must still list.
+One healthy run is trained. Every case changes one thing in a copy of it and runs some verbs in a forked process, as
+another user if possible, with limits of time and memory. Beside each changed run lies a good one, which `stormo runs`
+must still list.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _FLAGS = ("--device", "cpu", "--batch-size", "16", "--epochs", "1", "--no-energy
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where one case takes place."""
+class CaseFolders:
+    """The folders of one case."""
 
     runs: Path
     run: Path  # the hostile one
@@ -79,17 +79,17 @@ class Place:
         return max((self.run / "checkpoints").glob("step-*"))
 
 
-Change = Callable[[Place], None]
+Change = Callable[[CaseFolders], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One change of a healthy run, and the verbs that meet it."""
+    """One change of a healthy run, and the verbs that read it."""
 
     name: str
     change: Change
     verbs: Sequence[str] = ("runs", "show", "report")
-    refused: bool = True  # whether the verbs must refuse it; otherwise they may also make the best of it
+    refused: bool = True  # whether the verbs must refuse it; otherwise they may also accept it
     is_foreign: bool = False  # whether the folder belongs to the attacker
 
 
@@ -127,7 +127,7 @@ _FILES = ("summary.json", "events.jsonl", "config.toml", "environment.json", "no
 
 
 def _of_kinds() -> Iterator[Case]:
-    kinds: dict[str, Callable[[Path, Place], None]] = {
+    kinds: dict[str, Callable[[Path, CaseFolders], None]] = {
         "a pipe": lambda path, _: os.mkfifo(path),
         "a link": lambda path, place: path.symlink_to(place.precious),
         "a link to a device": lambda path, _: path.symlink_to("/dev/zero"),
@@ -141,23 +141,23 @@ def _of_kinds() -> Iterator[Case]:
     }
     for file in _FILES:
         for name, make in kinds.items():
-            # A line that was cut short, and a node whose file is damaged, are told and left out.
+            # A line that was cut short and a damaged node file are reported and left out.
             lenient = file.startswith("nodes") or (
                 file == "events.jsonl" and name in ("nothing", "nested deeply", "only zeros")
             )
             lenient |= name == "nothing" and file == "config.toml"
-            lenient |= file == "config.toml"  # of which only the page of a report shows anything
+            lenient |= file == "config.toml"  # only the page of a report shows anything of it
             yield Case(name=f"{file} is {name}", change=_replaced(file, make), refused=not lenient)
     for file in _FILES:
         yield Case(name=f"{file} cannot be read", change=lambda place, f=file: (place.run / f).chmod(0), refused=False)  # type: ignore[misc]
 
 
-def _replaced(file: str, make: Callable[[Path, Place], None]) -> Change:
-    def change(place: Place) -> None:
+def _replaced(file: str, make: Callable[[Path, CaseFolders], None]) -> Change:
+    def change(place: CaseFolders) -> None:
         path = place.run / file
         path.unlink()
         if file == "events.jsonl":
-            (place.run / "summary.json").unlink()  # without which the events are read for the list too
+            (place.run / "summary.json").unlink()  # so that the list reads the events too
         make(path, place)
 
     return change
@@ -193,7 +193,7 @@ def _of_objects(healthy: Path, file: str) -> Iterator[Case]:
     for key, value in content.items():
         for name, wrong in _wrong(value):
             verbs = ("runs", "show") if file == "summary.json" else ("show",)
-            # Of what the machine is called nothing is computed: any text and number will do.
+            # Nothing is computed from the names of the machine: any text and number will do.
             refused = value is not None and not (file == "environment.json" and isinstance(value, dict))
             change = _with_object(file, {**content, key: wrong})
             yield Case(name=f"{file}: {key} is {name}", change=change, verbs=verbs, refused=refused)
@@ -242,7 +242,7 @@ def _of_events(healthy: Path) -> Iterator[Case]:
 
 
 def _with_events(data: bytes) -> Change:
-    def change(place: Place) -> None:
+    def change(place: CaseFolders) -> None:
         (place.run / "summary.json").unlink()
         _put(place.run / "events.jsonl", data)
 
@@ -333,7 +333,7 @@ def _of_config() -> Iterator[Case]:
 
 
 def _with_setting(section: str, line: str) -> Change:
-    def change(place: Place) -> None:
+    def change(place: CaseFolders) -> None:
         path = place.run / "config.toml"
         key = line.partition(" ")[0]
         lines = [old for old in path.read_text().splitlines() if not old.startswith(f"{key} =")]
@@ -381,7 +381,7 @@ def _of_terminals() -> Iterator[Case]:
     )
 
 
-def _renamed(place: Place, name: str) -> None:
+def _renamed(place: CaseFolders, name: str) -> None:
     shutil.copytree(place.run, place.runs / name)
 
 
@@ -419,7 +419,7 @@ def _of_links() -> Iterator[Case]:
     )
 
 
-def _link(place: Place, *files: str) -> None:
+def _link(place: CaseFolders, *files: str) -> None:
     for file in files:
         path = place.run / file
         path.parent.mkdir(exist_ok=True)
@@ -427,7 +427,7 @@ def _link(place: Place, *files: str) -> None:
         path.symlink_to(place.precious)
 
 
-def _hard_link(place: Place, file: str) -> None:
+def _hard_link(place: CaseFolders, file: str) -> None:
     path = place.run / file
     path.parent.mkdir(exist_ok=True)
     path.unlink(missing_ok=True)
@@ -458,7 +458,7 @@ def _of_owners() -> Iterator[Case]:
     yield Case(name="anybody may write into the compiler's cache", change=_open_cache, verbs=("resume-compile",))
 
 
-def _evil(place: Place, target: str) -> None:
+def _evil(place: CaseFolders, target: str) -> None:
     (place.run / "evil.py").write_text(place.payload)
     (place.runs.parent / "evil.py").write_text(place.payload)
     text = target.format(run=place.run)
@@ -469,16 +469,16 @@ def _evil(place: Place, target: str) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
-def _closed(place: Place) -> None:
+def _closed(place: CaseFolders) -> None:
     place.run.chmod(0o700)
 
 
-def _foreign_cache(place: Place) -> None:
+def _foreign_cache(place: CaseFolders) -> None:
     (place.home / "cache" / "stormo-compiled").mkdir(parents=True)
     os.chown(place.home / "cache" / "stormo-compiled", ATTACKER, ATTACKER)
 
 
-def _open_cache(place: Place) -> None:
+def _open_cache(place: CaseFolders) -> None:
     (place.home / "cache" / "stormo-compiled").mkdir(parents=True)
     (place.home / "cache" / "stormo-compiled").chmod(0o777)
 
@@ -534,7 +534,7 @@ def _of_checkpoints() -> Iterator[Case]:
             change=lambda place, d=data: _reseal(place.checkpoint, "model.safetensors", d),  # type: ignore[misc]
             verbs=("export", "resume"),
         )
-    kinds: dict[str, Callable[[Path, Place], None]] = {
+    kinds: dict[str, Callable[[Path, CaseFolders], None]] = {
         "a pipe": lambda path, _: os.mkfifo(path),
         "a link": lambda path, place: path.symlink_to(place.precious),
         "a sparse file": lambda path, _: _sparse(path, 1 << 40),
@@ -547,7 +547,7 @@ def _of_checkpoints() -> Iterator[Case]:
 
 
 def _with_state(change: Callable[[dict[str, Any]], None]) -> Change:
-    def apply(place: Place) -> None:
+    def apply(place: CaseFolders) -> None:
         sys.set_int_max_str_digits(0)
         state = json.loads((place.checkpoint / "state.json").read_bytes())
         change(state)
@@ -556,8 +556,8 @@ def _with_state(change: Callable[[dict[str, Any]], None]) -> Change:
     return apply
 
 
-def _in_checkpoint(file: str, make: Callable[[Path, Place], None]) -> Change:
-    def change(place: Place) -> None:
+def _in_checkpoint(file: str, make: Callable[[Path, CaseFolders], None]) -> Change:
+    def change(place: CaseFolders) -> None:
         path = place.checkpoint / file
         path.unlink()
         make(path, place)
@@ -566,7 +566,7 @@ def _in_checkpoint(file: str, make: Callable[[Path, Place], None]) -> Change:
 
 
 def _reseal(checkpoint: Path, file: str, data: bytes | None, **changes: Any) -> None:
-    """Change a file, and the manifest with it, as whoever can write the one can write the other."""
+    """Change a file and the manifest: who can write the one can write the other."""
     if data is not None:
         _put(checkpoint / file, data)
     manifest = json.loads((checkpoint / "manifest.json").read_bytes()) | changes
@@ -597,7 +597,7 @@ def _with_spans(spans: Sequence[tuple[int, int]]) -> Change:
     return lambda place: _reseal(place.checkpoint, "model.safetensors", data)
 
 
-def _other_shape(place: Place) -> None:
+def _other_shape(place: CaseFolders) -> None:
     import safetensors.torch
     import torch
 
@@ -614,7 +614,7 @@ def _tensors(path: Path) -> dict[str, Any]:
     return found
 
 
-def _stale_digest(place: Place) -> None:
+def _stale_digest(place: CaseFolders) -> None:
     import safetensors.torch
 
     path = place.checkpoint / "model.safetensors"
@@ -622,7 +622,7 @@ def _stale_digest(place: Place) -> None:
     _reseal(place.checkpoint, path.name, safetensors.torch.save(tensors))
 
 
-def _sparse_model(place: Place) -> None:
+def _sparse_model(place: CaseFolders) -> None:
     size = 1 << 30
     named = {
         f"t{number}": {"dtype": "U8", "shape": [size], "data_offsets": [number * size, (number + 1) * size]}
@@ -662,7 +662,7 @@ def _of_studies() -> Iterator[Case]:
         )
 
 
-def _study(place: Place, file: str, data: bytes) -> None:
+def _study(place: CaseFolders, file: str, data: bytes) -> None:
     (place.home / "study").mkdir()
     _put(place.home / "study" / file, data)
 
@@ -670,7 +670,7 @@ def _study(place: Place, file: str, data: bytes) -> None:
 # How a case is run -------------------------------------------------------------------------------------------------
 
 
-def _arguments(place: Place, verb: str) -> list[str]:
+def _arguments(place: CaseFolders, verb: str) -> list[str]:
     runs = ["--runs-folder", str(place.runs)]
     resume = ["train", str(place.task), *_FLAGS, "--epochs", "2", "--resume", str(place.run)]
     return {
@@ -692,7 +692,7 @@ def _arguments(place: Place, verb: str) -> list[str]:
 
 
 def victim() -> int:
-    """Who the verbs are run as: another account, where there is root and that account can read the interpreter."""
+    """The user of the verbs: another account, if we are root and that account can read the interpreter."""
     if os.geteuid() != 0:
         return os.geteuid()
     needed = [Path(sys.executable).resolve(), Path(os.__file__), Path(__file__).resolve()]
@@ -701,12 +701,12 @@ def victim() -> int:
 
 
 def _environment() -> dict[str, str]:
-    """That of the processes which are not forked: with this very stormo."""
+    """The environment of processes that are not forked: it has this very stormo."""
     return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
 def _train_healthy(folder: Path) -> Path:
-    """One run that nothing is wrong with."""
+    """One good run."""
     task = folder / "small.py"
     task.write_text(_TASK)
     words = [
@@ -753,9 +753,11 @@ def _try(folder: Path, healthy: Path, case: Case) -> Verdict:
         shutil.rmtree(folder / "case")
 
 
-def _prepare(folder: Path, healthy: Path, case: Case) -> Place:
+def _prepare(folder: Path, healthy: Path, case: Case) -> CaseFolders:
     folder.mkdir(mode=0o755)
-    place = Place(runs=folder / "runs", run=folder / "runs" / "bad", home=folder / "home", task=folder / "small.py")
+    place = CaseFolders(
+        runs=folder / "runs", run=folder / "runs" / "bad", home=folder / "home", task=folder / "small.py"
+    )
     place.runs.mkdir()
     place.home.mkdir()
     shutil.copytree(healthy, place.runs / "good")
@@ -780,7 +782,7 @@ def _own(folder: Path, user_id: int, but: Path | None = None) -> None:
             os.chown(path, user_id, user_id, follow_symlinks=False)
 
 
-def _run_verb(place: Place, case: Case, verb: str) -> Verdict:
+def _run_verb(place: CaseFolders, case: Case, verb: str) -> Verdict:
     """Fork, become the victim, run one verb with limits, and judge how it ended."""
     output = place.home / f"output-{verb}"
     terminal = os.openpty() if verb.endswith("-tty") else None
@@ -817,7 +819,7 @@ def _run_verb(place: Place, case: Case, verb: str) -> Verdict:
     )
 
 
-def _become(place: Place, verb: str, output: Path, terminal: int | None) -> None:
+def _become(place: CaseFolders, verb: str, output: Path, terminal: int | None) -> None:
     """In the forked process: give up everything, and be `stormo VERB`."""
     code = 70
     try:

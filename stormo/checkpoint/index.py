@@ -1,11 +1,11 @@
-"""The indexes of a checkpoint: for every tensor its whole shape, and which box of it lies where.
+"""The indexes of a checkpoint: the shape of every tensor, and where its chunks lie.
 
-A box is an offset and a shape. The boxes of a tensor fill it, each place once: a part that is missing or given twice is
-refused. A tensor without elements has no box.
+A chunk is an offset and a shape. The chunks of a tensor cover it exactly once: an index with gaps or overlaps is
+refused. A tensor without elements has no chunk.
 
-`index.json` says which ranks hold which box. Many tensors are cut alike, so each way of cutting stands there once, and
-its size grows with the ranks and with the tensors, not with their product. Each rank's own `index-00000.json` says
-where in its file a box lies, and the SHA-256 of its values.
+`index.json` says which ranks hold which chunks. Tensors that are sharded alike share one list of chunks, so the index
+grows with the ranks plus the tensors, not with their product. `index-00000.json` of each rank says where in its shard a
+chunk lies, and the SHA-256 of its values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from stormo.checkpoint.layout import LOCAL, OWN, SECTIONS, SHARD_NAME, FileEntry, is_sha256, part_name, shard_name
+from stormo.checkpoint.format import (
+    LOCAL,
+    OWN,
+    SECTIONS,
+    SHARD_NAME,
+    FileEntry,
+    is_sha256,
+    rank_index_name,
+    shard_name,
+)
 from stormo.checkpoint.tensors import DTYPE_NAMES, DTYPES
 
 Shape = tuple[int, ...]
@@ -29,8 +38,8 @@ _MAX_DIMS = 64  # torch's own limit
 _MAX_BYTES = 2**62
 
 
-class Place(NamedTuple):
-    """A box of a tensor, and the rank that holds it."""
+class RankChunk(NamedTuple):
+    """A chunk of a tensor, and the rank that holds it."""
 
     rank: int
     offset: Shape
@@ -38,109 +47,107 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StoredBox:
-    """A box of a tensor in a file."""
+class StoredChunk:
+    """A chunk of a tensor in a file."""
 
     file: str
     offset: Shape
     shape: Shape
     start: int  # its first byte in the file
     stop: int
-    sha256: str | None = None  # of its values; in version 2 of weights alone
+    sha256: str | None = None  # of its values; in version 2 for weights alone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
-    """A whole tensor."""
+class TensorEntry:
+    """A tensor of the checkpoint."""
 
     dtype: torch.dtype
     shape: Shape
-    boxes: tuple[StoredBox, ...] | tuple[Place, ...]
-    stored_as: str = ""  # its name in the indexes of the ranks, where it has places
+    chunks: tuple[StoredChunk, ...] | tuple[RankChunk, ...]
+    stored_as: str = ""  # its name in the ranks' indexes, where its chunks are `RankChunk`s
 
 
-Index = dict[str, dict[str, Entry]]  # by section and name
+Index = dict[str, dict[str, TensorEntry]]  # by section and name
 
 
-# What every rank holds (version 3)
+# index.json of version 3
 
 
 def index_json(index: Index) -> bytes:
-    """`index.json` of tensors that have places."""
-    cuts: dict[int, int] = {}  # by the identity of a tuple of places, which tensors that are cut alike share
-    listed: list[tuple[Place, ...]] = []
+    """`index.json` of tensors with `RankChunk`s."""
+    numbers: dict[int, int] = {}  # by the identity of the tuple of chunks, which tensors that are sharded alike share
+    listed: list[tuple[RankChunk, ...]] = []
     sections: dict[str, dict[str, list[Any]]] = {}
     for section, entries in index.items():
-        said = sections[section] = {}
+        written = sections[section] = {}
         for name, entry in sorted(entries.items()):
-            if id(entry.boxes) not in cuts:
-                cuts[id(entry.boxes)] = len(listed)
-                listed.append(entry.boxes)  # type: ignore[arg-type]
+            if id(entry.chunks) not in numbers:
+                numbers[id(entry.chunks)] = len(listed)
+                listed.append(entry.chunks)  # type: ignore[arg-type]
             alias = [entry.stored_as] if entry.stored_as != name else []
-            said[name] = [DTYPE_NAMES[entry.dtype], entry.shape, cuts[id(entry.boxes)], *alias]
+            written[name] = [DTYPE_NAMES[entry.dtype], entry.shape, numbers[id(entry.chunks)], *alias]
     return json.dumps({"cuts": listed, **sections}, separators=(",", ":")).encode()
 
 
 def parse_index(data: bytes, files: Mapping[str, FileEntry]) -> Index:
-    """The index in `data`; `ValueError` says in words what is wrong with it.
+    """The index in `data`; a `ValueError` says what is wrong with it.
 
     Args:
         data: JSON.
-        files: of the manifest; every rank that holds something must have its two files there.
+        files: those of the manifest; they must include both files of every rank named.
     """
     body = _loaded(data)
     if not isinstance(body, dict) or set(body) != {"cuts", *SECTIONS}:
-        raise ValueError(f"it does not hold the sections {' and '.join(SECTIONS)}, and how they are cut")
+        raise ValueError(f"it does not hold the sections {' and '.join(SECTIONS)}, and lists of chunks")
     if not isinstance(body["cuts"], list):
-        raise ValueError("its ways of cutting are not a list")
-    cuts = [_cut(listed, files) for listed in body["cuts"]]
-    checked: dict[tuple[int, Shape], bool] = {}
+        raise ValueError("its lists of chunks are not a list")
+    cuts = [_rank_chunks(listed, files) for listed in body["cuts"]]
+    checked: set[tuple[int, Shape]] = set()
     index: Index = {}
     for section in SECTIONS:
-        if not isinstance(body[section], dict):
-            raise ValueError(f"its section {section} is not an object")
         entries = index[section] = {}
-        for name, value in body[section].items():
+        for name, value in _section(body, section).items():
             shown = repr(name[:100])
             if not isinstance(value, list) or len(value) not in (3, 4):
-                raise ValueError(f"its entry for {shown} is not a type, a shape and a way of cutting")
+                raise ValueError(f"its entry for {shown} is not a dtype, a shape and a list of chunks")
             dtype, shape = _dtype_and_shape(shown, value[0], value[1])
             number, stored_as = value[2], value[3] if len(value) == 4 else name
             if type(number) is not int or not 0 <= number < len(cuts) or not isinstance(stored_as, str):
-                raise ValueError(f"its entry for {shown} has no valid way of cutting")
+                raise ValueError(f"its entry for {shown} has no valid list of chunks")
             if (number, shape) not in checked:
-                _require_filled(shown, [place[1:] for place in cuts[number]], shape)
-                checked[number, shape] = True
-            entries[name] = Entry(dtype=dtype, shape=shape, boxes=cuts[number], stored_as=stored_as)
+                _require_covered(shown, [chunk[1:] for chunk in cuts[number]], shape)
+                checked.add((number, shape))
+            entries[name] = TensorEntry(dtype=dtype, shape=shape, chunks=cuts[number], stored_as=stored_as)
     return index
 
 
-def _cut(listed: Any, files: Mapping[str, FileEntry]) -> tuple[Place, ...]:
+def _rank_chunks(listed: Any, files: Mapping[str, FileEntry]) -> tuple[RankChunk, ...]:
     if not isinstance(listed, list):
-        raise ValueError("a way of cutting is not a list")
-    places = []
+        raise ValueError("a list of chunks is not a list")
+    chunks = []
     for value in listed:
         rank, offset, shape = value if isinstance(value, list) and len(value) == 3 else (None, None, None)
         offset, shape = _sizes(offset), _sizes(shape)
         if type(rank) is not int or rank < 0 or offset is None or shape is None:
-            raise ValueError("a place is not a rank, an offset and a shape")
-        if shard_name(rank) not in files or part_name(rank) not in files:
-            raise ValueError(f"a box lies in {shard_name(rank)!r}, which is no file of tensors of this checkpoint")
-        places.append(Place(rank, offset, shape))
-    return tuple(places)
+            raise ValueError("a chunk is not a rank, an offset and a shape")
+        if shard_name(rank) not in files or rank_index_name(rank) not in files:
+            raise ValueError(f"a chunk lies in {shard_name(rank)!r}, which is no tensor file of this checkpoint")
+        chunks.append(RankChunk(rank, offset, shape))
+    return tuple(chunks)
 
 
-# What one rank holds (version 3)
+# index-00000.json of version 3
 
 
-def part_json(index: Index) -> bytes:
-    """A rank's own index."""
+def rank_index_json(index: Index) -> bytes:
+    """The index of one rank's shard."""
     body = {
         section: {
             name: [
                 DTYPE_NAMES[entry.dtype],
                 entry.shape,
-                [[box.offset, box.shape, box.start, box.sha256] for box in _stored(entry)],
+                [[chunk.offset, chunk.shape, chunk.start, chunk.sha256] for chunk in _stored(entry)],
             ]
             for name, entry in entries.items()
         }
@@ -149,92 +156,88 @@ def part_json(index: Index) -> bytes:
     return json.dumps(body, separators=(",", ":")).encode()
 
 
-def parse_part(data: bytes, rank: int, size_bytes: int) -> Index:
-    """The index of a rank whose file has so many bytes; `ValueError` says in words what is wrong with it."""
+def parse_rank_index(data: bytes, rank: int, size_bytes: int) -> Index:
+    """The index of a rank whose shard has so many bytes; a `ValueError` says what is wrong with it."""
     body = _loaded(data)
     if not isinstance(body, dict) or not body.keys() <= {*SECTIONS, LOCAL, OWN}:
         raise ValueError("it is not an index of a rank")
-    index: Index = {}
-    for section, listed in body.items():
-        if not isinstance(listed, dict):
-            raise ValueError(f"its section {section} is not an object")
-        index[section] = {name: _part_entry(name, value, rank, size_bytes) for name, value in listed.items()}
-    return index
+    return {
+        section: {
+            name: _rank_entry(name, value, shard_name(rank), size_bytes)
+            for name, value in _section(body, section).items()
+        }
+        for section in body
+    }
 
 
-def _part_entry(name: str, value: Any, rank: int, size_bytes: int) -> Entry:
+def _rank_entry(name: str, value: Any, file: str, size_bytes: int) -> TensorEntry:
     shown = repr(name[:100])
     if not isinstance(value, list) or len(value) != 3 or not isinstance(value[2], list):
-        raise ValueError(f"its entry for {shown} is not a type, a shape and a list of boxes")
+        raise ValueError(f"its entry for {shown} is not a dtype, a shape and a list of chunks")
     dtype, whole = _dtype_and_shape(shown, value[0], value[1])
-    boxes = []
+    chunks = []
     for one in value[2]:
         if not isinstance(one, list) or len(one) != 4:
-            raise ValueError(f"a box of {shown} has no offset, shape, first byte and SHA-256")
+            raise ValueError(f"a chunk of {shown} has no offset, shape, first byte and SHA-256")
         offset, shape, start = _sizes(one[0]), _sizes(one[1]), _sizes([one[2]])
         if offset is None or shape is None or start is None or not len(offset) == len(shape) == len(whole):
-            raise ValueError(f"a box of {shown} has no valid offset, shape and first byte")
+            raise ValueError(f"a chunk of {shown} has no valid offset, shape and first byte")
         if not is_sha256(one[3]):
-            raise ValueError(f"a box of {shown} has no valid SHA-256")
+            raise ValueError(f"a chunk of {shown} has no valid SHA-256")
         stop = start[0] + math.prod(shape) * dtype.itemsize
         if stop > size_bytes:
-            raise ValueError(f"a box of {shown} lies in bytes {start[0]} to {stop} of a file of {size_bytes}")
-        boxes.append(
-            StoredBox(file=shard_name(rank), offset=offset, shape=shape, start=start[0], stop=stop, sha256=one[3])
-        )
-    return Entry(dtype=dtype, shape=whole, boxes=tuple(boxes))
+            raise ValueError(f"a chunk of {shown} lies in bytes {start[0]} to {stop} of a file of {size_bytes}")
+        chunks.append(StoredChunk(file=file, offset=offset, shape=shape, start=start[0], stop=stop, sha256=one[3]))
+    return TensorEntry(dtype=dtype, shape=whole, chunks=tuple(chunks))
 
 
-def _stored(entry: Entry) -> tuple[StoredBox, ...]:
-    return entry.boxes  # type: ignore[return-value]
+def _stored(entry: TensorEntry) -> tuple[StoredChunk, ...]:
+    return entry.chunks  # type: ignore[return-value]
 
 
-# One index for all (version 2)
+# index.json of version 2
 
 
-def parse_one_index(data: bytes, files: Mapping[str, FileEntry]) -> Index:
-    """The index of a checkpoint of version 2; `ValueError` says in words what is wrong with it."""
+def parse_index_v2(data: bytes, files: Mapping[str, FileEntry]) -> Index:
+    """The index of a checkpoint of version 2; a `ValueError` says what is wrong with it."""
     body = _loaded(data)
     if not isinstance(body, dict) or body.keys() - {LOCAL} != set(SECTIONS):
         raise ValueError(f"it does not hold the sections {' and '.join(SECTIONS)}")
-    index: Index = {}
-    for section in (*SECTIONS, *([LOCAL] if LOCAL in body else [])):
-        if not isinstance(body[section], dict):
-            raise ValueError(f"its section {section} is not an object")
-        index[section] = {name: _entry(name, value, files) for name, value in body[section].items()}
-    require_whole(index)
+    index = {
+        section: {name: _entry_v2(name, value, files) for name, value in _section(body, section).items()}
+        for section in body
+    }
+    require_covered(index)
     return index
 
 
-def _entry(name: str, value: Any, files: Mapping[str, FileEntry]) -> Entry:
+def _entry_v2(name: str, value: Any, files: Mapping[str, FileEntry]) -> TensorEntry:
     shown = repr(name[:100])
-    said = value if isinstance(value, dict) else {}
-    dtype, shape = _dtype_and_shape(shown, said.get("dtype"), said.get("shape"))
-    if not isinstance(listed := said.get("boxes"), list):
-        raise ValueError(f"its entry for {shown} has no list of boxes")
-    return Entry(dtype=dtype, shape=shape, boxes=tuple(_box(shown, one, dtype, files) for one in listed))
+    fields = value if isinstance(value, dict) else {}
+    dtype, shape = _dtype_and_shape(shown, fields.get("dtype"), fields.get("shape"))
+    if not isinstance(listed := fields.get("boxes"), list):
+        raise ValueError(f"its entry for {shown} has no list of chunks")
+    return TensorEntry(dtype=dtype, shape=shape, chunks=tuple(_chunk_v2(shown, one, dtype, files) for one in listed))
 
 
-def _box(shown: str, value: Any, dtype: torch.dtype, files: Mapping[str, FileEntry]) -> StoredBox:
+def _chunk_v2(shown: str, value: Any, dtype: torch.dtype, files: Mapping[str, FileEntry]) -> StoredChunk:
     if not isinstance(value, dict):
-        raise ValueError(f"a box of {shown} is not an object")
+        raise ValueError(f"a chunk of {shown} is not an object")
     file, sha256 = value.get("file"), value.get("sha256")
     if not isinstance(file, str) or SHARD_NAME.fullmatch(file) is None or file not in files:
-        raise ValueError(
-            f"a box of {shown} lies in {str(file)[:100]!r}, which is no file of tensors of this checkpoint"
-        )
+        raise ValueError(f"a chunk of {shown} lies in {str(file)[:100]!r}, which is no tensor file of this checkpoint")
     offset, shape, span = _sizes(value.get("offset")), _sizes(value.get("shape")), _sizes(value.get("bytes"))
     if offset is None or shape is None or span is None or len(span) != 2:
-        raise ValueError(f"a box of {shown} has no valid offset, shape and bytes")
+        raise ValueError(f"a chunk of {shown} has no valid offset, shape and bytes")
     if sha256 is not None and not is_sha256(sha256):
-        raise ValueError(f"a box of {shown} has no valid SHA-256")
+        raise ValueError(f"a chunk of {shown} has no valid SHA-256")
     start, stop = span
     if stop > files[file].size_bytes or stop - start != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"a box of {shown} of shape {list(shape)} does not lie in bytes {start} to {stop} of {file}")
-    return StoredBox(file=file, offset=offset, shape=shape, start=start, stop=stop, sha256=sha256)
+        raise ValueError(f"a chunk of {shown} of shape {list(shape)} does not lie in bytes {start} to {stop} of {file}")
+    return StoredChunk(file=file, offset=offset, shape=shape, start=start, stop=stop, sha256=sha256)
 
 
-# All of them
+# All indexes
 
 
 def _loaded(data: bytes) -> Any:
@@ -244,6 +247,13 @@ def _loaded(data: bytes) -> Any:
         raise ValueError("it is nested too deeply") from error
     except ValueError as error:
         raise ValueError(f"it is not valid JSON ({error})") from error
+
+
+def _section(body: Mapping[str, Any], section: str) -> dict[str, Any]:
+    listed = body[section]
+    if not isinstance(listed, dict):
+        raise ValueError(f"its section {section} is not an object")
+    return listed
 
 
 def _dtype_and_shape(shown: str, dtype: Any, shape: Any) -> tuple[torch.dtype, Shape]:
@@ -264,72 +274,74 @@ def _sizes(value: Any) -> Shape | None:
     return tuple(value)
 
 
-def require_whole(index: Index) -> None:
-    """Refuse boxes that do not fill their tensor, each place once."""
+def require_covered(index: Index) -> None:
+    """Refuse chunks that do not cover their tensor exactly once."""
     for entries in index.values():
         for name, entry in entries.items():
-            _require_filled(repr(name[:100]), [(box.offset, box.shape) for box in entry.boxes], entry.shape)
+            _require_covered(repr(name[:100]), [(chunk.offset, chunk.shape) for chunk in entry.chunks], entry.shape)
 
 
-def _require_filled(shown: str, boxes: Sequence[tuple[Shape, Shape]], shape: Shape) -> None:
-    if any(len(offset) != len(shape) or len(size) != len(shape) for offset, size in boxes):
-        raise ValueError(f"a box of {shown} has another number of dimensions than it")
-    if boxes if 0 in shape else not _fills(boxes, shape, 0):
-        raise ValueError(f"the boxes of {shown} do not fill its shape {list(shape)}, each place once")
+def _require_covered(shown: str, chunks: Sequence[tuple[Shape, Shape]], shape: Shape) -> None:
+    if any(len(offset) != len(shape) or len(size) != len(shape) for offset, size in chunks):
+        raise ValueError(f"a chunk of {shown} has another number of dimensions than it")
+    if chunks if 0 in shape else not _covers(chunks, shape, 0):
+        raise ValueError(f"the chunks of {shown} do not cover its shape {list(shape)} exactly once")
 
 
-def _fills(boxes: Sequence[tuple[Shape, Shape]], shape: Shape, dim: int) -> bool:
-    """Whether the boxes are slabs along this dimension that follow one another, each filled along the next ones.
+def _covers(chunks: Sequence[tuple[Shape, Shape]], shape: Shape, dim: int) -> bool:
+    """Whether the chunks are consecutive slabs along this dimension, each covered along the next ones.
 
-    So are those of every mesh, which cuts a dimension in the same places whatever it does with the others. And no
-    number of boxes takes long.
+    Every mesh shards like this: it splits a dimension at the same places whatever it does with the others. The time is
+    linear in the number of chunks.
     """
     if dim == len(shape):
-        return len(boxes) == 1
+        return len(chunks) == 1
     slabs: dict[tuple[int, int], list[tuple[Shape, Shape]]] = {}
-    for box in boxes:
-        slabs.setdefault((box[0][dim], box[1][dim]), []).append(box)
+    for chunk in chunks:
+        slabs.setdefault((chunk[0][dim], chunk[1][dim]), []).append(chunk)
     reached = 0
     for start, size in sorted(slabs):
-        if start != reached or not size or not _fills(slabs[start, size], shape, dim + 1):
+        if start != reached or not size or not _covers(slabs[start, size], shape, dim + 1):
             return False
         reached += size
     return reached == shape[dim]
 
 
-def boxes_digest(entries: Mapping[str, Entry]) -> str:
-    """SHA-256 over name, dtype, shape and boxes in order of name; the same values cut otherwise give another one.
+def chunks_digest(entries: Mapping[str, TensorEntry]) -> str:
+    """SHA-256 over name, dtype, shape and chunks in order of name; it depends on how the values are sharded.
 
     Per tensor a line of JSON: `[name, dtype, shape, [[offset, shape, SHA-256 of the values], ...]]`.
     """
     digest = hashlib.sha256()
     for name, entry in sorted(entries.items()):
-        boxes = sorted((box.offset, box.shape, box.sha256) for box in _stored(entry))
-        digest.update(json.dumps([name, str(entry.dtype), entry.shape, boxes]).encode() + b"\n")
+        chunks = sorted((chunk.offset, chunk.shape, chunk.sha256) for chunk in _stored(entry))
+        digest.update(json.dumps([name, str(entry.dtype), entry.shape, chunks]).encode() + b"\n")
     return digest.hexdigest()
 
 
 def digest_of_ranks(digests: Iterable[str]) -> str:
-    """SHA-256 over a line for each rank, in their order: the digest of its boxes of the weights."""
+    """SHA-256 over one line a rank, in their order: the digest of its chunks of the weights."""
     return hashlib.sha256("".join(f"{digest}\n" for digest in digests).encode()).hexdigest()
 
 
 def copy_overlap(source: Tensor, source_offset: Shape, into: Tensor, into_offset: Shape) -> None:
-    """Copy what two boxes of one tensor share."""
+    """Copy what two chunks of one tensor share."""
     for dim, (start, first) in enumerate(zip(source_offset, into_offset, strict=True)):
         low, high = max(start, first), min(start + source.shape[dim], first + into.shape[dim])
         source, into = source.narrow(dim, low - start, high - low), into.narrow(dim, low - first, high - low)
     into.copy_(source)
 
 
-def overlapping(boxes: Iterable[StoredBox | Place], offset: Shape, shape: Shape) -> list[StoredBox | Place]:
-    """Those that share something with a box."""
+def overlapping(
+    chunks: Iterable[StoredChunk | RankChunk], offset: Shape, shape: Shape
+) -> list[StoredChunk | RankChunk]:
+    """The chunks that share something with this one."""
     ends = [start + size for start, size in zip(offset, shape, strict=True)]
     return [
-        box
-        for box in boxes
+        chunk
+        for chunk in chunks
         if all(
             start < end and first < start + size
-            for start, size, first, end in zip(box.offset, box.shape, offset, ends, strict=True)
+            for start, size, first, end in zip(chunk.offset, chunk.shape, offset, ends, strict=True)
         )
     ]

@@ -1,76 +1,191 @@
-"""Reads boxes of tensors out of a checkpoint of any version, whatever boxes it was saved in.
+"""Finds, verifies and reads checkpoints of any version, whatever mesh has saved them.
 
-Where every box that is wanted of a file has a SHA-256 of its own, these boxes alone are read and compared. Otherwise
-the file is read once, from its beginning to its end, while the SHA-256 of all of it is taken: what has been filled in
-is to be used only when the reader returns. At most one box of a file is held in memory besides.
+Files are opened without following links and compared with the size and SHA-256 of the manifest; nothing in them is ever
+run. There is no pointer file: the newest published folder is the latest checkpoint.
 """
 
 from __future__ import annotations
 
+import errno
+import functools
 import hashlib
 import itertools
 import json
 import math
+import os
+import stat
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeGuard
+from typing import Any, Self, TypeGuard
 
 import torch
 from torch import Tensor
 
-from stormo.checkpoint.index import (
-    Entry,
-    Index,
-    Place,
-    Shape,
-    StoredBox,
-    copy_overlap,
-    overlapping,
-    parse_index,
-    parse_one_index,
-    parse_part,
-)
-from stormo.checkpoint.layout import (
+from stormo.checkpoint.format import (
     INDEX,
     LOCAL,
+    MANIFEST,
     MAX_INDEX_BYTES,
+    MAX_MANIFEST_BYTES,
     ONE_INDEX,
     OWN,
-    PART_NAME,
+    RANK_INDEX_NAME,
     RANKS,
+    SECTIONS,
     SHARDED,
     STATE,
+    STEP_NAME,
+    TENSOR_FILES,
+    VALUES,
     WHOLE,
     CorruptCheckpointError,
     FileEntry,
+    Found,
     Manifest,
-    part_name,
+    Snapshot,
+    parse_manifest,
+    rank_index_name,
     shard_name,
 )
-from stormo.checkpoint.opening import (
-    PIECE_BYTES,
-    compare,
-    manifest_in,
-    opened,
-    opened_file,
-    read_file,
-    require_memory,
-    short,
+from stormo.checkpoint.index import (
+    Index,
+    RankChunk,
+    Shape,
+    StoredChunk,
+    TensorEntry,
+    chunks_digest,
+    copy_overlap,
+    digest_of_ranks,
+    overlapping,
+    parse_index,
+    parse_index_v2,
+    parse_rank_index,
 )
-from stormo.checkpoint.tensors import DTYPES, decode, from_bytes, header_length
+from stormo.checkpoint.tensors import DTYPES, decode, from_bytes, header_length, weights_digest
 
-_MOST_NAMES = 64  # of one tensor: layers that share their weights
-_Spans = Mapping[tuple[int, int], list[tuple[Entry, StoredBox, "Wanted"]]]
+_PIECE_BYTES = 4 * 1024 * 1024
+_MAX_HOLE_BYTES = 4 << 30
+_MAX_NAMES = 64  # of one tensor: layers that share their weights
+_Spans = Mapping[tuple[int, int], list[tuple[TensorEntry, StoredChunk, "ReadItem"]]]
+
+
+def find(folder: Path | str) -> list[Found]:
+    """The published checkpoints of a folder, newest first; nothing is verified."""
+    return [Found(path=revisions[0], step=step) for step, revisions in published(Path(folder)).items()]
+
+
+def published(folder: Path) -> dict[int, list[Path]]:
+    """The published folders by step, newest first on both levels; a step has two if its replacement was cut off."""
+    listed: list[tuple[int, int, Path]] = []
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                match = STEP_NAME.fullmatch(entry.name)
+                if match and entry.is_dir(follow_symlinks=False):
+                    listed.append((int(match[1]), int(match[2] or 0), folder / entry.name))
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    by_step: dict[int, list[Path]] = {}
+    for step, _, path in sorted(listed, reverse=True):
+        by_step.setdefault(step, []).append(path)
+    return by_step
+
+
+def newest_good(folder: Path | str) -> tuple[Found | None, tuple[CorruptCheckpointError, ...]]:
+    """The newest undamaged checkpoint, or None, and what is wrong with the newer ones."""
+    problems: list[CorruptCheckpointError] = []
+    # A replaced folder of the same step counts until it is removed.
+    for step, revisions in published(Path(folder)).items():
+        for path in revisions:
+            try:
+                verify(path)
+            except CorruptCheckpointError as error:
+                problems.append(error)
+            else:
+                return Found(path=path, step=step), tuple(problems)
+    return None, tuple(problems)
+
+
+def with_newest_good(error: CorruptCheckpointError, path: Path) -> CorruptCheckpointError:
+    """The same error, which also names the newest good checkpoint beside `path`."""
+    good, _ = newest_good(path.parent)
+    if good is None:
+        return CorruptCheckpointError(error.path, error.problem, f"there is no good checkpoint in {path.parent}")
+    offer = f"the newest good checkpoint is that of step {good.step}: --resume {good.path}"
+    return CorruptCheckpointError(error.path, error.problem, offer)
+
+
+def verify(path: Path | str) -> Manifest:
+    """Compare every file with its size and SHA-256, without holding any in memory."""
+    with Reader(path) as reader:
+        for name in reader.manifest.files:
+            digest = hashlib.sha256()
+            with reader.open_file(name) as file:
+                while piece := file.read(_PIECE_BYTES):
+                    digest.update(piece)
+            reader.compare(name, digest.hexdigest())
+        return reader.manifest
+
+
+def read_manifest(path: Path | str) -> Manifest:
+    """The manifest of a checkpoint whose files all have their sizes; their content is not read."""
+    with Reader(path) as reader:
+        for name in reader.manifest.files:
+            with reader.open_file(name):
+                pass
+        return reader.manifest
+
+
+def read_state(path: Path | str) -> dict[str, Any]:
+    """The plain values of a checkpoint, verified; its tensors are not read."""
+    with Reader(path) as reader:
+        return reader.state()
+
+
+def load(path: Path | str) -> Snapshot:
+    """Verify and read a checkpoint, its tensors whole; the error for a bad one names the newest good one beside it."""
+    try:
+        with Reader(path) as reader:
+            version, state = reader.manifest.version, reader.state()
+            if version == WHOLE:
+                model, optimizer = (reader.tensors(name) for name in TENSOR_FILES[:2])
+            else:
+                model, optimizer = reader.read_sections(*SECTIONS)
+            if version == SHARDED:
+                ranks = {f"{rank}/{n}": t for rank in reader.ranks() for n, t in reader.rank_tensors(rank).items()}
+            else:
+                ranks = reader.tensors(RANKS)
+            check_digest(reader, model)
+    except CorruptCheckpointError as error:
+        raise with_newest_good(error, Path(path)) from error
+    return Snapshot(model=model, optimizer=optimizer, ranks=ranks, state=state)
+
+
+def check_digest(reader: Reader, model: Mapping[str, Tensor]) -> None:
+    """Refuse weights that are not those the manifest was written for."""
+    manifest = reader.manifest
+    if manifest.digest_of == VALUES:
+        digest = weights_digest(model)
+    elif manifest.version == ONE_INDEX:
+        digest = chunks_digest(reader.entries("model"))
+    else:
+        digest = digest_of_ranks(chunks_digest(reader.rank_index(rank).get("model", {})) for rank in reader.ranks())
+    if digest != manifest.weights_sha256:
+        raise CorruptCheckpointError(
+            reader.path / (TENSOR_FILES[0] if manifest.version == WHOLE else INDEX),
+            f"the digest of its weights is {_short(digest)}, the manifest says {_short(manifest.weights_sha256)}: "
+            "the two were not written together",
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wanted:
-    """A box of a tensor of the checkpoint, and where to put it; the type is that of the place."""
+class ReadItem:
+    """A chunk of a stored tensor, and the tensor to read it into, which also sets the dtype."""
 
     section: str
     name: str
@@ -79,7 +194,10 @@ class Wanted:
 
 
 class Reader:
-    """A checkpoint that is open; `CorruptCheckpointError` says which file is not as it was written.
+    """An open checkpoint. A `CorruptCheckpointError` names the damaged file.
+
+    If every wanted chunk of a file has its own SHA-256, only these chunks are read. Otherwise all of the file is read
+    and hashed: use the values only when the call has returned. Besides, at most one chunk is held in memory.
 
     Args:
         path: its folder.
@@ -88,15 +206,21 @@ class Reader:
 
     def __init__(self, path: Path | str, manifest: Manifest | None = None) -> None:
         self.path = Path(path)
-        self._parts: dict[int, Index] = {}
-        with ExitStack() as stack:
-            self._folder_fd = stack.enter_context(opened(self.path))
-            self.manifest = manifest or manifest_in(self.path, self._folder_fd)
-            self._index: Index = self._read_index() if self.manifest.version != WHOLE else {}
-            self._require_apart(self._index.values(), INDEX)
-            self._stack = stack.pop_all()
+        self._rank_indexes: dict[int, Index] = {}
+        try:
+            # All files are read from this one folder, even if it is renamed meanwhile.
+            self._folder_fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise CorruptCheckpointError(self.path, "there is no such folder") from error
+        except OSError as error:
+            raise CorruptCheckpointError(self.path, f"it cannot be opened as a folder ({error.strerror})") from error
+        try:
+            self.manifest = manifest or self._read_manifest()
+        except BaseException:
+            self.close()
+            raise
 
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -105,170 +229,119 @@ class Reader:
         self.close()
 
     def close(self) -> None:
-        """Let go of the folder."""
-        self._stack.close()
+        """Close the folder."""
+        os.close(self._folder_fd)
 
-    def entries(self, section: str) -> Mapping[str, Entry]:
-        """The tensors of a section (`model`, `optimizer`) by name."""
-        if section not in self._index:
-            self._index[section] = self._whole_entries(f"{section}.safetensors")
-        return self._index[section]
+    # Files
 
-    def names(self, section: str) -> list[str]:
-        """The names of a section."""
-        return list(self.entries(section))
+    @contextmanager
+    def open_file(self, name: str) -> Iterator[BufferedReader]:
+        """A regular file of the folder, of the size that the manifest says; read errors name the file."""
+        path, entry = self.path / name, self.manifest.files[name] if name != MANIFEST else None
+        try:
+            # O_NONBLOCK: opening a pipe in the place of a file would otherwise wait for ever.
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            with open(os.open(name, flags, dir_fd=self._folder_fd), "rb") as file:  # noqa: PTH123 - a descriptor
+                status = os.fstat(file.fileno())
+                if not stat.S_ISREG(status.st_mode):
+                    raise CorruptCheckpointError(path, "it is not a regular file")
+                if entry is not None and status.st_size != entry.size_bytes:
+                    what = "it was cut short" if status.st_size < entry.size_bytes else "something was added to it"
+                    raise CorruptCheckpointError(
+                        path, f"it is {status.st_size:,} bytes long, the manifest says {entry.size_bytes:,}: {what}"
+                    )
+                if entry is not None:
+                    _require_written(path, file, status.st_size)
+                yield file
+        except FileNotFoundError as error:
+            raise CorruptCheckpointError(path, "it is missing") from error
+        except MemoryError as error:
+            raise CorruptCheckpointError(path, "it does not fit into the memory that is free") from error
+        except OSError as error:
+            problem = "it is a symbolic link" if error.errno == errno.ELOOP else f"it cannot be read ({error.strerror})"
+            raise CorruptCheckpointError(path, problem) from error
 
-    def ranks(self) -> list[int]:
-        """The ranks that have an index of their own."""
-        found = (PART_NAME.fullmatch(name) for name in self.manifest.files)
-        return sorted(int(match[1]) for match in found if match)
+    def compare(self, name: str, sha256: str) -> None:
+        """Refuse a file whose SHA-256 is not that of the manifest."""
+        expected = self.manifest.files[name].sha256
+        if sha256 != expected:
+            raise CorruptCheckpointError(
+                self.path / name,
+                f"its SHA-256 is {_short(sha256)}, the manifest says {_short(expected)}: "
+                "at least one byte changed since it was written",
+            )
 
-    def part(self, rank: int) -> Index:
-        """What one rank holds, of all sections; in version 3 alone."""
-        if rank not in self._parts:
-            name, size_bytes = part_name(rank), self.manifest.files[shard_name(rank)].size_bytes
-            part = self._parsed(name, lambda data, _: parse_part(data, rank, size_bytes))
-            self._require_apart(part.values(), name)
-            self._parts[rank] = part
-        return self._parts[rank]
+    def _read(self, name: str) -> bytes:
+        """All bytes of a file, verified."""
+        size_bytes = self.manifest.files[name].size_bytes
+        _require_memory(self.path / name, size_bytes)
+        with self.open_file(name) as file:
+            data = file.read(size_bytes)
+        self.compare(name, hashlib.sha256(data).hexdigest())
+        return data
 
-    def local(self, rank: int) -> Mapping[str, Entry]:
-        """What workers have stored that stepped by themselves: at least what is this rank's."""
-        if self.manifest.version == SHARDED:
-            return self.part(rank).get(LOCAL, {}) if part_name(rank) in self.manifest.files else {}
-        return self._index.get(LOCAL, {})
-
-    def own(self, rank: int, names: Collection[str] | None = None) -> dict[str, Tensor]:
-        """What a rank had of its own (generators, buffers): all of it, or what has these names."""
-        if self.manifest.version != SHARDED:
-            prefix, found = f"{rank}/", self.tensors(RANKS)
-            own = {name.removeprefix(prefix): tensor for name, tensor in found.items() if name.startswith(prefix)}
-            return {name: tensor for name, tensor in own.items() if names is None or name in names}
-        if part_name(rank) not in self.manifest.files:
-            return {}
-        entries = self.part(rank).get(OWN, {})
-        chosen = {name: entry for name, entry in entries.items() if names is None or name in names}
-        wanted = {name: self._place(OWN, name, entry, {}) for name, entry in chosen.items()}
-        self._fill((entries[name], one) for name, one in wanted.items())
-        return {name: one.into for name, one in wanted.items()}
+    def _read_manifest(self) -> Manifest:
+        with self.open_file(MANIFEST) as file:
+            data = file.read(MAX_MANIFEST_BYTES + 1)
+        if len(data) > MAX_MANIFEST_BYTES:
+            raise CorruptCheckpointError(self.path / MANIFEST, f"it is longer than {MAX_MANIFEST_BYTES:,} bytes")
+        try:
+            return parse_manifest(data)
+        except ValueError as error:
+            raise CorruptCheckpointError(self.path / MANIFEST, str(error)) from error
 
     def state(self) -> dict[str, Any]:
-        """The plain values."""
-        return parse_state(self.path / STATE, self._read(STATE))
+        """The plain values of `state.json`."""
+        try:
+            state = json.loads(self._read(STATE))
+        except RecursionError as error:
+            raise CorruptCheckpointError(self.path / STATE, "it is nested too deeply") from error
+        except ValueError as error:
+            raise CorruptCheckpointError(self.path / STATE, f"it is not valid JSON ({error})") from error
+        if not isinstance(state, dict):
+            raise CorruptCheckpointError(self.path / STATE, "it does not hold a JSON object")
+        return state
 
     def tensors(self, file: str) -> dict[str, Tensor]:
-        """All tensors of one file by the names that they have in it."""
+        """All tensors of one file, by their names in it."""
         try:
             return decode(self._read(file))
         except ValueError as error:
             raise CorruptCheckpointError(self.path / file, str(error)) from error
 
-    def whole(self, section: str, name: str) -> Tensor:
-        """A whole tensor."""
-        entry = self.entries(section)[name]
-        return self.box(section, name, (0,) * len(entry.shape), entry.shape)
+    # Indexes
 
-    def wholes(self, *sections: str) -> list[dict[str, Tensor]]:
-        """All tensors of each section, whole; every file is read once."""
-        places: dict[Entry, Tensor] = {}  # tensors of several names are read into memory once
-        wanted = {
-            section: [self._place(section, name, entry, places) for name, entry in self.entries(section).items()]
-            for section in sections
-        }
-        self.fill(one for each in wanted.values() for one in each)
-        return [{one.name: one.into for one in each} for each in wanted.values()]
+    def entries(self, section: str) -> Mapping[str, TensorEntry]:
+        """The tensors of a section (`model`, `optimizer`) by name."""
+        if section not in self.index:
+            self.index[section] = self._whole_entries(f"{section}.safetensors")
+        return self.index[section]
 
-    def box(self, section: str, name: str, offset: Shape, shape: Shape) -> Tensor:
-        """A box of a tensor; for several, `fill` reads no file twice."""
-        into = torch.empty(shape, dtype=self.entries(section)[name].dtype)
-        self.fill([Wanted(section=section, name=name, offset=offset, into=into)])
-        return into
+    def ranks(self) -> list[int]:
+        """The ranks that have an index."""
+        found = (RANK_INDEX_NAME.fullmatch(name) for name in self.manifest.files)
+        return sorted(int(match[1]) for match in found if match)
 
-    def fill(self, wanted: Iterable[Wanted]) -> None:
-        """Read boxes into their places: only the files that hold something of them."""
-        self._fill((self._entry(one.section, one.name), one) for one in wanted)
+    @functools.cached_property
+    def index(self) -> Index:
+        """`index.json`; of version 1, which has none, the sections read so far."""
+        if self.manifest.version == WHOLE:
+            return {}
+        return self._parsed(INDEX, parse_index_v2 if self.manifest.version == ONE_INDEX else parse_index)
 
-    def _entry(self, section: str, name: str) -> Entry:
-        if section != LOCAL:
-            return self.entries(section)[name]
-        first = name.partition("/")[0]
-        return self.local(int(first) if first.isdecimal() else 0)[name]
+    def rank_index(self, rank: int) -> Index:
+        """What one rank holds of all sections; in version 3 alone."""
+        if rank not in self._rank_indexes:
+            size_bytes = self.manifest.files[shard_name(rank)].size_bytes
+            index = self._parsed(rank_index_name(rank), lambda data, _: parse_rank_index(data, rank, size_bytes))
+            self._rank_indexes[rank] = index
+        return self._rank_indexes[rank]
 
-    @torch.no_grad()
-    def _fill(self, wanted: Iterable[tuple[Entry, Wanted]]) -> None:
-        by_file: dict[str, dict[tuple[int, int], list[tuple[Entry, StoredBox, Wanted]]]] = {}
-        shared: dict[tuple[int, Shape, Shape], list[StoredBox | Place]] = {}  # of tensors that are cut alike
-        for entry, one in wanted:
-            shape = tuple(one.into.shape)
-            if any(first + size > whole for first, size, whole in zip(one.offset, shape, entry.shape, strict=True)):
-                raise ValueError(f"{one.name} has shape {entry.shape}, which has no box {shape} at {one.offset}")
-            key = id(entry.boxes), one.offset, shape
-            if key not in shared:
-                shared[key] = overlapping(entry.boxes, one.offset, shape) if one.into.numel() else []
-            for found in shared[key]:
-                box = self._stored(one.section, entry, found) if isinstance(found, Place) else found
-                spans = by_file.setdefault(box.file, {})
-                spans.setdefault((box.start, box.stop), []).append((entry, box, one))
-        for file, spans in sorted(by_file.items()):
-            if all(box.sha256 is not None for each in spans.values() for _, box, _ in each):
-                self._read_boxes(file, spans)
-            else:
-                self._read_through(file, spans)
-
-    def _stored(self, section: str, entry: Entry, place: Place) -> StoredBox:
-        """Where a rank has a box."""
-        found = self.part(place.rank).get(section, {}).get(entry.stored_as)
-        if found is not None and (found.dtype, found.shape) == (entry.dtype, entry.shape):
-            for box in found.boxes:
-                if isinstance(box, StoredBox) and (box.offset, box.shape) == place[1:]:
-                    return box
-        raise CorruptCheckpointError(
-            self.path / part_name(place.rank),
-            f"it lacks the box of {entry.stored_as!r} of shape {list(place.shape)} at {list(place.offset)} that "
-            f"{INDEX} names",
-        )
-
-    def _read_boxes(self, name: str, spans: _Spans) -> None:
-        """Read single boxes of a file, each compared with its own SHA-256 before anything of it is used."""
-        with opened_file(self.path, self._folder_fd, name, self.manifest.files[name]) as file:
-            for start, stop in sorted(spans):
-                require_memory(self.path / name, stop - start)
-                data = bytearray(stop - start)
-                file.seek(start)
-                file.readinto(data)
-                sha256 = hashlib.sha256(data).hexdigest()
-                for whole, box, one in spans[start, stop]:
-                    if sha256 != box.sha256:
-                        raise CorruptCheckpointError(
-                            self.path / name,
-                            f"the SHA-256 of its bytes {start:,} to {stop:,} is {short(sha256)}, the index says "
-                            f"{short(str(box.sha256))}: at least one byte changed since it was written",
-                        )
-                    copy_overlap(from_bytes(data, whole.dtype, box.shape), box.offset, one.into, one.offset)
-
-    def _read_through(self, name: str, spans: _Spans) -> None:
-        """Read all of a file, and take boxes out of it."""
-        entry, digest, at = self.manifest.files[name], hashlib.sha256(), 0
-        with opened_file(self.path, self._folder_fd, name, entry) as file:
-            for start, stop in sorted(spans):
-                if start < at:
-                    raise CorruptCheckpointError(self.path / INDEX, f"two of its boxes share bytes of {name}")
-                require_memory(self.path / name, stop - start)
-                _pass_over(file, start - at, digest)
-                data = bytearray(stop - start)
-                file.readinto(data)
-                digest.update(data)
-                for whole, box, one in spans[start, stop]:
-                    copy_overlap(from_bytes(data, whole.dtype, box.shape), box.offset, one.into, one.offset)
-                at = stop
-            _pass_over(file, entry.size_bytes - at, digest)
-        compare(self.path / name, digest.hexdigest(), entry)
-
-    def _read(self, name: str) -> bytes:
-        return read_file(self.path, self._folder_fd, name, self.manifest.files[name])
-
-    def _read_index(self) -> Index:
-        return self._parsed(INDEX, parse_one_index if self.manifest.version == ONE_INDEX else parse_index)
+    def local_entries(self, rank: int) -> Mapping[str, TensorEntry]:
+        """The tensors of the section `local`, at least those of this rank."""
+        if self.manifest.version == SHARDED:
+            return self.rank_index(rank).get(LOCAL, {}) if rank_index_name(rank) in self.manifest.files else {}
+        return self.index.get(LOCAL, {})
 
     def _parsed(self, name: str, parse: Callable[[bytes, Mapping[str, FileEntry]], Index]) -> Index:
         size_bytes = self.manifest.files[name].size_bytes
@@ -277,107 +350,229 @@ class Reader:
                 self.path / name, f"it is {size_bytes:,} bytes long, of which {MAX_INDEX_BYTES:,} are allowed"
             )
         try:
-            return parse(self._read(name), self.manifest.files)
+            index = parse(self._read(name), self.manifest.files)
         except ValueError as error:
             raise CorruptCheckpointError(self.path / name, str(error)) from error
+        self._require_disjoint(index.values(), name)
+        return index
 
-    def _whole_entries(self, name: str) -> dict[str, Entry]:
-        """The tensors of a file of whole ones, whose header is parsed when all of it has been verified."""
-        entry, digest = self.manifest.files[name], hashlib.sha256()
-        with opened_file(self.path, self._folder_fd, name, entry) as file:
+    def _whole_entries(self, name: str) -> dict[str, TensorEntry]:
+        """The tensors of a file of version 1; its header is parsed after all of the file is verified."""
+        size_bytes, digest = self.manifest.files[name].size_bytes, hashlib.sha256()
+        with self.open_file(name) as file:
             first = file.read(8)
             try:
-                head = file.read(header_length(first, entry.size_bytes))
+                head = file.read(header_length(first, size_bytes))
             except ValueError as error:
                 raise CorruptCheckpointError(self.path / name, str(error)) from error
             digest.update(first + head)
-            _pass_over(file, entry.size_bytes - len(first) - len(head), digest)
-        compare(self.path / name, digest.hexdigest(), entry)
+            _hash_on(file, size_bytes - len(first) - len(head), digest)
+        self.compare(name, digest.hexdigest())
         try:
-            entries = _entries_of(name, json.loads(head), len(first) + len(head), entry.size_bytes)
+            entries = _header_entries(name, json.loads(head), len(first) + len(head), size_bytes)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptCheckpointError(self.path / name, "it is not a valid safetensors file") from error
-        self._require_apart([entries], name)
+        self._require_disjoint([entries], name)
         return entries
 
-    def _require_apart(self, sections: Iterable[Mapping[str, Entry]], file: str) -> None:
-        """Refuse tensors that share bytes, which expand a small file beyond all memory.
+    def _require_disjoint(self, sections: Iterable[Mapping[str, TensorEntry]], file: str) -> None:
+        """Refuse tensors that share bytes: a small file could expand beyond all memory.
 
-        Only tied weights do: whole tensors of one section, type and shape, under a few names.
+        Only tied weights may: whole tensors of one section, dtype and shape, under a few names.
         """
-        spans: dict[tuple[str, int, int], tuple[int, Entry]] = {}
+        spans: dict[tuple[str, int, int], tuple[int, TensorEntry]] = {}
         num_names: Counter[object] = Counter()
         for number, entries in enumerate(sections):
             for name, entry in entries.items():
-                boxes = [box for box in entry.boxes if box.start < box.stop] if _is_stored(entry.boxes) else []
-                places = [(box.file, box.start, box.stop) for box in boxes]
+                stored = entry.chunks if _is_stored(entry.chunks) else ()
+                places = [(chunk.file, chunk.start, chunk.stop) for chunk in stored if chunk.start < chunk.stop]
                 is_tied = all(spans.setdefault(place, (number, entry)) == (number, entry) for place in places)
                 shared: list[object] = [*places] if places else [(number, entry.stored_as)] * bool(entry.stored_as)
                 num_names.update(shared)
-                if not is_tied or any(num_names[one] > _MOST_NAMES for one in shared):
+                if not is_tied or any(num_names[one] > _MAX_NAMES for one in shared):
                     raise CorruptCheckpointError(self.path / file, f"{name[:100]!r} shares its bytes with another")
-        ordered = sorted(spans)
-        for before, after in itertools.pairwise(ordered):
+        for before, after in itertools.pairwise(sorted(spans)):
             if before[0] == after[0] and after[1] < before[2]:
-                raise CorruptCheckpointError(self.path / file, f"two of its boxes share bytes of {after[0]}")
+                raise CorruptCheckpointError(self.path / file, f"two of its chunks share bytes of {after[0]}")
 
-    def _place(self, section: str, name: str, entry: Entry, places: dict[Entry, Tensor]) -> Wanted:
-        into = places[entry] if entry.boxes and entry in places else self._empty(name, entry, places)
-        return Wanted(section=section, name=name, offset=(0,) * len(entry.shape), into=into)
+    # Tensors
 
-    def _empty(self, name: str, entry: Entry, places: dict[Entry, Tensor]) -> Tensor:
+    def read_sections(self, *sections: str) -> list[dict[str, Tensor]]:
+        """All tensors of each section, whole; every file is read once."""
+        places: dict[TensorEntry, Tensor] = {}  # tied tensors are read into memory once
+        items = {
+            section: [self._item(section, name, entry, places) for name, entry in self.entries(section).items()]
+            for section in sections
+        }
+        self.fill(item for each in items.values() for item in each)
+        return [{item.name: item.into for item in each} for each in items.values()]
+
+    def rank_tensors(self, rank: int, names: Collection[str] | None = None) -> dict[str, Tensor]:
+        """What a rank had of its own (generators, buffers): all of it, or only these names."""
+        if self.manifest.version != SHARDED:
+            prefix = f"{rank}/"
+            own = {n.removeprefix(prefix): t for n, t in self.tensors(RANKS).items() if n.startswith(prefix)}
+            return {name: tensor for name, tensor in own.items() if names is None or name in names}
+        if rank_index_name(rank) not in self.manifest.files:
+            return {}
+        entries = self.rank_index(rank).get(OWN, {})
+        items = [self._item(OWN, n, entry, {}) for n, entry in entries.items() if names is None or n in names]
+        self._fill((entries[item.name], item) for item in items)
+        return {item.name: item.into for item in items}
+
+    def fill(self, items: Iterable[ReadItem]) -> None:
+        """Read chunks into their tensors; only the files that hold something of them are opened."""
+        self._fill((self._entry(item.section, item.name), item) for item in items)
+
+    def _entry(self, section: str, name: str) -> TensorEntry:
+        if section != LOCAL:
+            return self.entries(section)[name]
+        first = name.partition("/")[0]
+        return self.local_entries(int(first) if first.isdecimal() else 0)[name]
+
+    @torch.no_grad()
+    def _fill(self, items: Iterable[tuple[TensorEntry, ReadItem]]) -> None:
+        by_file: dict[str, dict[tuple[int, int], list[tuple[TensorEntry, StoredChunk, ReadItem]]]] = {}
+        overlaps: dict[tuple[int, Shape, Shape], list[StoredChunk | RankChunk]] = {}  # of tensors sharded alike
+        for entry, item in items:
+            shape = tuple(item.into.shape)
+            if any(first + size > whole for first, size, whole in zip(item.offset, shape, entry.shape, strict=True)):
+                raise ValueError(f"{item.name} has shape {entry.shape}, which has no chunk {shape} at {item.offset}")
+            key = id(entry.chunks), item.offset, shape
+            if key not in overlaps:
+                overlaps[key] = overlapping(entry.chunks, item.offset, shape) if item.into.numel() else []
+            for found in overlaps[key]:
+                chunk = self._stored(item.section, entry, found) if isinstance(found, RankChunk) else found
+                spans = by_file.setdefault(chunk.file, {})
+                spans.setdefault((chunk.start, chunk.stop), []).append((entry, chunk, item))
+        for file, spans in sorted(by_file.items()):
+            if all(chunk.sha256 is not None for each in spans.values() for _, chunk, _ in each):
+                self._read_chunks(file, spans)
+            else:
+                self._read_through(file, spans)
+
+    def _stored(self, section: str, entry: TensorEntry, wanted: RankChunk) -> StoredChunk:
+        """Where a rank has a chunk."""
+        found = self.rank_index(wanted.rank).get(section, {}).get(entry.stored_as)
+        if found is not None and (found.dtype, found.shape) == (entry.dtype, entry.shape):
+            for chunk in found.chunks:
+                if isinstance(chunk, StoredChunk) and (chunk.offset, chunk.shape) == wanted[1:]:
+                    return chunk
+        raise CorruptCheckpointError(
+            self.path / rank_index_name(wanted.rank),
+            f"it lacks the chunk of {entry.stored_as!r} of shape {list(wanted.shape)} at {list(wanted.offset)} that "
+            f"{INDEX} names",
+        )
+
+    def _read_chunks(self, name: str, spans: _Spans) -> None:
+        """Read single chunks of a file, each compared with its own SHA-256 before it is used."""
+        with self.open_file(name) as file:
+            for start, stop in sorted(spans):
+                _require_memory(self.path / name, stop - start)
+                data = bytearray(stop - start)
+                file.seek(start)
+                file.readinto(data)
+                sha256 = hashlib.sha256(data).hexdigest()
+                for entry, chunk, item in spans[start, stop]:
+                    if sha256 != chunk.sha256:
+                        raise CorruptCheckpointError(
+                            self.path / name,
+                            f"the SHA-256 of its bytes {start:,} to {stop:,} is {_short(sha256)}, the index says "
+                            f"{_short(str(chunk.sha256))}: at least one byte changed since it was written",
+                        )
+                    copy_overlap(from_bytes(data, entry.dtype, chunk.shape), chunk.offset, item.into, item.offset)
+
+    def _read_through(self, name: str, spans: _Spans) -> None:
+        """Read and hash all of a file, and take chunks out of it."""
+        size_bytes, digest, at = self.manifest.files[name].size_bytes, hashlib.sha256(), 0
+        with self.open_file(name) as file:
+            for start, stop in sorted(spans):
+                if start < at:
+                    raise CorruptCheckpointError(self.path / INDEX, f"two of its chunks share bytes of {name}")
+                _require_memory(self.path / name, stop - start)
+                _hash_on(file, start - at, digest)
+                data = bytearray(stop - start)
+                file.readinto(data)
+                digest.update(data)
+                for entry, chunk, item in spans[start, stop]:
+                    copy_overlap(from_bytes(data, entry.dtype, chunk.shape), chunk.offset, item.into, item.offset)
+                at = stop
+            _hash_on(file, size_bytes - at, digest)
+        self.compare(name, digest.hexdigest())
+
+    def _item(self, section: str, name: str, entry: TensorEntry, places: dict[TensorEntry, Tensor]) -> ReadItem:
+        into = places[entry] if entry.chunks and entry in places else self._empty(name, entry, places)
+        return ReadItem(section=section, name=name, offset=(0,) * len(entry.shape), into=into)
+
+    def _empty(self, name: str, entry: TensorEntry, places: dict[TensorEntry, Tensor]) -> Tensor:
         size_bytes = math.prod(entry.shape) * entry.dtype.itemsize
-        require_memory(self.path, size_bytes + sum(place.nbytes for place in places.values()))
+        _require_memory(self.path, size_bytes + sum(place.nbytes for place in places.values()))
         try:
             into = torch.empty(entry.shape, dtype=entry.dtype)
-        except RuntimeError as error:  # it has no memory left, or the shape is beyond all memory
+        except RuntimeError as error:  # no memory is left, or the shape is beyond all memory
             raise CorruptCheckpointError(
                 self.path, f"{name} of shape {list(entry.shape)} does not fit into the memory that is free"
             ) from error
-        if entry.boxes:
+        if entry.chunks:
             places[entry] = into
         return into
 
 
-def _is_stored(boxes: tuple[StoredBox, ...] | tuple[Place, ...]) -> TypeGuard[tuple[StoredBox, ...]]:
-    return bool(boxes) and isinstance(boxes[0], StoredBox)
+def _is_stored(chunks: tuple[StoredChunk, ...] | tuple[RankChunk, ...]) -> TypeGuard[tuple[StoredChunk, ...]]:
+    return bool(chunks) and isinstance(chunks[0], StoredChunk)
 
 
-def parse_state(file: Path, data: bytes) -> dict[str, Any]:
-    """The JSON object of `state.json`."""
-    try:
-        state = json.loads(data)
-    except RecursionError as error:
-        raise CorruptCheckpointError(file, "it is nested too deeply") from error
-    except ValueError as error:
-        raise CorruptCheckpointError(file, f"it is not valid JSON ({error})") from error
-    if not isinstance(state, dict):
-        raise CorruptCheckpointError(file, "it does not hold a JSON object")
-    return state
-
-
-def _entries_of(name: str, header: Any, begin: int, size_bytes: int) -> dict[str, Entry]:
-    """What the header of a safetensors file says; `ValueError` and the like where it makes no sense."""
+def _header_entries(name: str, header: Any, begin: int, size_bytes: int) -> dict[str, TensorEntry]:
+    """The tensors in the header of a safetensors file; raises `ValueError` and the like where it makes no sense."""
     entries = {}
-    for key, said in header.items():
+    for key, fields in header.items():
         if key == "__metadata__":
             continue
-        shape, dtype = tuple(map(int, said["shape"])), DTYPES[said["dtype"]]
-        start, stop = (begin + int(place) for place in said["data_offsets"])
+        shape, dtype = tuple(map(int, fields["shape"])), DTYPES[fields["dtype"]]
+        start, stop = (begin + int(place) for place in fields["data_offsets"])
         num_elements = torch.Size(shape).numel()
-        if (
-            min((*shape, start - begin), default=0) < 0
-            or stop > size_bytes
-            or stop - start != num_elements * dtype.itemsize
-        ):
+        is_inside = min((*shape, start - begin), default=0) >= 0 and stop <= size_bytes
+        if not is_inside or stop - start != num_elements * dtype.itemsize:
             raise ValueError(key)
-        box = StoredBox(file=name, offset=(0,) * len(shape), shape=shape, start=start, stop=stop)
-        entries[key] = Entry(dtype=dtype, shape=shape, boxes=(box,) if num_elements else ())
+        chunk = StoredChunk(file=name, offset=(0,) * len(shape), shape=shape, start=start, stop=stop)
+        entries[key] = TensorEntry(dtype=dtype, shape=shape, chunks=(chunk,) if num_elements else ())
     return entries
 
 
-def _pass_over(file: BufferedReader, num_bytes: int, digest: Any) -> None:
-    """Read on and hash; a file that ends before is told by its sum."""
-    while num_bytes > 0 and (piece := file.read(min(num_bytes, PIECE_BYTES))):
+def _hash_on(file: BufferedReader, num_bytes: int, digest: Any) -> None:
+    """Read and hash so many bytes; a file that ends before has another SHA-256."""
+    while num_bytes > 0 and (piece := file.read(min(num_bytes, _PIECE_BYTES))):
         digest.update(piece)
         num_bytes -= len(piece)
+
+
+def _require_memory(file: Path, size_bytes: int) -> None:
+    """Refuse what cannot fit before memory is asked for: a sparse file of any length costs nothing to make."""
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if size_bytes > memory_bytes:
+        raise CorruptCheckpointError(
+            file, f"it is {size_bytes:,} bytes long, this machine has {memory_bytes:,} bytes of memory"
+        )
+
+
+def _require_written(path: Path, file: BufferedReader, size_bytes: int) -> None:
+    """Refuse a file that is nearly all holes: it takes no disk, and hashing it would take hours."""
+    at = written = 0
+    while size_bytes > _MAX_HOLE_BYTES and at < size_bytes and written <= size_bytes // 8:
+        try:
+            start = os.lseek(file.fileno(), at, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                return  # a file system that cannot tell
+            start = size_bytes  # nothing but a hole follows
+        at = os.lseek(file.fileno(), start, os.SEEK_HOLE) if start < size_bytes else size_bytes
+        written += at - start
+    if size_bytes - written > _MAX_HOLE_BYTES and written <= size_bytes // 8:
+        raise CorruptCheckpointError(
+            path, f"{size_bytes - written:,} of its {size_bytes:,} bytes are a hole that nothing was written into"
+        )
+    os.lseek(file.fileno(), 0, os.SEEK_SET)
+
+
+def _short(sha256: str) -> str:
+    return f"{sha256[:12]}…"

@@ -1,7 +1,7 @@
-"""Saves the checkpoints of a run, one at a time: while training waits, or in a thread while it goes on.
+"""Saves the checkpoints of a run, one at a time: while training waits, or in a thread while it continues.
 
-Workers exchange words only in `begin` and `settle`, which all of them call; a thread knows of the others by their files
-alone. A save that failed is raised by all workers in the next `settle`.
+Ranks communicate only in `begin` and `settle`, which all of them call; a thread knows the other ranks by their files
+alone. If a save fails, the next `settle` raises the error on all ranks.
 """
 
 from __future__ import annotations
@@ -9,28 +9,28 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from stormo.checkpoint import leftovers
-from stormo.checkpoint.agreement import raise_together, require_seen
-from stormo.checkpoint.host_copies import HostCopies
-from stormo.checkpoint.layout import Saved, Snapshot
-from stormo.checkpoint.merging import Publisher
-from stormo.checkpoint.publishing import Saving
-from stormo.checkpoint.shard import Shard, ShardSave
-from stormo.checkpoint.writing import NewFolder, WholeSave, make_new_folder
+import torch
+from torch import Tensor
+
+from stormo.checkpoint.format import Saved, Snapshot
+from stormo.checkpoint.ranks import raise_on_all_ranks, require_seen
+from stormo.checkpoint.retention import Saving, remove
+from stormo.checkpoint.tensors import require_plain
+from stormo.checkpoint.writer import Publisher, Shard, ShardWriter, SnapshotWriter, TempDir, make_temp_dir
 from stormo.distributed.world import World
 
-_SEEN_WITHIN_S = 5.0  # a new folder may take a moment to be seen on other nodes
+_SEEN_WITHIN_S = 5.0  # other nodes may see a new folder a moment later
 _GRACE_S = 5.0  # for a save that is nearly done when the run fails
 
 Abandoned = threading.Event
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Done:
+class FinishedSave:
     """A checkpoint that is published, and how long that took."""
 
     saved: Saved
@@ -38,7 +38,7 @@ class Done:
 
 
 class _Job:
-    """One save on one worker: what it writes itself, and what makes a checkpoint of all, where this one does that."""
+    """One save on one rank: `write` its own part, then `finish` on the rank that publishes."""
 
     def __init__(
         self,
@@ -48,8 +48,8 @@ class _Job:
     ) -> None:
         self.abandoned = threading.Event()
         self.failure: Exception | None = None
-        self.done: Done | None = None
-        self.temporary = temporary  # where it is this worker that removes it
+        self.done: FinishedSave | None = None
+        self.temporary = temporary  # on the rank that removes it
         self.thread: threading.Thread | None = None
         self._write, self._finish = write, finish
         self._is_written = threading.Event()
@@ -66,7 +66,7 @@ class _Job:
             self.finish()
 
     def write(self) -> None:
-        """This worker's own part."""
+        """Write this rank's own part."""
         try:
             if self._write is not None:
                 self._write(self.abandoned)
@@ -76,37 +76,37 @@ class _Job:
             self._is_written.set()
 
     def finish(self) -> None:
-        """The part of the one that publishes."""
+        """Publish, on the rank that does."""
         try:
             if self._finish is not None:
                 saved = self._finish(self.abandoned)
-                self.done = Done(saved=saved, write_time_s=time.perf_counter() - self._began_s)
+                self.done = FinishedSave(saved=saved, write_time_s=time.perf_counter() - self._began_s)
         except Exception as error:
             self.failure = error
 
     def wait_written(self) -> None:
-        """Until this worker's own part is done."""
+        """Wait until this rank's own part is written."""
         self._is_written.wait()
 
     def wait(self) -> None:
-        """Until all of it is done: by the thread, or here."""
+        """Wait for the thread, or publish here if there is none."""
         if self.thread is None:
             self.finish()
         else:
             self.thread.join()
 
     def abandon(self, grace_s: float) -> None:
-        """Give it up unless it comes to its end within this time."""
+        """Give it up unless it ends within this time."""
         if self.thread is not None:
             self.thread.join(grace_s)
             self.abandoned.set()
-            self.thread.join(_GRACE_S)  # it looks up between two pieces of a file
+            self.thread.join(_GRACE_S)  # it looks at the event between two pieces of a file
         if self.temporary is not None and self.done is None:
             _remove(self.temporary)
 
 
 class Saver:
-    """Of one run, on one worker.
+    """Saves the checkpoints of one run, on one rank.
 
     Args:
         world: of the run.
@@ -116,35 +116,33 @@ class Saver:
     def __init__(self, world: World, *, in_background: bool) -> None:
         self._world = world
         self._in_background = in_background
-        self._copies = HostCopies()
+        self._copies = _HostCopies()
         self._job: _Job | None = None
-        self._told: Done | None = None
+        self._done: FinishedSave | None = None
 
     def begin(self, content: Snapshot | Shard | None, folder: Path | None, saving: Saving) -> None:
-        """Save what this worker has of a checkpoint; all workers call it, and then `settle`.
+        """Save this rank's part of a checkpoint; all ranks call it, and then `settle`.
 
         Args:
-            content: the whole on the main worker and None on the others, or everyone's shard.
-            folder: of the checkpoints, on the main worker.
-            saving: step, and what is kept.
+            content: a snapshot on rank 0 and None on the others, or the shard of every rank.
+            folder: of the checkpoints, on rank 0.
+            saving: step, and which checkpoints stay.
         """
         assert self._job is None, "settle the one before first"
         failure, job = None, _Job(None, None)
         if isinstance(content, Shard):
-            new = self._make_folder(folder, saving)
-            job.temporary = None if folder is None else new.path
-            try:
-                job = self._sharded(content, folder, saving, new)
-            except Exception as error:
-                failure = error
-        elif content is not None:
-            assert folder is not None
-            try:
-                job = _Job(None, WholeSave(folder, self._frozen(content), saving).write)
-            except Exception as error:
-                failure = error
+            temporary = self._make_temp_dir(folder, saving)
+            job.temporary = None if folder is None else temporary.path
         try:
-            raise_together(self._world, failure)
+            if isinstance(content, Shard):
+                job = self._sharded(content, folder, saving, temporary)
+            elif content is not None:
+                assert folder is not None
+                job = _Job(None, SnapshotWriter(folder, self._frozen(content), saving).write)
+        except Exception as error:
+            failure = error
+        try:
+            raise_on_all_ranks(self._world, failure)
         except Exception:
             job.abandon(0.0)
             raise
@@ -155,66 +153,68 @@ class Saver:
             job.write()
 
     def settle(self) -> None:
-        """Wait for the save under way, and raise on all workers what went wrong with it; all workers call it."""
+        """Wait for the save under way, and raise its error on all ranks; all ranks call it."""
         job, self._job = self._job, None
         if job is None:
             return
         try:
             job.wait_written()
-            raise_together(self._world, job.failure)
+            raise_on_all_ranks(self._world, job.failure)
             job.wait()
-            raise_together(self._world, job.failure)
+            raise_on_all_ranks(self._world, job.failure)
         except BaseException:
             job.abandon(0.0)
             raise
-        self._told = job.done
+        self._done = job.done
 
-    def finished(self) -> Done | None:
-        """What has been published since the last call, without waiting; None on other workers than the main one."""
+    def finished(self) -> FinishedSave | None:
+        """What was published since the last call, without waiting; None on all ranks but 0."""
         if self._job is not None and self._job.done is not None:
-            self._told, self._job.done = self._job.done, None
-        told, self._told = self._told, None
-        return told
+            self._done, self._job.done = self._job.done, None
+        done, self._done = self._done, None
+        return done
 
     def abandon(self) -> None:
-        """Give up what is under way, where other workers may be gone; what is all but done may come to its end."""
+        """Give up the save under way, when other ranks may be gone; one that is nearly done may end."""
         job, self._job = self._job, None
         if job is not None:
             job.abandon(_GRACE_S)
-            self._told = job.done or self._told
+            self._done = job.done or self._done
 
-    def _make_folder(self, folder: Path | None, saving: Saving) -> NewFolder:
-        """The folder that all workers write into, seen by all of them."""
+    def _make_temp_dir(self, folder: Path | None, saving: Saving) -> TempDir:
+        """The folder that all ranks write into, seen by all of them."""
         new, failure = None, None
         if folder is not None:
             try:
-                new = make_new_folder(folder, saving.step, 0)
+                new = make_temp_dir(folder, saving.step, 0)
             except Exception as error:
                 failure = error
-        raise_together(self._world, failure)
+        raise_on_all_ranks(self._world, failure)
         shared = Path(self._world.share_json(str(new.path.resolve()) if new is not None else None))
-        _look_for(shared)
+        deadline_s = time.monotonic() + _SEEN_WITHIN_S
+        while not shared.is_dir() and time.monotonic() < deadline_s:
+            time.sleep(0.05)
         try:
             require_seen(self._world, shared)
         except Exception:
             if new is not None:
                 _remove(new.path)
             raise
-        return NewFolder(shared, [] if new is None else new.notices)
+        return TempDir(shared, [] if new is None else new.notices)
 
-    def _sharded(self, shard: Shard, folder: Path | None, saving: Saving, new: NewFolder) -> _Job:
-        own = ShardSave(self._world.rank, self._frozen_shard(shard))
+    def _sharded(self, shard: Shard, folder: Path | None, saving: Saving, temporary: TempDir) -> _Job:
+        own = ShardWriter(self._world.rank, self._frozen_shard(shard))
         finish: Callable[[Abandoned], Saved] | None = None
         if folder is not None:
             publisher = Publisher(folder, shard, saving, self._world.size)
 
             def finish(abandoned: Abandoned) -> Saved:
-                return publisher.publish(new.path, new.notices, abandoned)
+                return publisher.publish(temporary.path, temporary.notices, abandoned)
 
         def write(abandoned: Abandoned) -> None:
-            own.write(new.path, saving.step, abandoned)
+            own.write(temporary.path, saving.step, abandoned)
 
-        return _Job(write, finish, None if folder is None else new.path)
+        return _Job(write, finish, None if folder is None else temporary.path)
 
     def _frozen(self, snapshot: Snapshot) -> Snapshot:
         if not self._in_background:
@@ -226,18 +226,40 @@ class Saver:
     def _frozen_shard(self, shard: Shard) -> Shard:
         if not self._in_background:
             return shard
-        copies = self._copies.take({str(number): box.tensor for number, box in enumerate(shard.boxes)})
-        boxes = [replace(box, tensor=copies[str(number)]) for number, box in enumerate(shard.boxes)]
-        return replace(shard, boxes=boxes)
+        copies = self._copies.take({str(number): chunk.tensor for number, chunk in enumerate(shard.chunks)})
+        chunks = [replace(chunk, tensor=copies[str(number)]) for number, chunk in enumerate(shard.chunks)]
+        return replace(shard, chunks=chunks)
+
+
+class _HostCopies:
+    """Copies of tensors in host memory, which the next call fills again."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies of all values; they overwrite those of the last call."""
+        for name, tensor in tensors.items():
+            require_plain(name, tensor)
+        # Tensors on the CPU too: the next step changes them.
+        copies = {name: self._empty(name, tensor) for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            copies[name].copy_(tensor, non_blocking=True)
+        if any(tensor.is_cuda for tensor in tensors.values()):
+            torch.cuda.synchronize()
+        self._kept = copies
+        return copies
+
+    def _empty(self, name: str, tensor: Tensor) -> Tensor:
+        kept = self._kept.get(name)
+        if kept is not None and kept.shape == tensor.shape and kept.dtype == tensor.dtype:
+            return kept
+        # From a GPU, pinned memory is filled several times faster.
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder so that a thread that is still at it cannot publish what is left."""
+    """Remove a folder so that a thread that still writes into it cannot publish it."""
     with contextlib.suppress(OSError):
-        leftovers.remove(folder)
-
-
-def _look_for(folder: Path) -> None:
-    deadline_s = time.monotonic() + _SEEN_WITHIN_S
-    while not folder.is_dir() and time.monotonic() < deadline_s:
-        time.sleep(0.05)
+        remove(folder)

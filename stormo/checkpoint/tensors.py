@@ -1,8 +1,7 @@
 """Tensors as bytes: the digest of a set of weights, and the safetensors format.
 
-The writer streams from the tensors' own memory and hashes what it writes, so that a large model is not held
-twice; whole files are read by the safetensors package, single tensors out of their bytes. Only data is stored: no code,
-no Python objects, no strides.
+The safetensors package reads whole files. It cannot write them piece by piece, nor hash what it writes: `Encoded` does,
+straight from the tensors' memory, so that a large model is not held twice.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from torch import Tensor
 
 from stormo.errors import StormoError
 
-# The format's own limit: readers refuse a longer header, so writing one would lose the checkpoint.
+# The limit of the format: readers refuse a longer header.
 MAX_HEADER_BYTES = 100_000_000
 
 _PIECE_BYTES = 64 * 1024 * 1024
-_ABOUT = "__metadata__"  # the format's own name for what is no tensor
+_METADATA = "__metadata__"  # the format's name for what is no tensor
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -47,14 +46,14 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 def weights_digest(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 over name, dtype, shape and little-endian values in order of name; memory format and device are left out.
+    """SHA-256 over name, dtype, shape and little-endian values in order of name; strides and device do not count.
 
     Per tensor, the JSON text `[name, dtype, shape]`, a line feed, then the values, last dimension fastest.
     """
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name]
-        # JSON ends itself, and dtype and shape fix the number of bytes: two different sets never give one stream.
+        # Two different sets never give the same bytes: JSON ends itself, dtype and shape fix the number of bytes.
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode() + b"\n")
         for piece in _pieces(name, tensor):
             digest.update(piece)
@@ -64,19 +63,19 @@ def weights_digest(tensors: Mapping[str, Tensor]) -> str:
 class Encoded:
     """Tensors laid out as one safetensors file; iterating gives its bytes, piece by piece.
 
-    Where `digests` was set to a dictionary, iterating puts the SHA-256 of each tensor's values there as well.
+    If `digests` is a dictionary, iterating puts the SHA-256 of each tensor's values there.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], about: Mapping[str, str] | None = None) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
         self.digests: dict[str, str] | None = None
-        # Widest elements first keeps every tensor aligned in the file; the name makes the order unique.
+        # Widest elements first, so that every tensor is aligned in the file; the name makes the order unique.
         self._tensors = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-        header: dict[str, Any] = {} if about is None else {_ABOUT: dict(about)}
+        header: dict[str, Any] = {} if metadata is None else {_METADATA: dict(metadata)}
         offset = 0
         for name, tensor in self._tensors:
             require_plain(name, tensor)
-            if name == _ABOUT:
-                raise StormoError("A tensor is named __metadata__, which the safetensors format keeps for itself.")
+            if name == _METADATA:
+                raise StormoError("A tensor is named __metadata__, which the safetensors format reserves.")
             if tensor.dtype not in DTYPE_NAMES:
                 known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPE_NAMES)
                 raise StormoError(
@@ -100,11 +99,11 @@ class Encoded:
         self._head = len(text).to_bytes(8, "little") + text
         self.size_bytes = len(self._head) + offset
         start = len(self._head)
-        # Where the values of each tensor lie in the file: first byte, and the one after the last.
+        # The bytes of each tensor in the file: the first, and the one after the last.
         self.spans = {
             name: (start + entry["data_offsets"][0], start + entry["data_offsets"][1])
             for name, entry in header.items()
-            if name != _ABOUT
+            if name != _METADATA
         }
 
     def __iter__(self) -> Iterator[bytes | memoryview]:
@@ -121,17 +120,17 @@ class Encoded:
 
 
 def decode(data: bytes) -> dict[str, Tensor]:
-    """The tensors of a safetensors file held in memory; `ValueError` says in words what is wrong with it."""
+    """The tensors of a safetensors file held in memory; a `ValueError` says what is wrong with it."""
     header_length(data[:8], len(data))
     try:
         return safetensors.torch.load(data)
-    # KeyError and AssertionError: a dtype unknown to the package, a shape that contradicts an empty tensor.
+    # KeyError: a dtype unknown to the package. AssertionError: a shape that contradicts an empty tensor.
     except (safetensors.SafetensorError, KeyError, AssertionError, ValueError, RuntimeError, OverflowError) as error:
         raise ValueError(f"it is not a valid safetensors file ({type(error).__name__}: {error})") from error
 
 
 def header_length(first: bytes, size_bytes: int) -> int:
-    """What the first 8 bytes of a safetensors file say, refused where it cannot be."""
+    """The header length in the first 8 bytes of a safetensors file, refused if it cannot be right."""
     if size_bytes < 8:
         raise ValueError(f"it is {size_bytes} bytes long, too short for the 8 bytes that give the header's length")
     length = int.from_bytes(first, "little")
@@ -144,7 +143,7 @@ def header_length(first: bytes, size_bytes: int) -> int:
 
 
 def from_bytes(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """The tensor of these little-endian values, which keeps the memory of `data`."""
+    """The tensor of these little-endian values; it shares the memory of `data`."""
     if not data:
         return torch.empty(shape, dtype=dtype)
     raw = torch.frombuffer(data, dtype=torch.uint8)
@@ -154,22 +153,22 @@ def from_bytes(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> T
 
 
 def require_plain(name: str, tensor: Tensor) -> None:
-    """Refuse tensors whose values are not simply in memory."""
+    """Refuse tensors whose values are not plainly in memory."""
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise StormoError(f"The tensor {name} is sparse or quantized; make it dense before it is stored.")
     if tensor.device.type == "meta":
         raise StormoError(f"The tensor {name} is on the meta device and has no values to store.")
-    # A sharded (DTensor) or otherwise wrapped tensor holds only a part of, or not literally, its values.
+    # A DTensor or another wrapper holds only a part of its values, or holds them in another form.
     if hasattr(tensor, "__tensor_flatten__"):
         raise StormoError(f"The tensor {name} is a {type(tensor).__name__}; gather it to a plain tensor first.")
 
 
 def _pieces(name: str, tensor: Tensor) -> Iterator[memoryview]:
-    """The logical values as little-endian bytes; a contiguous CPU tensor is not copied."""
+    """The values as little-endian bytes; a contiguous CPU tensor is not copied."""
     require_plain(name, tensor)
     if tensor.numel() == 0:
         return
-    # A conjugated or negated view only carries a flag; its memory still holds the original values.
+    # The memory of a conjugated or negated view holds the original values.
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     raw = plain.reshape(-1).view(torch.uint8)
     if sys.byteorder == "big":
@@ -180,5 +179,5 @@ def _pieces(name: str, tensor: Tensor) -> Iterator[memoryview]:
 
 
 def _swapped(raw: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes of the other order."""
+    """The same values in the other byte order."""
     return raw.reshape(-1, dtype.itemsize // (2 if dtype.is_complex else 1)).flip(1).reshape(-1)

@@ -41,13 +41,13 @@ def main(arguments: Sequence[str]) -> int:
     _require_free(file, may_replace=asked.force)
 
     from stormo.checkpoint import CorruptCheckpointError, Reader, newest_good, weights_digest
-    from stormo.checkpoint.reading import check_digest
+    from stormo.checkpoint.reader import check_digest
     from stormo.checkpoint.tensors import Encoded
 
     try:
         with Reader(path) as reader:
             step = reader.manifest.step
-            (model,) = reader.wholes("model")
+            (model,) = reader.read_sections("model")
             check_digest(reader, model)
     except CorruptCheckpointError as error:
         good, _ = newest_good(path.parent)
@@ -125,7 +125,7 @@ def _require_free(file: Path, *, may_replace: bool) -> None:
 
 def _write(file: Path, encoded: Encoded) -> None:
     """A reader sees the whole file or none, even after a power cut."""
-    from stormo.checkpoint.files import sync_folder, write_file
+    from stormo.checkpoint.writer import sync_folder, write_file
 
     temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}.tmp")
     try:

@@ -1,6 +1,6 @@
 """The global random generators of the host (torch, Python, NumPy): seeded, kept and put back together.
 
-A GPU's, which dropout draws from, is not touched. How they are written to a file is `checkpoint/random_state.py`.
+A GPU's, which dropout draws from, is not touched. How they are written to a file is `checkpoint/state.py`.
 """
 
 from __future__ import annotations

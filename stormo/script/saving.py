@@ -56,7 +56,7 @@ def save(loop: Loop, folder: Path, extra: dict[str, Any], *, keep: int) -> None:
             state=state,
         )
         step = loop.num_steps
-        checkpoint.save(folder, snapshot, step=step, identity=_IDENTITY, keep_last=keep, keep_best=0, metric=None)
+        checkpoint.save(folder, snapshot, checkpoint.Saving(step=step, identity=_IDENTITY, keep_last=keep))
         loop.folders.add(folder.resolve())
 
     world.on_main(write)

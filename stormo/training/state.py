@@ -115,7 +115,7 @@ class RunState:
             if strategy.low_rank is not None:
                 state[KEPT_BACK] = strategy.low_rank.rank
             state["mesh"] = _mesh(world)
-        return Shard(boxes=boxes, aliases=aliases(strategy), state=state)
+        return Shard(chunks=boxes, aliases=aliases(strategy), state=state)
 
     def _plain(
         self, world: World, seed: int, sources: Mapping[str, int]

@@ -49,7 +49,7 @@ def test_there_are_hundreds_of_cases_and_a_few_of_them_hold(folder: Path) -> Non
 def test_what_gets_through_is_noticed(folder: Path) -> None:
     healthy = folder / "healthy" / "good"
 
-    def harmless(place: files.Place) -> None:
+    def harmless(place: files.CaseFolders) -> None:
         place.precious.unlink()
         place.marker.touch()
 

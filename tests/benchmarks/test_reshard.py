@@ -47,14 +47,14 @@ def _forgetful(world: Any, *arguments: Any) -> Any:
     """Workers that do not hear of the rows that others have read."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Composed, "parts_changed", lambda self: None)
-        return reshard.take_and_save(world, *arguments)
+        return reshard.restore_and_save(world, *arguments)
 
 
 def test_a_mesh_that_computes_with_other_weights_than_it_saves_is_found(
     run_ranks: Ranks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(function: Callable[..., Any], *rest: Any) -> list[Any]:
-        return run_ranks(_forgetful if function is reshard.take_and_save else function, *rest)
+        return run_ranks(_forgetful if function is reshard.restore_and_save else function, *rest)
 
     monkeypatch.setattr(reshard, "RankPool", pool(run))
     assert reshard.main(["--meshes", "zero1 2"]) == 1

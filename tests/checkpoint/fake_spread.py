@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stormo.checkpoint.reader import Reader, ReadItem
 from stormo.config.mesh import Mesh
 from stormo.distributed.world import World
 from stormo.optim.novograd import NovoGrad
@@ -173,3 +174,16 @@ def require_whole(snapshot: Any, optimizer: str, seed: int) -> None:
     assert snapshot.optimizer.keys() == values.keys() - weights.keys()
     for name, tensor in snapshot.optimizer.items():
         assert torch.equal(tensor, values[name]), name
+
+
+def read_chunk(reader: Reader, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    """A chunk of a weight."""
+    into = torch.empty(shape, dtype=reader.entries("model")[name].dtype)
+    reader.fill([ReadItem(section="model", name=name, offset=offset, into=into)])
+    return into
+
+
+def read_tensor(reader: Reader, name: str) -> Tensor:
+    """A whole weight."""
+    shape = reader.entries("model")[name].shape
+    return read_chunk(reader, name, (0,) * len(shape), shape)

@@ -1,4 +1,4 @@
-"""Run by test_writing.py: saves in a child process that is killed, then looks at what is left.
+"""Run by test_writer.py: saves in a child process that is killed, then looks at what is left.
 
 `every-operation FOLDER`: the child is killed before its first, second, ... file-system operation.
 `every-operation-of-shards FOLDER`: the same of one save by two workers, who write into one folder.
@@ -22,40 +22,38 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 from conftest import assert_same, make_snapshot
 
-from stormo.checkpoint import Box, Saving, Shard, find, load, newest_good, save, whole_box
-from stormo.checkpoint.merging import Publisher
-from stormo.checkpoint.shard import ShardSave
-from stormo.checkpoint.writing import make_new_folder
+from stormo.checkpoint import Saving, Shard, find, load, newest_good, save, whole_box
+from stormo.checkpoint.writer import Chunk, Publisher, ShardWriter, make_temp_dir
 
 OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "shutil.rmtree"}
 
 
 def store(folder: Path, step: int, seed: int) -> None:
-    save(folder, make_snapshot(seed), step=step, identity="run", keep_last=2, keep_best=0, metric=None)
+    save(folder, make_snapshot(seed), Saving(step=step, identity="run", keep_last=2))
 
 
 def store_shards(folder: Path, step: int, seed: int) -> None:
     """The same snapshot, of which each of two workers has every other row, and the first what has none."""
-    snapshot, boxes = make_snapshot(seed), ([], [])
+    snapshot, chunks = make_snapshot(seed), ([], [])
     for section in ("model", "optimizer"):
         for name, tensor in getattr(snapshot, section).items():
             rows = range(tensor.shape[0]) if tensor.ndim else [None]
             for row in rows:
                 part = tensor if row is None else tensor[row : row + 1]
                 offset = () if row is None else (row, *[0] * (tensor.ndim - 1))
-                one = Box(section=section, name=name, whole_shape=tuple(tensor.shape), offset=offset, tensor=part)
-                boxes[(row or 0) % 2].append(one)
+                one = Chunk(section=section, name=name, whole_shape=tuple(tensor.shape), offset=offset, tensor=part)
+                chunks[(row or 0) % 2].append(one)
             if not rows:
-                box = Box(section=section, name=name, whole_shape=tuple(tensor.shape), offset=(0, 0), tensor=tensor)
-                boxes[0].append(box)
+                chunk = Chunk(section=section, name=name, whole_shape=tuple(tensor.shape), offset=(0, 0), tensor=tensor)
+                chunks[0].append(chunk)
     for full_name, tensor in snapshot.ranks.items():
         rank, _, name = full_name.partition("/")
-        boxes[int(rank)].append(whole_box("own", name, tensor))
-    main = Shard(boxes=boxes[0], state=snapshot.state)
-    saving = Saving(step=step, identity="run", keep_last=2, keep_best=0, metric=None)
-    new = make_new_folder(folder, step, 0)
-    for rank, shard in ((1, Shard(boxes=boxes[1])), (0, main)):
-        ShardSave(rank, shard).write(new.path, step)
+        chunks[int(rank)].append(whole_box("own", name, tensor))
+    main = Shard(chunks=chunks[0], state=snapshot.state)
+    saving = Saving(step=step, identity="run", keep_last=2)
+    new = make_temp_dir(folder, step, 0)
+    for rank, shard in ((1, Shard(chunks=chunks[1])), (0, main)):
+        ShardWriter(rank, shard).write(new.path, step)
     Publisher(folder, main, saving, 2).publish(new.path, new.notices)
 
 

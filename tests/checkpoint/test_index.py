@@ -1,4 +1,4 @@
-"""The index says where every box is; one that leaves out, repeats or invents something is refused in words."""
+"""An index that leaves out, repeats or invents chunks is refused in words."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 import torch
 
+from stormo.checkpoint.format import FileEntry
 from stormo.checkpoint.index import (
-    Entry,
-    Place,
-    StoredBox,
-    boxes_digest,
+    RankChunk,
+    StoredChunk,
+    TensorEntry,
+    chunks_digest,
     copy_overlap,
     index_json,
     overlapping,
     parse_index,
-    parse_one_index,
-    parse_part,
-    part_json,
-    require_whole,
+    parse_index_v2,
+    parse_rank_index,
+    rank_index_json,
+    require_covered,
 )
-from stormo.checkpoint.layout import FileEntry
 from stormo.checkpoint.tensors import weights_digest
 
 FILE = "shard-00000.safetensors"
@@ -36,14 +36,14 @@ FILES = {
 Spot = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def entry(shape: tuple[int, ...], places: list[Spot]) -> Entry:
-    boxes = [StoredBox(file=FILE, offset=o, shape=s, start=0, stop=0) for o, s in places]
-    return Entry(dtype=torch.float32, shape=shape, boxes=tuple(boxes))
+def entry(shape: tuple[int, ...], places: list[Spot]) -> TensorEntry:
+    chunks = [StoredChunk(file=FILE, offset=o, shape=s, start=0, stop=0) for o, s in places]
+    return TensorEntry(dtype=torch.float32, shape=shape, chunks=tuple(chunks))
 
 
-def fills(shape: tuple[int, ...], places: list[Spot]) -> bool:
+def covers(shape: tuple[int, ...], places: list[Spot]) -> bool:
     try:
-        require_whole({"model": {"w": entry(shape, places)}, "optimizer": {}})
+        require_covered({"model": {"w": entry(shape, places)}, "optimizer": {}})
     except ValueError:
         return False
     return True
@@ -62,43 +62,43 @@ def cut(shape: tuple[int, ...], draw: random.Random) -> list[Spot]:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_boxes_fill_a_tensor_only_if_each_place_is_there_once(seed: int) -> None:
+def test_chunks_cover_a_tensor_only_if_each_element_is_there_once(seed: int) -> None:
     draw = random.Random(seed)
     shape = tuple(draw.randrange(1, 6) for _ in range(draw.randrange(4)))
     places = cut(shape, draw)
     draw.shuffle(places)
-    assert fills(shape, places)
-    assert not fills(shape, places[1:])  # one is missing,
-    assert not fills(shape, [*places, places[0]])  # one is there twice,
+    assert covers(shape, places)
+    assert not covers(shape, places[1:])  # one is missing,
+    assert not covers(shape, [*places, places[0]])  # one is there twice,
     if shape:
         offset, size = places[0]
         dim = draw.randrange(len(shape))
         moved = tuple(start + (index == dim) for index, start in enumerate(offset))
-        assert not fills(shape, [(moved, size), *places[1:]])  # one lies elsewhere,
+        assert not covers(shape, [(moved, size), *places[1:]])  # one lies elsewhere,
         larger = tuple(length + (index == dim) for index, length in enumerate(size))
-        assert not fills(shape, [(offset, larger), *places[1:]])  # or reaches into its neighbour.
+        assert not covers(shape, [(offset, larger), *places[1:]])  # or reaches into its neighbour.
 
 
-def test_a_tensor_without_elements_has_no_box_and_a_number_has_one() -> None:
-    assert fills((0, 4), [])
-    assert not fills((0, 4), [((0, 0), (0, 4))])
-    assert fills((), [((), ())])
-    assert not fills((), [])
-    assert not fills((2, 2), [((0,), (2,))])
+def test_a_tensor_without_elements_has_no_chunk_and_a_number_has_one() -> None:
+    assert covers((0, 4), [])
+    assert not covers((0, 4), [((0, 0), (0, 4))])
+    assert covers((), [((), ())])
+    assert not covers((), [])
+    assert not covers((2, 2), [((0,), (2,))])
 
 
-def test_a_hundred_thousand_boxes_of_a_hostile_index_are_judged_at_once() -> None:
+def test_a_hundred_thousand_chunks_of_a_hostile_index_are_judged_at_once() -> None:
     places = [((0, column), (5, 1)) for column in range(100_000)]
-    assert fills((5, 100_000), places)
-    assert not fills((5, 100_000), [*places[:-1], places[0]])
+    assert covers((5, 100_000), places)
+    assert not covers((5, 100_000), [*places[:-1], places[0]])
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_box_is_put_together_from_any_other_boxes(seed: int) -> None:
+def test_any_chunk_is_put_together_from_any_other_chunks(seed: int) -> None:
     draw = random.Random(seed)
     shape = tuple(draw.randrange(1, 7) for _ in range(draw.randrange(1, 4)))
     whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
-    stored = entry(shape, cut(shape, draw)).boxes
+    stored = entry(shape, cut(shape, draw)).chunks
     for offset, size in cut(shape, draw):
         into = torch.full(size, -1.0, dtype=torch.float64)
         for box in overlapping(stored, offset, size):
@@ -117,9 +117,9 @@ def one_index(**changes: Any) -> bytes:
 
 
 def test_the_one_index_of_version_2_is_read() -> None:
-    parsed = parse_one_index(one_index(boxes=[box(sha256="b" * 64)]), FILES)
-    (stored,) = parsed["model"]["w"].boxes
-    assert stored == StoredBox(file=FILE, offset=(0, 0), shape=(2, 3), start=100, stop=124, sha256="b" * 64)
+    parsed = parse_index_v2(one_index(boxes=[box(sha256="b" * 64)]), FILES)
+    (stored,) = parsed["model"]["w"].chunks
+    assert stored == StoredChunk(file=FILE, offset=(0, 0), shape=(2, 3), start=100, stop=124, sha256="b" * 64)
 
 
 @pytest.mark.parametrize(
@@ -137,16 +137,16 @@ def test_the_one_index_of_version_2_is_read() -> None:
         (one_index(shape=[2, True]), "no valid shape"),
         (one_index(shape=[0, 2**61, 2**61], boxes=[]), "no valid shape"),
         (one_index(shape=[1] * 65), "no valid shape"),
-        (one_index(boxes=None), "no list of boxes"),
+        (one_index(boxes=None), "no list of chunks"),
         (one_index(boxes=[3]), "not an object"),
-        (one_index(boxes=[]), "do not fill its shape"),
-        (one_index(boxes=[box(), box()]), "each place once"),
-        (one_index(shape=[4, 3], boxes=[box(), box(offset=[1, 0])]), "each place once"),
+        (one_index(boxes=[]), "do not cover its shape"),
+        (one_index(boxes=[box(), box()]), "exactly once"),
+        (one_index(shape=[4, 3], boxes=[box(), box(offset=[1, 0])]), "exactly once"),
         (one_index(boxes=[box(offset=[0])]), "another number of dimensions"),
-        (one_index(boxes=[box(file="../shard-00000.safetensors")]), "no file of tensors of this checkpoint"),
-        (one_index(boxes=[box(file="/etc/passwd")]), "no file of tensors of this checkpoint"),
-        (one_index(boxes=[box(file="state.json")]), "no file of tensors of this checkpoint"),
-        (one_index(boxes=[box(file="shard-00002.safetensors")]), "no file of tensors of this checkpoint"),
+        (one_index(boxes=[box(file="../shard-00000.safetensors")]), "no tensor file of this checkpoint"),
+        (one_index(boxes=[box(file="/etc/passwd")]), "no tensor file of this checkpoint"),
+        (one_index(boxes=[box(file="state.json")]), "no tensor file of this checkpoint"),
+        (one_index(boxes=[box(file="shard-00002.safetensors")]), "no tensor file of this checkpoint"),
         (one_index(boxes=[box(bytes=[100])]), "no valid offset, shape and bytes"),
         (one_index(boxes=[box(bytes=[-24, 0])]), "no valid offset, shape and bytes"),
         (one_index(boxes=[box(bytes=[100, 123])]), "does not lie in bytes 100 to 123"),
@@ -155,9 +155,9 @@ def test_the_one_index_of_version_2_is_read() -> None:
     ],
 )
 def test_hostile_indexes_of_version_2_are_refused_in_words(data: bytes, words: str) -> None:
-    parse_one_index(one_index(), FILES)
+    parse_index_v2(one_index(), FILES)
     with pytest.raises(ValueError, match=words):
-        parse_one_index(data, FILES)
+        parse_index_v2(data, FILES)
 
 
 HALVES = [[0, [0, 0], [1, 3]], [1, [1, 0], [1, 3]]]
@@ -168,9 +168,9 @@ def index(**changes: Any) -> bytes:
     return json.dumps({**body, **changes}).encode()
 
 
-def test_an_index_survives_its_own_format_and_names_each_way_of_cutting_once() -> None:
+def test_an_index_survives_its_own_format_and_lists_equal_chunks_once() -> None:
     parsed = parse_index(index(model={"w": ["F32", [2, 3], 0], "tied": ["F32", [2, 3], 0, "w"]}), FILES)
-    assert parsed["model"]["w"].boxes == (Place(0, (0, 0), (1, 3)), Place(1, (1, 0), (1, 3)))
+    assert parsed["model"]["w"].chunks == (RankChunk(0, (0, 0), (1, 3)), RankChunk(1, (1, 0), (1, 3)))
     assert parsed["model"]["tied"] == parsed["model"]["w"]
     again = index_json(parsed)
     assert parse_index(again, FILES) == parsed
@@ -189,18 +189,18 @@ def test_an_index_survives_its_own_format_and_names_each_way_of_cutting_once() -
         (index(cuts=[[[0, [0, 0]]], []]), "not a rank, an offset and a shape"),
         (index(cuts=[[[True, [0, 0], [1, 3]]], []]), "not a rank, an offset and a shape"),
         (index(cuts=[[[-1, [0, 0], [1, 3]]], []]), "not a rank, an offset and a shape"),
-        (index(cuts=[[[2, [0, 0], [2, 3]]], []]), "no file of tensors of this checkpoint"),
-        (index(cuts=[HALVES[:1], []]), "do not fill its shape"),
-        (index(cuts=[[*HALVES, HALVES[0]], []]), "each place once"),
+        (index(cuts=[[[2, [0, 0], [2, 3]]], []]), "no tensor file of this checkpoint"),
+        (index(cuts=[HALVES[:1], []]), "do not cover its shape"),
+        (index(cuts=[[*HALVES, HALVES[0]], []]), "exactly once"),
         (index(model=[]), "section model is not an object"),
-        (index(model={"w": {}}), "not a type, a shape and a way of cutting"),
+        (index(model={"w": {}}), "not a dtype, a shape and a list of chunks"),
         (index(model={"w": ["F31", [2, 3], 0]}), "no valid dtype"),
         (index(model={"w": ["F32", [2, -3], 0]}), "no valid shape"),
-        (index(model={"w": ["F32", [2, 3], 2]}), "no valid way of cutting"),
-        (index(model={"w": ["F32", [2, 3], True]}), "no valid way of cutting"),
-        (index(model={"w": ["F32", [2, 3], 0, 7]}), "no valid way of cutting"),
+        (index(model={"w": ["F32", [2, 3], 2]}), "no valid list of chunks"),
+        (index(model={"w": ["F32", [2, 3], True]}), "no valid list of chunks"),
+        (index(model={"w": ["F32", [2, 3], 0, 7]}), "no valid list of chunks"),
         (index(model={"w": ["F32", [2], 0]}), "another number of dimensions"),
-        (index(model={"w": ["F32", [2, 3], 0], "v": ["F32", [3, 3], 0]}), "the boxes of 'v' do not fill"),
+        (index(model={"w": ["F32", [2, 3], 0], "v": ["F32", [3, 3], 0]}), "the chunks of 'v' do not cover"),
     ],
 )
 def test_hostile_indexes_are_refused_in_words(data: bytes, words: str) -> None:
@@ -214,11 +214,11 @@ def part(value: Any) -> bytes:
 
 
 def test_the_index_of_a_rank_survives_its_own_format() -> None:
-    parsed = parse_part(part(["F32", [2, 3], [[[1, 0], [1, 3], 100, "b" * 64]]]), 1, 112)
-    assert parse_part(part_json(parsed), 1, 112) == parsed
-    (stored,) = parsed["model"]["w"].boxes
+    parsed = parse_rank_index(part(["F32", [2, 3], [[[1, 0], [1, 3], 100, "b" * 64]]]), 1, 112)
+    assert parse_rank_index(rank_index_json(parsed), 1, 112) == parsed
+    (stored,) = parsed["model"]["w"].chunks
     file = "shard-00001.safetensors"
-    assert stored == StoredBox(file=file, offset=(1, 0), shape=(1, 3), start=100, stop=112, sha256="b" * 64)
+    assert stored == StoredChunk(file=file, offset=(1, 0), shape=(1, 3), start=100, stop=112, sha256="b" * 64)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_the_index_of_a_rank_survives_its_own_format() -> None:
         (b"[]", "not an index of a rank"),
         (b'{"others": {}}', "not an index of a rank"),
         (b'{"model": []}', "section model is not an object"),
-        (part({}), "not a type, a shape and a list of boxes"),
+        (part({}), "not a dtype, a shape and a list of chunks"),
         (part(["F31", [2], []]), "no valid dtype"),
         (part(["F32", [2], [3]]), "no offset, shape, first byte and SHA-256"),
         (part(["F32", [2], [[[0], [2, 1], 0, "b" * 64]]]), "no valid offset, shape and first byte"),
@@ -238,18 +238,18 @@ def test_the_index_of_a_rank_survives_its_own_format() -> None:
 )
 def test_hostile_indexes_of_a_rank_are_refused_in_words(data: bytes, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        parse_part(data, 0, 1000)
+        parse_rank_index(data, 0, 1000)
 
 
-def test_the_digest_of_boxes_tells_values_names_and_cuts_apart() -> None:
+def test_the_digest_of_chunks_tells_values_names_and_chunks_apart() -> None:
     def digest(name: str, values: float, places: list[Spot]) -> str:
         boxes = [
-            StoredBox(
+            StoredChunk(
                 file=FILE, offset=o, shape=s, start=0, stop=0, sha256=weights_digest({"k": torch.full(s, values)})
             )
             for o, s in places
         ]
-        return boxes_digest({name: Entry(dtype=torch.float32, shape=(4,), boxes=tuple(boxes))})
+        return chunks_digest({name: TensorEntry(dtype=torch.float32, shape=(4,), chunks=tuple(boxes))})
 
     halves: list[Spot] = [((0,), (2,)), ((2,), (2,))]
     assert digest("w", 1.0, halves) == digest("w", 1.0, halves[::-1])

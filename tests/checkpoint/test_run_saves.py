@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from stormo.checkpoint import files, find, newest_good, read_state, verify
+from stormo.checkpoint import find, newest_good, read_state, verify
+from stormo.checkpoint.writer import write_file
 from stormo.distributed.world import World
 from stormo.errors import StormoError
 from stormo.telemetry.events import read_events
@@ -78,12 +79,12 @@ def _stopped(world: World, folder: str) -> tuple[bool, str]:
 
     def slow(file: Path, content: Any, *rest: Any) -> Any:
         release.wait(0.3)
-        return files.write_file(file, content, *rest)
+        return write_file(file, content, *rest)
 
     flags = {"run_name": "stopped", "async_checkpoint": True, "checkpoint_every": "0"}
     parts, training, journal, records = run_of(world, folder, **flags)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stormo.checkpoint.writing.write_file", slow)
+        patch.setattr("stormo.checkpoint.writer.write_file", slow)
         training.flag.signal_number = 15
         outcome = train(training)
         step = parts.state.progress.step
@@ -112,13 +113,12 @@ def _fails(world: World, folder: str, strategy: str, at_the_end: bool) -> tuple[
         num_models += file.name in ("model.safetensors", "shard-00001.safetensors")
         if num_models == 2 and file.suffix == ".safetensors":
             raise OSError(errno.ENOSPC, "No space left on device", str(file))
-        return files.write_file(file, *rest)
+        return write_file(file, *rest)
 
     flags = {"strategy": strategy, "async_checkpoint": True, "epochs": 1 if at_the_end else 3}
     parts, training, journal, _ = run_of(world, folder, run_name="fails", checkpoint_every="2", **flags)
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("writing", "shard"):
-            patch.setattr(f"stormo.checkpoint.{module}.write_file", full)
+        patch.setattr("stormo.checkpoint.writer.write_file", full)
         try:
             outcome = train(training)
             journal.end(outcome.stopped_by)

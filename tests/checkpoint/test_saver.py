@@ -12,18 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-from stormo.checkpoint import Saver, Saving, Shard, Snapshot, files, find, load, saver, verify, whole_box
+from stormo.checkpoint import Saver, Saving, Shard, Snapshot, find, load, saver, verify, whole_box
+from stormo.checkpoint.writer import write_file
 from stormo.distributed.world import World
 from stormo.errors import StormoError
 from tests.checkpoint.fake_spread import FakeSpread, require_whole
-from tests.checkpoint.test_shards import listed, run_state
+from tests.checkpoint.test_ranks import listed, run_state
 
 Ranks = Callable[..., list[Any]]
 TENSORS = ("model", "optimizer", "ranks")
 
 
 def saving(step: int) -> Saving:
-    return Saving(step=step, identity="run", keep_last=2, keep_best=0, metric=None)
+    return Saving(step=step, identity="run", keep_last=2)
 
 
 class Gate:
@@ -31,13 +32,12 @@ class Gate:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.is_open, self.came = threading.Event(), threading.Event()
-        for module in ("writing", "shard", "merging"):
-            patch.setattr(f"stormo.checkpoint.{module}.write_file", self._write)
+        patch.setattr("stormo.checkpoint.writer.write_file", self._write)
 
     def _write(self, file: Path, content: Any, abandoned: threading.Event | None = None) -> Any:
         self.came.set()
         self.is_open.wait(20)
-        return files.write_file(file, content, abandoned)
+        return write_file(file, content, abandoned)
 
 
 def whole(value: int) -> Snapshot:
@@ -81,7 +81,7 @@ def _frozen_parts(world: World, folder: str) -> list[bool]:
         strategy.fill(2)  # training goes on
         seen = [bool(find(folder))]
         if world.rank == 1:
-            time.sleep(0.1)  # the main one waits for this one's note
+            time.sleep(0.1)  # the main one waits for this one's rank manifest
         gate.is_open.set()
         one.settle()
     return [*seen, bool(find(folder))]
@@ -103,11 +103,10 @@ def _failing(world: World, folder: str, name: str) -> list[str]:
     def full(file: Path, *rest: Any) -> Any:
         if file.name == name:
             raise OSError(errno.EDQUOT, "Disk quota exceeded", str(file))
-        return files.write_file(file, *rest)
+        return write_file(file, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("writing", "shard", "merging", "publishing"):
-            patch.setattr(f"stormo.checkpoint.{module}.write_file", full)
+        patch.setattr("stormo.checkpoint.writer.write_file", full)
         one = Saver(world, in_background=True)
         one.begin(run_state(strategy, 1).content(world, 0), Path(folder) if world.is_main else None, saving(1))
         try:
@@ -136,7 +135,7 @@ def _refused(world: World, folder: str, is_spread: bool) -> str:
     if world.is_main:
         content = Snapshot(model={"w": torch.zeros(2, dtype=torch.complex128)}, optimizer={}, ranks={}, state={})
     if is_spread:
-        content = Shard(boxes=[whole_box("model", "w", torch.zeros(2, dtype=torch.complex128))], state={})
+        content = Shard(chunks=[whole_box("model", "w", torch.zeros(2, dtype=torch.complex128))], state={})
     one = Saver(world, in_background=True)
     with pytest.raises(StormoError) as caught:
         one.begin(content, Path(folder) if world.is_main else None, saving(1))

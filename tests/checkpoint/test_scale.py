@@ -11,25 +11,22 @@ import torch
 from torch import Tensor
 
 from stormo.checkpoint import (
-    Box,
     CheckpointWriteError,
     CorruptCheckpointError,
     Reader,
-    Saved,
     Saving,
     Shard,
-    Wanted,
     find,
-    merging,
     verify,
     whole_box,
+    writer,
 )
 from stormo.checkpoint import reader as reader_module
-from stormo.checkpoint.index import StoredBox
-from stormo.checkpoint.layout import INDEX
-from stormo.checkpoint.merging import Publisher
-from stormo.checkpoint.shard import ShardSave
-from stormo.checkpoint.writing import make_new_folder
+from stormo.checkpoint.format import INDEX, Saved
+from stormo.checkpoint.index import StoredChunk
+from stormo.checkpoint.reader import ReadItem
+from stormo.checkpoint.writer import Chunk, Publisher, ShardWriter, make_temp_dir
+from tests.checkpoint.fake_spread import read_tensor
 
 RANKS, LAYERS, ROWS = 1000, 8, 2  # rows of a rank
 STATE = ("exp_avg", "exp_avg_sq")
@@ -44,28 +41,29 @@ NAMES = [f"layers.{layer}.weight" for layer in range(LAYERS)]
 VALUES = {name: whole(name) for weight in NAMES for name in (weight, *(f"{weight}|{key}" for key in STATE))}
 
 
-def boxes_of(rank: int, num_ranks: int) -> Iterator[Box]:
+def boxes_of(rank: int, num_ranks: int) -> Iterator[Chunk]:
     num_rows = RANKS * ROWS // num_ranks
     for name, tensor in VALUES.items():
         section = "optimizer" if "|" in name else "model"
         start = rank * num_rows
         rows = tensor[start : start + num_rows]
-        yield Box(section=section, name=name, whole_shape=tuple(tensor.shape), offset=(start,), tensor=rows)
+        yield Chunk(section=section, name=name, whole_shape=tuple(tensor.shape), offset=(start,), tensor=rows)
         if not rank and "|" not in name:
             yield whole_box("optimizer", f"{name}|step", torch.tensor(3.0))
     yield whole_box("own", "random/torch_rng", torch.full((8,), rank))
 
 
-def save(folder: Path, step: int, num_ranks: int = RANKS) -> Saved:
+def save(folder: Path, step: int, num_ranks: int = RANKS, max_index_bytes: int = writer.MAX_INDEX_BYTES) -> Saved:
     """What all ranks write, one after the other, and the first one publishes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
-        patch.setattr(merging, "LARGEST_READ_BACK_BYTES", 0)  # as for a model that needs so many ranks
-        new = make_new_folder(folder, step, 0)
+        patch.setattr(writer, "LARGEST_READ_BACK_BYTES", 0)  # as for a model that needs so many ranks
+        new = make_temp_dir(folder, step, 0)
         for rank in range(num_ranks):
-            ShardSave(rank, Shard(boxes=list(boxes_of(rank, num_ranks)))).write(new.path, step)
-        saving = Saving(step=step, identity="run", keep_last=1, keep_best=0, metric=None)
-        return Publisher(folder, Shard(boxes=[], state={"step": step}), saving, num_ranks).publish(new.path)
+            ShardWriter(rank, Shard(chunks=list(boxes_of(rank, num_ranks)))).write(new.path, step)
+        patch.setattr(writer, "MAX_INDEX_BYTES", max_index_bytes)
+        saving = Saving(step=step, identity="run", keep_last=1)
+        return Publisher(folder, Shard(chunks=[], state={"step": step}), saving, num_ranks).publish(new.path)
 
 
 @pytest.fixture(scope="module")
@@ -87,15 +85,15 @@ def test_the_index_grows_with_ranks_and_with_tensors_but_not_with_their_product(
     monkeypatch.setattr(reader_module, "MAX_INDEX_BYTES", size_bytes)
     with Reader(saved) as reader:
         assert reader.ranks() == list(range(RANKS))
-        assert {*reader.names("model"), *reader.names("optimizer")} == VALUES.keys() | {f"{n}|step" for n in NAMES}
-        assert torch.equal(reader.whole("model", NAMES[3]), VALUES[NAMES[3]])
+        assert {*reader.entries("model"), *reader.entries("optimizer")} == VALUES.keys() | {f"{n}|step" for n in NAMES}
+        assert torch.equal(read_tensor(reader, NAMES[3]), VALUES[NAMES[3]])
 
 
-def wanted(rank: int, num_ranks: int) -> list[Wanted]:
-    """The boxes of one rank of another mesh."""
+def wanted(rank: int, num_ranks: int) -> list[ReadItem]:
+    """The chunks of one rank of another mesh."""
     rows = RANKS * ROWS // num_ranks
     return [
-        Wanted(
+        ReadItem(
             section="optimizer" if "|" in name else "model", name=name, offset=(rank * rows,), into=torch.zeros(rows)
         )
         for name in VALUES
@@ -106,31 +104,27 @@ def test_a_rank_of_another_mesh_opens_the_files_it_needs_and_no_other(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: set[str] = set()
-    original = reader_module.opened_file
-    monkeypatch.setattr(
-        reader_module,
-        "opened_file",
-        lambda path, fd, name, entry: (opened.add(name), original(path, fd, name, entry))[1],
-    )
+    original = Reader.open_file
+    monkeypatch.setattr(Reader, "open_file", lambda self, name: (opened.add(name), original(self, name))[1])
     with Reader(saved) as reader:
-        boxes = wanted(3, RANKS // 2)
-        reader.fill(boxes)
-        assert reader.own(7)["random/torch_rng"].tolist() == [7] * 8
-    for one in boxes:
+        chunks = wanted(3, RANKS // 2)
+        reader.fill(chunks)
+        assert reader.rank_tensors(7)["random/torch_rng"].tolist() == [7] * 8
+    for one in chunks:
         assert torch.equal(one.into, VALUES[one.name][12:16])
-    assert opened == {f"shard-{rank:05d}.safetensors" for rank in (6, 7)}
-    assert len(reader._parts) == 2
+    assert {n for n in opened if n.startswith("shard-")} == {f"shard-{rank:05d}.safetensors" for rank in (6, 7)}
+    assert len(reader._rank_indexes) == 2
 
 
 def test_of_a_file_what_is_read_is_verified_and_nothing_else(saved: Path, tmp_path: Path) -> None:
-    """A flipped bit is told by whoever reads it; nobody reads a whole file for a few boxes of it."""
+    """A flipped bit is told by whoever reads it; nobody reads a whole file for a few chunks of it."""
     shard = saved / "shard-00006.safetensors"
     good = shard.read_bytes()
     with Reader(saved) as reader:
-        box = reader.part(6)["optimizer"][f"{NAMES[5]}|exp_avg"].boxes[0]
-    assert isinstance(box, StoredBox)
+        chunk = reader.rank_index(6)["optimizer"][f"{NAMES[5]}|exp_avg"].chunks[0]
+    assert isinstance(chunk, StoredChunk)
     try:
-        shard.write_bytes(good[: box.start] + bytes([good[box.start] ^ 1]) + good[box.start + 1 :])
+        shard.write_bytes(good[: chunk.start] + bytes([good[chunk.start] ^ 1]) + good[chunk.start + 1 :])
         with pytest.raises(CorruptCheckpointError, match=r"shard-00006\.safetensors: its SHA-256"):
             verify(saved)
         with Reader(saved) as reader:
@@ -143,13 +137,10 @@ def test_of_a_file_what_is_read_is_verified_and_nothing_else(saved: Path, tmp_pa
         shard.write_bytes(good)
 
 
-def test_what_could_not_be_read_back_is_not_published_and_the_checkpoint_before_it_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_could_not_be_read_back_is_not_published_and_the_checkpoint_before_it_stays(tmp_path: Path) -> None:
     before = save(tmp_path, 1, num_ranks=2).path
-    monkeypatch.setattr(merging, "MAX_INDEX_BYTES", (before / INDEX).stat().st_size - 1)
     with pytest.raises(CheckpointWriteError, match=r"index\.json would be [\d,]+ bytes long"):
-        save(tmp_path, 2, num_ranks=2)
+        save(tmp_path, 2, num_ranks=2, max_index_bytes=(before / INDEX).stat().st_size - 1)
     assert [found.step for found in find(tmp_path)] == [1]
     assert [path.name for path in tmp_path.iterdir()] == [before.name]
 
@@ -158,7 +149,7 @@ def test_older_checkpoints_stay_where_the_index_of_the_new_one_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 1, num_ranks=2)
-    publish = merging.publish
+    publish = writer.publish
 
     def damage(*arguments: object) -> Path:
         path: Path = publish(*arguments)  # type: ignore[arg-type]
@@ -166,7 +157,7 @@ def test_older_checkpoints_stay_where_the_index_of_the_new_one_cannot_be_read(
         (path / INDEX).write_bytes(good[:-1] + b" ")
         return path
 
-    monkeypatch.setattr(merging, "publish", damage)
+    monkeypatch.setattr(writer, "publish", damage)
     saved = save(tmp_path, 2, num_ranks=2)
     assert not saved.removed
     assert "step 2 does not read back as written" in saved.notices[0]

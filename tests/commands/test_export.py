@@ -11,12 +11,12 @@ import safetensors
 import safetensors.torch
 import torch
 
-from stormo.checkpoint import CorruptCheckpointError, load, save, weights_digest
+from stormo.checkpoint import CorruptCheckpointError, Saving, load, save, weights_digest
 from stormo.cli import main
 from stormo.errors import EXIT_USAGE
 from tests.checkpoint.conftest import make_snapshot
 from tests.checkpoint.fake_spread import Model, whole_values
-from tests.checkpoint.test_shards import _two_steps
+from tests.checkpoint.test_ranks import _two_steps
 
 Ranks = Callable[..., list[Any]]
 
@@ -29,11 +29,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "config.toml").write_text("")
     for step, metric in ((10, 0.5), (20, 0.9), (30, None)):
-        save(
-            folder / "checkpoints",
-            make_snapshot(step),
-            **{"step": step, "identity": "demo", "keep_last": 9, "keep_best": 0, "metric": metric},
-        )
+        saving = Saving(step=step, identity="demo", keep_last=9, metric=metric)
+        save(folder / "checkpoints", make_snapshot(step), saving)
     return folder
 
 

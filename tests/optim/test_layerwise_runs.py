@@ -29,7 +29,7 @@ def _train(world: World, name: str, num_steps: int, folder: str, resumes: bool) 
     if not resumes:
         snapshot = parts.state.snapshot(world, 0)
         if snapshot is not None:
-            checkpoint.save(folder, snapshot, step=num_steps, identity="", keep_last=1, keep_best=0, metric=None)
+            checkpoint.save(folder, snapshot, checkpoint.Saving(step=num_steps, identity="", keep_last=1))
     return arrays(parts.strategy.module.named_parameters()), optimizer_arrays(parts.strategy), restored
 
 

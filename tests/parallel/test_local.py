@@ -248,8 +248,8 @@ def test_other_workers_and_other_strategies_go_on_from_the_mean_and_say_so(
     saved = run_ranks(_saved, 3, str(tmp_path), flags, 3)
     model = checkpoint.load(saved[0][0]).model
     with Reader(Path(saved[0][0])) as reader:
-        names = {n for r in range(3) for n in reader.local(r) if n.endswith(("0.weight", "0.weight|step"))}
-        means = [set(reader.part(r)["model"]) for r in range(3)]
+        names = {n for r in range(3) for n in reader.local_entries(r) if n.endswith(("0.weight", "0.weight|step"))}
+        means = [set(reader.rank_index(r)["model"]) for r in range(3)]
     assert all(means)  # none of the workers has held all of them
     assert not means[0] & means[1]
     assert names == {
@@ -278,7 +278,7 @@ def test_other_workers_and_other_strategies_go_on_from_the_mean_and_say_so(
 def test_weights_that_were_just_averaged_are_stored_once(run_ranks: Ranks, tmp_path: Path) -> None:
     path, *_ = run_ranks(_saved, 2, str(tmp_path), {**FLAGS, "average_every": "2"}, 2)[0]
     with Reader(path) as reader:
-        kinds = {name.split("/")[1] for rank in range(2) for name in reader.local(rank)}
+        kinds = {name.split("/")[1] for rank in range(2) for name in reader.local_entries(rank)}
     assert kinds == {"optimizer"}
 
 

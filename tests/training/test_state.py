@@ -36,9 +36,8 @@ def _save(parts: Parts, folder: str) -> str | None:
     assert (snapshot is None) is not parts.world.is_main
     if snapshot is None:
         return None
-    saved = checkpoint.save(
-        folder, snapshot, step=parts.state.progress.step, identity="x", keep_last=9, keep_best=0, metric=None
-    )
+    saving = checkpoint.Saving(step=parts.state.progress.step, identity="x", keep_last=9)
+    saved = checkpoint.save(folder, snapshot, saving)
     return str(saved.path)
 
 

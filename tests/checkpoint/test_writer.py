@@ -18,16 +18,17 @@ import torch
 
 from stormo.checkpoint import (
     CheckpointWriteError,
-    Saved,
+    Saving,
     Snapshot,
     find,
-    leftovers,
     load,
     newest_good,
-    publishing,
     read_manifest,
+    retention,
     save,
+    writer,
 )
+from stormo.checkpoint.format import Saved
 from stormo.errors import SettingError
 from tests import programs
 
@@ -37,8 +38,7 @@ SCRIPT = Path(__file__).with_name("killed_saves.py")
 
 
 def store(folder: Path, snapshot: Snapshot, step: int, **settings: Any) -> Saved:
-    defaults = {"identity": "run", "keep_last": 2, "keep_best": 0, "metric": None}
-    return save(folder, snapshot, step=step, **{**defaults, **settings})
+    return save(folder, snapshot, Saving(**{"step": step, "identity": "run", "keep_last": 2, **settings}))
 
 
 def steps(folder: Path) -> list[int]:
@@ -177,7 +177,8 @@ def test_an_old_version_that_cannot_be_removed_loses_to_the_new_one(
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     with monkeypatch.context() as patch:
-        patch.setattr(leftovers, "remove", fail)
+        for module in (retention, writer):
+            patch.setattr(module, "remove", fail)
         saved = store(tmp_path, make_snapshot(2), 7)
     assert saved.path == tmp_path / "step-00000007.1"
     assert "step-00000007 could not be removed (Operation not permitted)" in saved.notices[0]
@@ -254,14 +255,14 @@ def test_nothing_is_removed_before_the_new_one_is_published(
     tmp_path: Path, make_snapshot: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store(tmp_path, make_snapshot(1), 1, keep_last=1)
-    real_remove = leftovers.remove
+    real_remove = retention.remove
 
     def remove(path: Path) -> None:
         assert steps(tmp_path) == [2, 1]
         assert path.name == "step-00000001"
         real_remove(path)
 
-    monkeypatch.setattr(leftovers, "remove", remove)
+    monkeypatch.setattr(retention, "remove", remove)
     store(tmp_path, make_snapshot(2), 2, keep_last=1)
     assert steps(tmp_path) == [2]
 
@@ -274,7 +275,7 @@ def test_what_rotation_cannot_remove_is_told_and_the_save_stands(
     def fail(_: Path) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr(leftovers, "remove", fail)
+    monkeypatch.setattr(retention, "remove", fail)
     saved = store(tmp_path, make_snapshot(2), 2, keep_last=1)
     assert saved.removed == ()
     assert "step-00000001 could not be removed (Operation not permitted)" in saved.notices[0]
@@ -314,7 +315,7 @@ def test_what_is_free_is_counted_before_a_failed_attempt_is_cleaned_away(
     def usage(folder: Path) -> SimpleNamespace:
         return SimpleNamespace(free=7 if names(folder) else 10**9)  # nothing published: what is there is the attempt
 
-    monkeypatch.setattr(publishing, "sync_folder", full)
+    monkeypatch.setattr(writer, "sync_folder", full)
     monkeypatch.setattr("shutil.disk_usage", usage)
     assert " bytes, 7 bytes were free there when it failed; " in failed(tmp_path, make_snapshot(1), 1)
     assert names(tmp_path) == []

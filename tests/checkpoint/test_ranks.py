@@ -22,25 +22,25 @@ from stormo.checkpoint import (
     Saver,
     Saving,
     Snapshot,
-    agreement,
-    files,
     find,
     load,
-    merging,
     newest_good,
+    ranks,
     read_manifest,
     saver,
     verify,
     weights_digest,
+    writer,
 )
-from stormo.checkpoint.index import StoredBox
-from stormo.checkpoint.layout import BOXES, VALUES
+from stormo.checkpoint.format import CHUNKS, VALUES
+from stormo.checkpoint.index import StoredChunk
+from stormo.checkpoint.writer import write_file
 from stormo.distributed.world import World
 from stormo.errors import SettingError, StormoError
 from stormo.parallel.parts import Part
 from stormo.training.progress import Progress
 from stormo.training.state import RunState
-from tests.checkpoint.fake_spread import MESHES, FakeSpread, Model, require_whole, whole_values
+from tests.checkpoint.fake_spread import MESHES, FakeSpread, Model, read_chunk, read_tensor, require_whole, whole_values
 
 Ranks = Callable[..., list[Any]]
 # Every mesh with an optimizer, so that each kind of state is cut in several ways.
@@ -52,7 +52,7 @@ def listed(folder: Path) -> list[str]:
 
 
 def saving(step: int) -> Saving:
-    return Saving(step=step, identity="run", keep_last=9, keep_best=0, metric=None)
+    return Saving(step=step, identity="run", keep_last=9)
 
 
 def run_state(strategy: FakeSpread, step: int = 0) -> RunState:
@@ -123,7 +123,7 @@ def _whole(folder: Path, optimizer: str, seed: int) -> Path:
             "progress": Progress(step=seed).to_json(),
         },
     )
-    return checkpoint.save(folder, snapshot, step=seed, identity="", keep_last=1, keep_best=0, metric=None).path
+    return checkpoint.save(folder, snapshot, Saving(step=seed, identity="", keep_last=1)).path
 
 
 def _own_things(world: World, folder: str) -> tuple[Any, ...]:
@@ -162,8 +162,8 @@ def test_the_same_mesh_goes_on_exactly_and_another_with_means_and_new_generators
     assert len({tuple(other[0]) for _, _, other in results}) == 4
 
 
-def _second_boxes(world: World, folder: str) -> str:
-    """A worker that holds two boxes of one parameter."""
+def _second_chunks(world: World, folder: str) -> str:
+    """A worker that holds two chunks of one parameter."""
     strategy = FakeSpread(world, "rows 2", "sgd", nn.Linear(3, 6, bias=False))
     whole = torch.arange(18.0).reshape(6, 3)
     strategy._parts = [
@@ -191,20 +191,20 @@ def _second_boxes(world: World, folder: str) -> str:
 
 
 def test_a_worker_may_hold_several_boxes_of_one_parameter(run_ranks: Ranks, tmp_path: Path) -> None:
-    path, _ = run_ranks(_second_boxes, 2, str(tmp_path))
+    path, _ = run_ranks(_second_chunks, 2, str(tmp_path))
     with Reader(path) as reader:
-        places = list(reader.entries("model")["weight"].boxes)
-        assert torch.equal(reader.whole("model", "weight"), torch.arange(18.0).reshape(6, 3))
-        assert torch.equal(reader.box("model", "weight", (1, 2), (4, 1)), torch.arange(18.0).reshape(6, 3)[1:5, 2:])
-        with pytest.raises(ValueError, match="has no box"):
-            reader.box("model", "weight", (5, 0), (2, 3))
+        places = list(reader.entries("model")["weight"].chunks)
+        assert torch.equal(read_tensor(reader, "weight"), torch.arange(18.0).reshape(6, 3))
+        assert torch.equal(read_chunk(reader, "weight", (1, 2), (4, 1)), torch.arange(18.0).reshape(6, 3)[1:5, 2:])
+        with pytest.raises(ValueError, match="has no chunk"):
+            read_chunk(reader, "weight", (5, 0), (2, 3))
     assert places == [(0, (0, 0), (2, 3)), (0, (4, 0), (2, 3)), (1, (2, 0), (2, 3))]
     assert {"model/weight", "model/weight#2"} <= safetensors.torch.load_file(f"{path}/shard-00000.safetensors").keys()
 
 
 def _digests(world: World, folder: str, limit_bytes: int) -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(merging, "LARGEST_READ_BACK_BYTES", limit_bytes)
+        patch.setattr(writer, "LARGEST_READ_BACK_BYTES", limit_bytes)
         strategy = FakeSpread(world, "rows 2")
         strategy.fill(1)
         return save(strategy, folder, 1)
@@ -214,7 +214,7 @@ def test_the_digest_is_that_of_one_process_unless_the_model_is_large(run_ranks: 
     small, large = (run_ranks(_digests, 2, str(tmp_path / str(limit)), limit)[0] for limit in (10**6, 10))
     assert read_manifest(small).digest_of == VALUES
     assert read_manifest(small).weights_sha256 == weights_digest(load(small).model)
-    assert read_manifest(large).digest_of == BOXES
+    assert read_manifest(large).digest_of == CHUNKS
     assert read_manifest(large).weights_sha256 != weights_digest(load(large).model)
 
 
@@ -238,10 +238,10 @@ def _cannot_write(world: World, folder: str, in_background: bool) -> tuple[str, 
         if file.name == "shard-00001.safetensors":
             file.write_bytes(b"half")
             raise OSError(errno.ENOSPC, "No space left on device", str(file))
-        return files.write_file(file, *rest)
+        return write_file(file, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stormo.checkpoint.shard.write_file", full)
+        patch.setattr("stormo.checkpoint.writer.write_file", full)
         return _told(lambda: save(strategy, folder, 2, in_background=in_background))
 
 
@@ -253,7 +253,7 @@ def test_a_full_disk_of_one_worker_ends_the_save_on_all_in_its_words(
     assert len(told) == 1
     ((text, exit_code),) = told
     assert text.startswith(f"Rank 1's part of the checkpoint of step 2 could not be written to {tmp_path} (No space")
-    assert text.endswith("before it are untouched: make room, then go on (a run: with --resume).")
+    assert text.endswith("checkpoints are untouched: make room, then resume (a run: with --resume).")
     assert exit_code == 1
     assert listed(tmp_path) == ["step-00000001"]
     verify(tmp_path / "step-00000001")
@@ -264,7 +264,7 @@ def _not_seen(world: World, folder: str) -> tuple[str, int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(saver, "_SEEN_WITHIN_S", 0.1)
         if world.rank == 1:
-            patch.setattr(agreement.Path, "is_dir", lambda self: False)
+            patch.setattr(ranks.Path, "is_dir", lambda self: False)
         return _told(lambda: save(strategy, folder, 1))
 
 
@@ -286,11 +286,9 @@ def _forgets(world: World, folder: str) -> tuple[str, int]:
     return _told(lambda: save(strategy, folder, 1))
 
 
-def test_boxes_that_do_not_make_a_whole_are_not_published(run_ranks: Ranks, tmp_path: Path) -> None:
+def test_chunks_that_do_not_make_a_whole_are_not_published(run_ranks: Ranks, tmp_path: Path) -> None:
     for text, _ in run_ranks(_forgets, 2, str(tmp_path)):
-        assert (
-            "does not make a whole (the boxes of 'first.weight' do not fill its shape [7, 6], each place once)" in text
-        )
+        assert "is incomplete (the chunks of 'first.weight' do not cover its shape [7, 6] exactly once)" in text
     assert listed(tmp_path) == []
 
 
@@ -351,9 +349,9 @@ def test_a_flipped_bit_in_the_part_of_one_worker_is_told_by_all_with_the_good_on
     shard = saved / "shard-00002.safetensors"  # which the first of two workers does not read
     good = shard.read_bytes()
     with Reader(saved) as reader:
-        (box,) = reader.part(2)["optimizer"]["first.weight|exp_avg"].boxes
-    assert isinstance(box, StoredBox)
-    shard.write_bytes(good[: box.start] + bytes([good[box.start] ^ 1]) + good[box.start + 1 :])
+        (chunk,) = reader.rank_index(2)["optimizer"]["first.weight|exp_avg"].chunks
+    assert isinstance(chunk, StoredChunk)
+    shard.write_bytes(good[: chunk.start] + bytes([good[chunk.start] ^ 1]) + good[chunk.start + 1 :])
     told = run_ranks(_takes, 2, str(saved))
     assert told[0] == told[1]
     assert told[0][0].startswith(f"{shard}: the SHA-256 of its bytes ")
@@ -391,6 +389,6 @@ def test_only_the_files_with_something_wanted_are_read(saved: Path) -> None:
         (saved / "shard-00000.safetensors").unlink()
         (saved / "shard-00002.safetensors").write_bytes(b"")
         weight = whole_values("adamw", 1)["first.weight"]
-        assert torch.equal(reader.box("model", "first.weight", (3, 0), (3, 6)), weight[3:6])
+        assert torch.equal(read_chunk(reader, "first.weight", (3, 0), (3, 6)), weight[3:6])
         with pytest.raises(CorruptCheckpointError, match=r"shard-00000\.safetensors: it is missing"):
-            reader.box("model", "first.weight", (2, 0), (3, 6))
+            read_chunk(reader, "first.weight", (2, 0), (3, 6))

@@ -1,10 +1,12 @@
-"""What a checkpoint is on disk: its files, its sealed manifest, its names, and the errors about it.
+"""The files of a checkpoint: their names, the sealed manifest, and the errors about them.
 
-`step-00000123/` holds `state.json` and `manifest.json`. In version 1, which one process writes, `model.safetensors`,
-`optimizer.safetensors` and `ranks.safetensors` hold whole tensors. In version 3 every rank has written its boxes to
-`shard-00000.safetensors`, and their places and digests to `index-00000.json`; `index.json` names the ranks that hold
-each tensor. Version 2, which is only read, has all of that in one `index.json`. A second save of one step is first
-published as `step-00000123.1`: the higher number wins wherever both exist.
+`step-00000123/` holds `state.json`, `manifest.json` and, by format version:
+
+1. whole tensors, written by one process: `model.safetensors`, `optimizer.safetensors`, `ranks.safetensors`;
+2. (only read) chunks of tensors, `shard-00000.safetensors` of each rank, with one `index.json` for all;
+3. the same shards, each with an `index-00000.json`; `index.json` names the ranks that hold each tensor.
+
+A second save of one step is first published as `step-00000123.1`: the higher number wins wherever both exist.
 """
 
 from __future__ import annotations
@@ -22,33 +24,33 @@ from torch import Tensor
 from stormo.errors import EXIT_USAGE, StormoError
 
 FORMAT_NAME = "stormo-checkpoint"
-WHOLE, ONE_INDEX, SHARDED = 1, 2, 3  # the versions of the format
+WHOLE, ONE_INDEX, SHARDED = 1, 2, 3  # the format versions
 MANIFEST = "manifest.json"
 STATE = "state.json"
 RANKS = "ranks.safetensors"
 INDEX = "index.json"
 SECTIONS = ("model", "optimizer")
-LOCAL = "local"  # what each of several workers has of both, where they stepped by themselves
-OWN = "own"  # what each rank has of its own: generators, buffers that differ
+LOCAL = "local"  # section: weights and optimizer state of one rank, under local SGD; its error feedback
+OWN = "own"  # section: random generators and buffers of one rank
 TENSOR_FILES = (*(f"{section}.safetensors" for section in SECTIONS), RANKS)
 FILES = (*TENSOR_FILES, STATE)
 STEP_NAME = re.compile(r"step-(\d{8,20})(?:\.(\d{1,9}))?")
 SHARD_NAME = re.compile(r"shard-(\d{5,9})\.safetensors")
-PART_NAME = re.compile(r"index-(\d{5,9})\.json")
-# The same limits hold for what is written and for what is read.
-MAX_MANIFEST_BYTES = 16 * 1024 * 1024  # some hundred bytes for each rank
+RANK_INDEX_NAME = re.compile(r"index-(\d{5,9})\.json")
+# Writers keep the limits of readers.
+MAX_MANIFEST_BYTES = 16 * 1024 * 1024  # a few hundred bytes a rank
 MAX_INDEX_BYTES = 512 * 1024 * 1024
-# What `weights_sha256` is of: the whole values, or the digests of the boxes, which another cut changes.
-VALUES, BOXES = "values", "boxes"
+# What `weights_sha256` is the digest of: the values, or the digests of the chunks, which depend on the mesh.
+VALUES, CHUNKS = "values", "boxes"
 
 _REQUIRED = {WHOLE: FILES, ONE_INDEX: (INDEX, RANKS, STATE), SHARDED: (INDEX, STATE)}
-_OF_RANKS = {WHOLE: (), ONE_INDEX: (SHARD_NAME,), SHARDED: (SHARD_NAME, PART_NAME)}
+_PER_RANK = {WHOLE: (), ONE_INDEX: (SHARD_NAME,), SHARDED: (SHARD_NAME, RANK_INDEX_NAME)}
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SEAL = "manifest_sha256"
 
 
 class CorruptCheckpointError(StormoError):
-    """A checkpoint is not what was written, or is not a checkpoint: which file, and what is wrong with it."""
+    """A file of a checkpoint is damaged, or is not part of a checkpoint."""
 
     exit_code = EXIT_USAGE
 
@@ -59,21 +61,21 @@ class CorruptCheckpointError(StormoError):
 
 
 class CheckpointWriteError(StormoError):
-    """A checkpoint could not be written; those already published are untouched."""
+    """A checkpoint could not be written; published ones are untouched."""
 
 
 def require_readable(what: str, num_bytes: int, limit_bytes: int) -> None:
-    """Refuse to write what no reader would take."""
+    """Refuse to write what no reader would accept."""
     if num_bytes > limit_bytes:
         raise CheckpointWriteError(
-            f"The checkpoint was not published: its {what} would be {num_bytes:,} bytes long, and {limit_bytes:,} can "
-            "be read back; checkpoints saved before it are untouched."
+            f"The checkpoint was not published: its {what} would be {num_bytes:,} bytes long, and readers accept "
+            f"{limit_bytes:,}; older checkpoints are untouched."
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """Everything a run needs to go on; `state` is plain JSON (tuples come back as lists)."""
+    """All that a run needs to resume; `state` is plain JSON (tuples come back as lists)."""
 
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
@@ -83,7 +85,7 @@ class Snapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
-    """What the manifest says of one file."""
+    """A file in the manifest."""
 
     size_bytes: int
     sha256: str
@@ -91,7 +93,7 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint says of itself."""
+    """Step, metric and files of a checkpoint."""
 
     step: int
     identity: str
@@ -102,7 +104,7 @@ class Manifest:
     digest_of: str = VALUES
 
     def to_bytes(self) -> bytes:
-        """The manifest as sealed JSON: its last line of defence is a sum over itself."""
+        """The manifest as JSON, with a SHA-256 over itself."""
         body = {"format": FORMAT_NAME, **asdict(self)}
         if self.version == WHOLE:
             del body["digest_of"]
@@ -119,45 +121,44 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """A checkpoint that is durable and published, and what the rotation after it did."""
+    """A checkpoint that is durable and published, and what was removed after it."""
 
     path: Path
     weights_sha256: str
     num_bytes: int
     removed: tuple[Path, ...] = ()
-    notices: tuple[str, ...] = ()  # sentences for the user: what could not be cleaned away, and why
+    notices: tuple[str, ...] = ()  # sentences for the user: what could not be removed, and why
 
 
 def step_name(step: int) -> str:
-    """The folder name of a step; names sort as the steps do up to 99,999,999."""
+    """The folder of a step; names sort as the steps do up to 99,999,999."""
     return f"step-{step:08d}"
 
 
 def shard_name(rank: int) -> str:
-    """The file of a worker."""
+    """The tensor file of a rank."""
     return f"shard-{rank:05d}.safetensors"
 
 
-def part_name(rank: int) -> str:
-    """The index of a worker's file."""
+def rank_index_name(rank: int) -> str:
+    """The index of a rank's shard."""
     return f"index-{rank:05d}.json"
 
 
 def parse_manifest(data: bytes) -> Manifest:
-    """The manifest in `data`; `ValueError` says in words what is wrong with it."""
+    """The manifest in `data`; a `ValueError` says what is wrong with it."""
     try:
         body = json.loads(data)
         if not isinstance(body, dict) or body.get("format") != FORMAT_NAME:
             raise ValueError("it is not the manifest of a stormo checkpoint")
-        # The version comes before the seal: a later one may be sealed in another way.
-        # `is int`: JSON's true is 1 to a comparison.
+        # Version before seal: a later version may be sealed in another way. `is int`: JSON's true equals 1.
         if type(body.get("version")) is not int or body["version"] not in _REQUIRED:
             raise ValueError(
                 f"it gives format version {str(body.get('version'))[:20]}, this stormo reads versions "
                 f"{WHOLE} to {SHARDED}"
             )
         seal = body.pop(_SEAL, None)
-        # Equal bytes, not only equal content: no spacing, order or repeated key hides behind the sum.
+        # Compare bytes, not only content: so no spacing, order or repeated key can hide.
         if seal != _seal(body) or data != _canonical({**body, _SEAL: seal}):
             raise ValueError("it does not match its own SHA-256: at least one byte changed since it was written")
     except json.JSONDecodeError as error:
@@ -181,13 +182,13 @@ def _typed(body: dict[str, Any]) -> Manifest:
         raise ValueError("its metric is not a finite number")
     if not is_sha256(weights):
         raise ValueError("its weights_sha256 is not a SHA-256")
-    if digest_of not in (VALUES, BOXES):
+    if digest_of not in (VALUES, CHUNKS):
         raise ValueError("it does not say what its weights_sha256 is of")
     if not isinstance(listed, dict):
         raise ValueError("it lists no files")
     files = {}
     for name, entry in listed.items():
-        if name not in _REQUIRED[version] and not any(kind.fullmatch(name) for kind in _OF_RANKS[version]):
+        if name not in _REQUIRED[version] and not any(kind.fullmatch(name) for kind in _PER_RANK[version]):
             outside = "/" in name or "\\" in name or name in ("..", ".")
             what = "which is outside of the checkpoint" if outside else "which is no part of a checkpoint"
             raise ValueError(f"it lists the file {name[:100]!r}, {what}")
@@ -210,7 +211,7 @@ def _typed(body: dict[str, Any]) -> Manifest:
 
 
 def is_sha256(value: object) -> bool:
-    """Whether it is a digest in hexadecimal digits."""
+    """Whether it is a SHA-256 in hexadecimal digits."""
     return isinstance(value, str) and _SHA256.fullmatch(value) is not None
 
 

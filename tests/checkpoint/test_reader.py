@@ -21,7 +21,6 @@ import torch
 from stormo.checkpoint import (
     CheckpointWriteError,
     CorruptCheckpointError,
-    FileEntry,
     Reader,
     Saving,
     Shard,
@@ -37,11 +36,10 @@ from stormo.checkpoint import (
     whole_box,
 )
 from stormo.checkpoint import reader as reader_module
-from stormo.checkpoint.layout import FILES, INDEX, MANIFEST, STATE, TENSOR_FILES, Manifest, parse_manifest
-from stormo.checkpoint.merging import Publisher
-from stormo.checkpoint.shard import ShardSave, note_name
-from stormo.checkpoint.writing import make_new_folder
+from stormo.checkpoint.format import FILES, INDEX, MANIFEST, STATE, TENSOR_FILES, FileEntry, Manifest, parse_manifest
+from stormo.checkpoint.writer import Publisher, ShardWriter, make_temp_dir, rank_manifest_name
 from stormo.errors import EXIT_USAGE
+from tests.checkpoint.fake_spread import read_chunk, read_tensor
 
 ALL_FILES = (*FILES, MANIFEST)
 
@@ -50,7 +48,7 @@ ALL_FILES = (*FILES, MANIFEST)
 def folder(tmp_path: Path, make_snapshot: Callable[[int], Snapshot]) -> Path:
     """Steps 1 and 2, both good."""
     for step in (1, 2):
-        save(tmp_path, make_snapshot(step), step=step, identity="run", keep_last=5, keep_best=0, metric=None)
+        save(tmp_path, make_snapshot(step), Saving(step=step, identity="run", keep_last=5))
     return tmp_path
 
 
@@ -382,7 +380,7 @@ def test_a_folder_below_a_file_holds_no_checkpoint(tmp_path: Path) -> None:
     assert find(tmp_path / "file" / "checkpoints") == []
 
 
-# --- boxes ---
+# --- chunks ---
 
 
 def test_boxes_of_whole_tensors_are_read_from_the_file_that_holds_them(
@@ -390,20 +388,20 @@ def test_boxes_of_whole_tensors_are_read_from_the_file_that_holds_them(
 ) -> None:
     expected = make_snapshot(2)
     with Reader(newest) as reader:
-        assert set(reader.names("model")) == set(expected.model)
+        assert set(reader.entries("model")) == set(expected.model)
         assert reader.state() == expected.state
         for name, tensor in expected.model.items():
-            assert torch.equal(reader.whole("model", name), tensor)
-            assert reader.whole("model", name).dtype == tensor.dtype
-        box = reader.box("model", "conv.weight", (3, 0, 1, 1), (4, 2, 2, 1))
-        assert torch.equal(box, expected.model["conv.weight"][3:7, 0:2, 1:3, 1:2])
+            assert torch.equal(read_tensor(reader, name), tensor)
+            assert read_tensor(reader, name).dtype == tensor.dtype
+        chunk = read_chunk(reader, "conv.weight", (3, 0, 1, 1), (4, 2, 2, 1))
+        assert torch.equal(chunk, expected.model["conv.weight"][3:7, 0:2, 1:3, 1:2])
         (newest / "model.safetensors").write_bytes(b"")
         with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors: it is 0 bytes long"):
-            reader.whole("model", "mask")
+            read_tensor(reader, "mask")
         optimizer = newest / "optimizer.safetensors"  # damaged before its header was read
         optimizer.write_bytes(optimizer.read_bytes()[:-1] + b"?")
         with pytest.raises(CorruptCheckpointError, match=r"optimizer\.safetensors: its SHA-256 is "):
-            reader.names("optimizer")
+            reader.entries("optimizer")
 
 
 @pytest.mark.parametrize(
@@ -419,39 +417,39 @@ def test_boxes_of_whole_tensors_are_read_from_the_file_that_holds_them(
         b'{"w":' * 100_000,
     ],
 )
-def test_a_resealed_header_that_makes_no_sense_is_refused_by_the_reader_of_boxes(newest: Path, header: bytes) -> None:
+def test_a_resealed_header_that_makes_no_sense_is_refused_by_the_reader_of_chunks(newest: Path, header: bytes) -> None:
     reseal(newest, "model.safetensors", len(header).to_bytes(8, "little") + header + b"\0" * 4)
     with Reader(newest) as reader, pytest.raises(CorruptCheckpointError, match="not a valid safetensors file"):
-        reader.names("model")
+        reader.entries("model")
 
 
-def sharded(folder: Path, spoil: Callable[[Path], object] = lambda note: None) -> Path:
-    """One worker's checkpoint of two tensors of eight bytes each; its note may be spoilt before it is published."""
-    boxes = [whole_box("model", "a", torch.ones(2)), whole_box("optimizer", "a|momentum_buffer", torch.zeros(2))]
-    shard = Shard(boxes=boxes, state={})
-    new = make_new_folder(folder, 3, 0)
-    ShardSave(0, shard).write(new.path, 3)
-    spoil(new.path / note_name(0))
-    saving = Saving(step=3, identity="", keep_last=1, keep_best=0, metric=None)
+def sharded(folder: Path, spoil: Callable[[Path], object] = lambda manifest: None) -> Path:
+    """One worker's checkpoint of two tensors of eight bytes each; its manifest may be spoilt before it is published."""
+    chunks = [whole_box("model", "a", torch.ones(2)), whole_box("optimizer", "a|momentum_buffer", torch.zeros(2))]
+    shard = Shard(chunks=chunks, state={})
+    new = make_temp_dir(folder, 3, 0)
+    ShardWriter(0, shard).write(new.path, 3)
+    spoil(new.path / rank_manifest_name(0))
+    saving = Saving(step=3, identity="", keep_last=1)
     return Publisher(folder, shard, saving, 1).publish(new.path).path
 
 
-def _link(note: Path) -> None:
-    note.rename(note.with_name("elsewhere"))
-    note.symlink_to("elsewhere")
+def _link(manifest: Path) -> None:
+    manifest.rename(manifest.with_name("elsewhere"))
+    manifest.symlink_to("elsewhere")
 
 
-def _pipe(note: Path) -> None:
-    note.unlink()
-    os.mkfifo(note)
+def _pipe(manifest: Path) -> None:
+    manifest.unlink()
+    os.mkfifo(manifest)
 
 
-def _of_another_rank(note: Path) -> None:
-    note.write_text(note.read_text().replace("shard-00000.", "shard-00001."))
+def _of_another_rank(manifest: Path) -> None:
+    manifest.write_text(manifest.read_text().replace("shard-00000.", "shard-00001."))
 
 
-def _outside(note: Path) -> None:
-    note.write_text(note.read_text().replace("shard-00000.", "../shard-00000."))
+def _outside(manifest: Path) -> None:
+    manifest.write_text(manifest.read_text().replace("shard-00000.", "../shard-00000."))
 
 
 @pytest.mark.parametrize(
@@ -461,10 +459,10 @@ def _outside(note: Path) -> None:
         (_pipe, "it is not a regular file"),
         (_of_another_rank, "shard-00001.safetensors is no file of rank 0"),
         (_outside, "../shard-00000.safetensors is no file of rank 0"),
-        (lambda note: os.truncate(note, 1 << 40), "bytes long, of which"),
+        (lambda manifest: os.truncate(manifest, 1 << 40), "bytes long, of which"),
     ],
 )
-def test_a_note_that_the_worker_has_not_written_is_not_published(
+def test_a_rank_manifest_that_the_worker_has_not_written_is_not_published(
     tmp_path: Path, spoil: Callable[[Path], object], problem: str
 ) -> None:
     with pytest.raises(CheckpointWriteError, match=r"was not published, as what the workers have written") as caught:
@@ -481,7 +479,7 @@ def test_a_resealed_index_is_refused_in_words(tmp_path: Path, monkeypatch: pytes
     own = list(second)
     second[2] = first[2] - 4
     reseal(path, "index-00000.json", json.dumps(part).encode())
-    with pytest.raises(CorruptCheckpointError, match=r"index-00000\.json: two of its boxes share bytes of shard-00000"):
+    with pytest.raises(CorruptCheckpointError, match=r"index-00000\.json: two of its chunks share bytes"):
         load(path)
     second[2] = first[2]
     reseal(path, "index-00000.json", json.dumps(part).encode())
@@ -493,7 +491,7 @@ def test_a_resealed_index_is_refused_in_words(tmp_path: Path, monkeypatch: pytes
         load(path)
     del part["optimizer"]["a|momentum_buffer"]
     reseal(path, "index-00000.json", json.dumps(part).encode())
-    with pytest.raises(CorruptCheckpointError, match=r"index-00000\.json: it lacks the box of 'a\|momentum_buffer'"):
+    with pytest.raises(CorruptCheckpointError, match=r"index-00000\.json: it lacks the chunk of 'a\|momentum_buffer'"):
         load(path)
     index["optimizer"] = index["model"] = {}
     reseal(path, INDEX, json.dumps(index).encode())
