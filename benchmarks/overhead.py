@@ -38,7 +38,7 @@ _LEARNING_RATE, _MOMENTUM = 0.01, 0.9
 
 def stormo_side(run: Training) -> Callable[[int], None]:
     """Turns of stormo's loop; a turn begins an epoch and is ended by the stop flag, as a signal would end it."""
-    from stormo.distributed.signals import StopFlag
+    from stormo.launch.signals import StopFlag
     from stormo.training.loop import train
 
     progress = run.state.progress
@@ -103,9 +103,9 @@ def measure(run: Training, num_pairs: int, num_steps: int) -> Times:
 def work(folder: Path, flags: Sequence[str], num_pairs: int, num_steps: int) -> int:
     """Be one of the two workers: put a real one together, and measure where it would train."""
     from stormo.config.layout import resolve_layout
-
     from stormo.distributed.store import Store
-    from stormo.launch import local, open_lifeline
+    from stormo.launch import open_lifeline
+    from stormo.launch.environments import local
     from stormo.training import worker
     from stormo.training.loop import Outcome
     from stormo.training.settings import read_settings

@@ -62,7 +62,8 @@ def work(folder: Path, measure: Callable[[World], Times]) -> int:
 
     from stormo.distributed.store import Store
     from stormo.distributed.world import World
-    from stormo.launch import local, open_lifeline
+    from stormo.launch import open_lifeline
+    from stormo.launch.environments import local
 
     place = local.place(os.environ)
     lifeline = open_lifeline(place)

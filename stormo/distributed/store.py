@@ -14,11 +14,11 @@ from typing import Any
 import torch.distributed as dist
 
 from stormo.errors import StormoError
-from stormo.launch import Board, MeetingPoint, Place
+from stormo.launch import AddressBook, Place, StoreAddress
 from stormo.launch.address import listen, listening_address
-from stormo.launch.meeting_point import BACKLOG, inherited
+from stormo.launch.auth import job_secret
 from stormo.launch.peer_loss import PeerLoss, is_file_timeout, peer_loss
-from stormo.launch.secret import job_secret
+from stormo.launch.rendezvous import BACKLOG, inherited_store_address
 
 _MOST_BYTES = 1 << 20  # of a word
 _CODE_SIZE = 64
@@ -50,14 +50,14 @@ class Store:
     already bound.
     """
 
-    def __init__(self, place: Place, timeout_s: float, at: MeetingPoint | None = None) -> None:
+    def __init__(self, place: Place, timeout_s: float, at: StoreAddress | None = None) -> None:
         """`at` is what the lifeline was told; without, what the agent of this node has left in the environment."""
         self.timeout = timedelta(seconds=timeout_s)
-        at = at or inherited(place, os.environ)
+        at = at or inherited_store_address(place, os.environ)
         self._store = dist.PrefixStore("stormo", self._open(place, at))
         self._key = b"" if at.memory is not None else job_secret(os.environ, at.port)
 
-    def _open(self, place: Place, at: MeetingPoint) -> dist.Store:
+    def _open(self, place: Place, at: StoreAddress) -> dist.Store:
         if at.memory is not None:
             # FileStore opens the path again at every use and at its end: it gets a descriptor that is never closed.
             store = dist.FileStore(f"/proc/self/fd/{os.dup(at.memory)}")
@@ -134,7 +134,7 @@ class Words:
         return hmac.digest(self._key, f"{self._prefix}/{name}\n".encode() + text, hashlib.sha256).hex().encode()
 
 
-class AgentBoard:
+class AgentAddressBook:
     """The store that torchrun's agent serves at the master port: rank 0 says there at which address it listens.
 
     It keeps what earlier rounds have left in it, and no variable tells one round from the next on all nodes: an address
@@ -157,10 +157,10 @@ class AgentBoard:
         return ""
 
 
-def board_of(place: Place, timeout_s: float) -> Board | None:
+def board_of(place: Place, timeout_s: float) -> AddressBook | None:
     """Where the ranks of torchrun find rank 0; None where rank 0 itself listens at the master port."""
     is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and place.launcher == "torchrun"
-    return AgentBoard(place, timeout_s) if is_served and place.world_size > 1 else None
+    return AgentAddressBook(place, timeout_s) if is_served and place.world_size > 1 else None
 
 
 @contextlib.contextmanager

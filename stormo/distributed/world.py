@@ -22,12 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stormo.config.mesh import Mesh
-from stormo.distributed.board import Board
-from stormo.distributed.grid import DATA, Grid
+from stormo.distributed.parallel_dims import DATA, Grid
+from stormo.distributed.status_table import StatusTable
 from stormo.distributed.store import PeerFailedError, Store, within
 from stormo.errors import SettingError, StormoError
 from stormo.launch.address import interface_towards
-from stormo.launch.place import Place
+from stormo.launch.rank_info import Place
 
 _Result = TypeVar("_Result")
 _BUNDLE_BYTES = 2**25  # of small tensors that travel as one message
@@ -67,7 +67,7 @@ class World:
         self.device = device
         self.is_main = place.rank == 0
         self._num_fetches = 0
-        self._boards: list[Board] = []
+        self._boards: list[StatusTable] = []
         self._levels: Levels | None = None
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -343,9 +343,9 @@ class World:
             self._levels = mine[0], mine[1]
         return self._levels
 
-    def board(self) -> Board:
+    def board(self) -> StatusTable:
         """A new place for a few numbers from all to all. All workers call it."""
-        self._boards.append(Board(self))
+        self._boards.append(StatusTable(self))
         return self._boards[-1]
 
     def close(self) -> None:

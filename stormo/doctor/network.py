@@ -11,7 +11,7 @@ from stormo.doctor.finding import Fact, Finding, Level
 from stormo.doctor.machine import Machine
 from stormo.errors import StormoError, counted
 from stormo.launch.address import resolve
-from stormo.launch.place import host_name
+from stormo.launch.rank_info import host_name
 
 _SLOW_MBIT = 10_000
 _JUMBO_FROM_MBIT = 25_000

@@ -12,7 +12,7 @@ import struct
 from pathlib import Path
 
 from stormo.errors import SettingError
-from stormo.launch.place import host_name
+from stormo.launch.rank_info import host_name
 
 LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915
@@ -60,6 +60,11 @@ def is_loopback(number: str) -> bool:
     address = ipaddress.ip_address(number)
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return (mapped or address).is_loopback
+
+
+def is_loopback_name(name: str) -> bool:
+    """Whether a name means, on every machine, that machine itself."""
+    return name in ("localhost", "::1") or name.startswith("127.")
 
 
 def listen(number: str, port: int, *, backlog: int = 128) -> socket.socket:

@@ -13,8 +13,10 @@ from typing import Any
 
 from stormo.errors import EXIT_FAILURE, EXIT_USAGE, SettingError
 from stormo.launch.address import resolve, shown
+from stormo.launch.auth import Greeting, has_code, new_nonce, nonce_in, remedy
 from stormo.launch.control import (
     PROTOCOL,
+    ChannelTimeouts,
     Ended,
     Event,
     Go,
@@ -24,14 +26,10 @@ from stormo.launch.control import (
     Peer,
     RefusedError,
     Reported,
-    Timing,
     configure,
-    host_of,
 )
 from stormo.launch.failure import Failure, printable
-from stormo.launch.handshake import Greeting, has_code, new_nonce, nonce_in
-from stormo.launch.link import Link
-from stormo.launch.secret import remedy
+from stormo.launch.json_socket import JsonSocket
 
 _ATTEMPT_TIMEOUT_S = 5.0  # for one connection to be accepted and welcomed
 _FIRST_RETRY_AFTER_S = 0.1
@@ -49,20 +47,21 @@ class Client:
         hello: Hello,
         *,
         secret: bytes,
-        timing: Timing,
+        timeouts: ChannelTimeouts,
         noun: str = "node",
         look: Callable[[], tuple[str, int] | None] | None = None,
     ) -> None:
         """`look` tells before every attempt where member 0 is now, from a place where anyone may have written."""
         self.started = False
+        self.step: int | None = None
         self._address, self._port = address, port
         self._look = look
         self._secret = secret
         self._greeting: Greeting | None = None  # once it was answered
         self._hello = hello
-        self._timing = timing
+        self._timeouts = timeouts
         self._noun = noun
-        self._deadline = time.monotonic() + timing.join_s
+        self._deadline = time.monotonic() + timeouts.join_s
         self._attempt_at = 0.0  # when the attempt under way began, or when the next may begin
         self._num_attempts = -1
         self._connecting: socket.socket | None = None
@@ -87,7 +86,7 @@ class Client:
         now = time.monotonic()
         if self._server is not None and self._welcomed:
             # Mostly the answer to the server's beat has just been sent; this is for a server that is silent.
-            self._server.beat(after_s=2 * self._timing.heartbeat_s)
+            self._server.beat(step=self.step, after_s=2 * self._timeouts.heartbeat_s)
         if self._server is not None:
             self._notice_end(self._server, now)
         if not self.started:
@@ -172,8 +171,8 @@ class Client:
             return
         self._selector.unregister(connecting)
         self._connecting = None
-        configure(connecting, self._timing)
-        self._server = Peer(Link(connecting, is_greeting=True), host=self._address)
+        configure(connecting, self._timeouts)
+        self._server = Peer(JsonSocket(connecting, is_greeting=True), host=self._address)
         self._greeting = None
         self._selector.register(self._server.link, selectors.EVENT_READ, self._server)
 
@@ -183,9 +182,9 @@ class Client:
             if not self._welcomed:
                 self._meet(server, message)
             elif kind == "welcome":
-                server.host = host_of(message)
+                server.introduce(message)
             elif kind == "beat":
-                server.beat()  # answered at once: the answers of many clients reach the server together
+                server.beat(step=self.step)  # answered at once: the answers of many clients reach the server together
             elif kind == "go":
                 payload = message.get("payload")
                 self.started = True
@@ -239,7 +238,7 @@ class Client:
             elif server.link.closed:
                 self._try_later("whatever listens there closes the connection at once")
             return
-        why = server.gone(now, self._timing)
+        why = server.gone(now, self._timeouts)
         if why is not None:
             if not self.started:
                 raise JoinError(f"{self._noun} 0 on host {server.host} {why} before the job began")
@@ -253,16 +252,16 @@ class Client:
         if now > self._deadline:
             if self._welcomed:
                 # The server gives up at its own time, with a better sentence; this is for one that does not.
-                if now > self._deadline + self._timing.lost_after_s:
+                if now > self._deadline + self._timeouts.lost_after_s:
                     raise JoinError(
-                        f"{self._noun} {self._hello.member} waited {self._timing.join_s:g} s at {self._where} "
+                        f"{self._noun} {self._hello.member} waited {self._timeouts.join_s:g} s at {self._where} "
                         f"for the others, but {self._noun} 0 neither began nor gave up; end the job on every "
                         f"{self._noun} and start it again"
                     )
                 return
             raise JoinError(
                 f"{self._noun} {self._hello.member} (host {self._hello.host}) tried to reach {self._noun} 0 at "
-                f"{self._where} for {self._timing.join_s:g} s, but without success ({self._trouble}); "
+                f"{self._where} for {self._timeouts.join_s:g} s, but without success ({self._trouble}); "
                 f"check that {self._noun} 0 runs, that --master-addr and --master-port are the same on every "
                 f"{self._noun}, and that no firewall closes the port"
             )

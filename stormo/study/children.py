@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -13,13 +12,12 @@ from pathlib import Path
 from types import FrameType
 
 from stormo.system.files import MAX_RECORDS_BYTES, create, read_bytes
-from stormo.system.process import own_command
+from stormo.system.process import die_with_parent, own_command
 
 _POLL_S = 0.1
 _ENOUGH_S = 1.0  # between two looks at how far a run is
 _ASK_S = 0.3  # from asking a run to stop after its step, to telling it to stop at once
 _WAIT_S = 3.0  # for its workers to end
-_PR_SET_PDEATHSIG = 1
 
 Runner = Callable[[Sequence[str], Path, Callable[[], bool]], int]
 
@@ -31,11 +29,6 @@ class StoppedError(KeyboardInterrupt):
 def run_child(arguments: Sequence[str], log: Path, is_enough: Callable[[], bool]) -> int:
     """Run `stormo train` with these arguments, its output into a file; the exit code, negative for a signal."""
     command = [*own_command("train"), *arguments]
-    libc = ctypes.CDLL(None)
-
-    def die_with_parent() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-
     with create(log) as file:
         process = subprocess.Popen(
             command,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from stormo.distributed.store import Store, Words, is_secondary
 from stormo.errors import StormoError
 from stormo.launch import Place
-from stormo.launch.meeting_point import MeetingPoint, inherited, new_memory, told_by_rank_0
+from stormo.launch.rendezvous import StoreAddress, inherited_store_address, new_store_memory, received_store_address
 
 SOON = timedelta(seconds=1)
 
@@ -47,8 +47,8 @@ def test_a_word_is_heard_and_one_of_a_stranger_is_not() -> None:
 
 
 def test_the_ranks_of_a_node_meet_in_memory_that_has_no_name() -> None:
-    at = MeetingPoint(memory=new_memory())
-    told = told_by_rank_0(place_of(1), at.described())
+    at = StoreAddress(memory=new_store_memory())
+    told = received_store_address(place_of(1), at.described())
     assert told.memory is not None
     assert told.memory != at.memory
     stores = [Store(place_of(rank), 5.0, point) for rank, point in enumerate((at, told))]
@@ -72,20 +72,20 @@ def test_the_ranks_of_a_node_meet_in_memory_that_has_no_name() -> None:
 )
 def test_only_the_memory_of_a_process_is_opened(told: dict[str, object]) -> None:
     with pytest.raises(StormoError, match="same release"):
-        told_by_rank_0(place_of(1), told)
+        received_store_address(place_of(1), told)
 
 
 @pytest.mark.parametrize("told", [{"address": "127.0.0.1"}, {"address": "127.0.0.1", "port": "1"}, {"memory": "x"}])
 def test_ranks_of_several_nodes_need_an_address(told: dict[str, object]) -> None:
     with pytest.raises(StormoError, match="same release"):
-        told_by_rank_0(place_of(1, num_nodes=2), told)
+        received_store_address(place_of(1, num_nodes=2), told)
 
 
 def test_a_worker_does_not_hand_its_memory_on() -> None:
-    memory = new_memory()
+    memory = new_store_memory()
     os.set_inheritable(memory, True)
     environ = {"STORMO_STORE_FD": str(memory)}
-    assert inherited(place_of(1), environ).memory == memory
+    assert inherited_store_address(place_of(1), environ).memory == memory
     assert environ == {}
     assert not os.get_inheritable(memory)
     os.close(memory)

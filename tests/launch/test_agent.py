@@ -151,13 +151,13 @@ def test_a_script_whose_ranks_never_meet_is_fine(start_agent: StartAgent) -> Non
 
 def test_a_scripts_rank_that_does_not_come_is_named_and_not_the_one_that_waited(start_agent: StartAgent) -> None:
     waits = ["give up", 8.0, "world.sum in a.py line 3"]
-    patience = {**OF_SCRIPT, "settling": {"secondary_s": 0.5}}
+    patience = {**OF_SCRIPT, "settle": {"secondary_s": 0.5}}
     job = start_agent({"0": [waits], "1": [["step", 4], *FOREVER]}, patience=patience)
     assert job.wait() == 1
     assert first_line(job).startswith("stormo: rank 1 on host ")
     assert "did not come within 8 s to where rank 0 waits: world.sum in a.py line 3; rank 1 (pid " in first_line(job)
-    assert re.search(r"\) is at step 4 and says: it is [^;]*, in worker_program\.py line \d+; ", first_line(job))
-    assert "set a larger --timeout or World(timeout_s=...)" in first_line(job)
+    assert re.search(r"\) is at step 4: it is [^;]*, in worker_program\.py line \d+; ", first_line(job))
+    assert "set a larger --timeout (in a script: World(timeout_s=...))" in first_line(job)
 
 
 def test_a_rank_that_ends_early_is_fine_when_the_others_end_well(start_agent: StartAgent) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from stormo.errors import SettingError
-from stormo.launch import local
-from stormo.launch.local import Node
+from stormo.launch.environments import local
+from stormo.launch.environments.local import Node
 
 
 def told(node: Node, local_rank: int, environ: dict[str, str] | None = None, **more: Any) -> dict[str, str]:

@@ -6,7 +6,7 @@ import pytest
 
 from stormo.errors import SettingError
 from stormo.launch.environments import mpi
-from stormo.launch.place import DEFAULT_MASTER_PORT
+from stormo.launch.rank_info import DEFAULT_MASTER_PORT
 
 
 def open_mpi(rank: int, size: int, local_rank: int, local_size: int, **more: str) -> dict[str, str]:

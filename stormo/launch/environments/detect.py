@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from stormo.errors import SettingError, counted
-from stormo.launch import local
-from stormo.launch.environments import env, mpi, slurm, torchrun
-from stormo.launch.place import Place
+from stormo.launch.environments import env, local, mpi, slurm, torchrun
+from stormo.launch.rank_info import Place
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from stormo.errors import SettingError
-from stormo.launch.hostfile import is_loopback_name
-from stormo.launch.place import DEFAULT_MASTER_PORT, Place, host_name, read_int
+from stormo.launch.address import is_loopback_name
+from stormo.launch.rank_info import DEFAULT_MASTER_PORT, Place, host_name, read_int
 
 
 def detect(environ: Mapping[str, str]) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from stormo.errors import SettingError, counted
 from stormo.launch.environments.slurm import is_step
-from stormo.launch.place import DEFAULT_MASTER_PORT, Place, derived_port, host_name, read_int
+from stormo.launch.rank_info import DEFAULT_MASTER_PORT, Place, derived_port, host_name, read_int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from stormo.errors import SettingError
-from stormo.launch.place import Place, host_name, read_int
+from stormo.launch.rank_info import Place, host_name, read_int
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where the agent looks for a worker's last word
 _SURVIVOR_LATER_S = 5  # torchrun sees a worker that was killed at most a second or two after its peers

@@ -8,10 +8,10 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from stormo.config.mesh import Mesh
 from torch import Tensor, nn
 
-from stormo.distributed.grid import Grid, Line
+from stormo.config.mesh import Mesh
+from stormo.distributed.parallel_dims import Grid, Line
 from stormo.parallel.pipeline.bubble import Span, idle_share
 from stormo.parallel.pipeline.engine import Engine
 from stormo.parallel.pipeline.orders import Action, orders, stages_of
