@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from stormo.config.mesh import AXES, Mesh
 
@@ -72,16 +72,20 @@ class Grid:
         """torch's mesh of the axes with several workers and of `shard`, which torch's sharding asks for in any case."""
         if self._devices is None:
             axes = tuple(axis for axis in AXES if axis == "shard" or getattr(self.mesh, axis) > 1)
-            sizes = tuple(getattr(self.mesh, axis) for axis in axes)
-            self._devices = init_device_mesh(self._device.type, sizes, mesh_dim_names=axes)
-            for axis in axes:
-                self._limit(self._devices.get_group(axis))
+            ranks = torch.arange(self.mesh.size).view([getattr(self.mesh, axis) for axis in axes])
+            # Groups of our own: those that torch's mesh would make have torch's own timeout.
+            groups = [self._group((axis,)) for axis in axes]
+            self._devices = DeviceMesh.from_group(groups, self._device.type, ranks, mesh_dim_names=axes)
         return self._devices
 
-    def _limit(self, group: dist.ProcessGroup) -> None:
-        """Wait in a group no longer than in that of all workers; torch's mesh leaves groups at torch's own limit."""
-        if self._timeout is not None:
-            dist.distributed_c10d._set_pg_timeout(self._timeout, group)
+    def _group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
+        """A new group of the workers along these axes, or that of all. All workers call it."""
+        groups = [list(self.ranks(axes, dict(zip(AXES, at, strict=True)))) for at in self._corners(axes)]
+        if len(groups) == 1:
+            assert dist.group.WORLD is not None, "the process group exists"
+            return dist.group.WORLD
+        mine, _ = dist.new_subgroups_by_enumeration(groups, timeout=self._timeout)
+        return mine
 
     def line(self, *axes: str) -> Line:
         """The workers along these axes. All workers call it."""
@@ -95,13 +99,9 @@ class Grid:
         long = [axis for axis in axes if getattr(self.mesh, axis) > 1]
         if len(ranks) == 1:
             return Line(ranks, self.rank, None)
-        if len(ranks) == self.mesh.size:
-            return Line(ranks, self.rank, dist.group.WORLD)
-        if len(long) == 1:
-            return Line(ranks, self.rank, self.devices.get_group(long[0]))
-        groups = [self.ranks(axes, dict(zip(AXES, at, strict=True))) for at in self._corners(axes)]
-        mine, _ = dist.new_subgroups_by_enumeration([list(group) for group in groups], timeout=self._timeout)
-        return Line(ranks, self.rank, mine)
+        is_own_axis = len(long) == 1 and len(ranks) < self.mesh.size
+        group = self.devices.get_group(long[0]) if is_own_axis else self._group(axes)
+        return Line(ranks, self.rank, group)
 
     def ranks(self, axes: Sequence[str], at: dict[str, int]) -> tuple[int, ...]:
         """The ranks of the line through a place."""
