@@ -1,7 +1,7 @@
 """The workers along the axes of the mesh: with whom this one shares its samples, its weights, its layers.
 
-Built on torch's DeviceMesh. Every set of axes gives a `Line`: the workers that differ from this one along these axes
-alone, with the collectives among them; a line of one worker speaks to nobody.
+Built on torch's DeviceMesh. Every set of axes gives a group: the workers that differ from this one along these axes
+alone, with the collectives among them. A group of one worker does not communicate.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scat
 
 
 class Line:
-    """Workers that differ along some axes only: this one's number among them, and what they do together."""
+    """Workers that differ along some axes only: this one's rank among them, and their collectives."""
 
     def __init__(self, ranks: Sequence[int], rank: int, group: dist.ProcessGroup | None) -> None:
         self.ranks = tuple(ranks)
@@ -50,13 +50,13 @@ class Line:
         _gather(received.view(-1), sent.view(-1), group=self.group)  # flat, as Gloo wants them
 
     def scatter_sum(self, received: Tensor, sent: Tensor) -> dist.Work:
-        """Begin to sum tensors of one piece for each worker, of which every worker receives its own."""
+        """Start a reduce-scatter: every worker receives the sum of its piece."""
         work: dist.Work = _scatter(received.view(-1), sent.view(-1), group=self.group, async_op=True)
         return work
 
 
 class Grid:
-    """The mesh of a run, seen from one worker. Every worker makes it, and asks it for the same lines in one order."""
+    """The mesh of a run, seen from one worker. All workers make it, and ask it for the same groups in one order."""
 
     def __init__(self, mesh: Mesh, rank: int, device: torch.device, timeout: timedelta | None = None) -> None:
         self.mesh = mesh
@@ -84,7 +84,7 @@ class Grid:
         if len(groups) == 1:
             assert dist.group.WORLD is not None, "the process group exists"
             return dist.group.WORLD
-        mine, _ = dist.new_subgroups_by_enumeration(groups, timeout=self._timeout)
+        mine: dist.ProcessGroup = dist.new_subgroups_by_enumeration(groups, timeout=self._timeout)[0]
         return mine
 
     def line(self, *axes: str) -> Line:
@@ -104,7 +104,7 @@ class Grid:
         return Line(ranks, self.rank, group)
 
     def ranks(self, axes: Sequence[str], at: dict[str, int]) -> tuple[int, ...]:
-        """The ranks of the line through a place."""
+        """The ranks along these axes, through a place in the mesh."""
         spans = [
             range(size) if axis in axes else range(at[axis], at[axis] + 1)
             for axis, size in zip(AXES, self.mesh.sizes, strict=True)

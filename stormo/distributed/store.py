@@ -1,4 +1,4 @@
-"""The key-value store through which the workers of a job find one another, and what the loss of a peer looks like."""
+"""The key-value store in which the workers of a job meet, and the errors for a peer that is gone."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from stormo.launch.auth import job_secret
 from stormo.launch.peer_loss import PeerLoss, is_file_timeout, peer_loss
 from stormo.launch.rendezvous import BACKLOG, inherited_store_address
 
-_MOST_BYTES = 1 << 20  # of a word
+_MOST_BYTES = 1 << 20  # of a value
 _CODE_SIZE = 64
 _WHERE = "stormo/where"
 
 
 class PeerFailedError(StormoError):
-    """Another worker failed in something this one waited for."""
+    """Another worker failed in something that this one waited for."""
 
     def __init__(self, text: str, loss: PeerLoss | None = None) -> None:
         super().__init__(text)
@@ -34,7 +34,7 @@ class PeerFailedError(StormoError):
 
 
 class PeerMissingError(dist.DistError):
-    """Another worker is gone, or has not come in time, which torch would say in words alone."""
+    """Another worker is gone, or has not come in time; torch would only say so in its text."""
 
     def __init__(self, text: str, loss: PeerLoss) -> None:
         super().__init__(text)
@@ -44,14 +44,13 @@ class PeerMissingError(dist.DistError):
 class Store:
     """torch's store, opened where the ranks meet.
 
-    On one node it is a FileStore in memory that only these ranks have. Between nodes it is a TCPStore, into which
-    anybody can look and write who reaches rank 0: what stormo itself reads out of it are `Words`. Rank 0 then listens
-    on the master address alone, never on every interface: torch's own server would, so it is given a socket that is
-    already bound.
+    On one node it is a FileStore in memory that only these ranks have. Between nodes it is a TCPStore, which anybody
+    can read and write who reaches rank 0: what stormo itself reads from it is signed. Rank 0 listens on the master
+    address alone. torch's own server would listen on every interface, so it gets a socket that is already bound.
     """
 
     def __init__(self, place: Place, timeout_s: float, at: StoreAddress | None = None) -> None:
-        """`at` is what the lifeline was told; without, what the agent of this node has left in the environment."""
+        """`at` is what rank 0 told; without, what the agent of this node has left in the environment."""
         self.timeout = timedelta(seconds=timeout_s)
         at = at or inherited_store_address(place, os.environ)
         self._store = dist.PrefixStore("stormo", self._open(place, at))
@@ -89,28 +88,28 @@ class Store:
         """A part of the store with names of its own."""
         return dist.PrefixStore(prefix, self._store)
 
-    def words(self, prefix: str) -> Words:
-        """The same for what only the workers of this job may say."""
-        return Words(self.shared(prefix), prefix, self._key)
+    def signed(self, prefix: str) -> SignedStore:
+        """A part of the store that only the workers of this job can write."""
+        return SignedStore(self.shared(prefix), prefix, self._key)
 
 
-class Words:
-    """JSON-able values in a store, each with a code that only a worker of this job can make for this name."""
+class SignedStore:
+    """JSON-able values in a store, each signed for its name by a worker of this job."""
 
     def __init__(self, store: dist.Store, prefix: str, key: bytes) -> None:
         self._store, self._prefix, self._key = store, prefix, key
 
-    def say(self, name: str, value: Any) -> None:
-        """Make a value known."""
+    def put(self, name: str, value: Any) -> None:
+        """Set a value."""
         text = json.dumps(value)
         self._store.set(name, self._code(name, text.encode()).decode() + text)
 
-    def wait(self, name: str, timeout: timedelta) -> Any:
-        """What a worker says under a name, once it does."""
-        return self.wait_all([name], timeout)[0]
+    def get(self, name: str, timeout: timedelta) -> Any:
+        """The value of a name; waits until it is set."""
+        return self.get_all([name], timeout)[0]
 
-    def wait_all(self, names: Sequence[str], timeout: timedelta) -> list[Any]:
-        """What workers say under these names, once all of them do."""
+    def get_all(self, names: Sequence[str], timeout: timedelta) -> list[Any]:
+        """The values of these names; waits until all are set."""
         with within(timeout):
             self._store.wait(list(names), timeout)
             return [
@@ -127,7 +126,7 @@ class Words:
         return json.loads(text)
 
     def count(self, name: str) -> int:
-        """How many have counted under a name, this worker among them."""
+        """Add 1 to a counter; its new value."""
         return int(self._store.add(name, 1))
 
     def _code(self, name: str, text: bytes) -> bytes:

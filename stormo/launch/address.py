@@ -1,4 +1,4 @@
-"""Listening on exactly one address, never on all of them, with a sentence for every way that can fail."""
+"""Addresses: listen on exactly one, never on all of them, with a sentence for every way that can fail."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _free_port(number: str) -> int:
 
 
 def _address_towards_others(master_addr: str, peer: str) -> str | None:
-    """By the route to another host, or else the default one, or else the only network; None where there is none."""
+    """This host's address by the route to another host, the default route, or its only network; None without any."""
     with contextlib.suppress(SettingError):
         for number in (*(resolve(peer) if peer else ()), _SOMEWHERE_ELSE):
             own = address_towards(number)

@@ -5,7 +5,7 @@ cluster share. The environment of a process is private to its user; its command 
 
 The server sends a nonce; the client answers with its own and a code over both; the server answers with its code. Roles
 are part of the codes, so that none can be sent back to where it came from. From then on every line carries a code too
-(`Seal`), since whoever passes the greeting on between two honest members could otherwise speak for them.
+(`Seal`), since whoever passes the handshake on between two honest members could otherwise speak for them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def new_secret() -> str:
 
 
 def job_secret(environ: Mapping[str, str], port: int) -> bytes:
-    """What the members of the job that meets at this port share; another job of the same user has another one."""
+    """The secret of the job at this port; another job of the same user has another one."""
     given = environ.get(VARIABLE)
     if given is not None and len(given) < _FEWEST_CHARACTERS:
         raise SettingError(
@@ -128,14 +128,14 @@ def _unusable(path: Path, why: str) -> SettingError:
     )
 
 
-MAX_GREETING_BYTES = 1024  # of one line, before the other side is known
+MAX_HANDSHAKE_BYTES = 1024  # of one line, before the other side is known
 _NONCE_BYTES = 32
 _CODE_BYTES = 32
 _CLIENT, _SERVER, _TO_SERVER, _TO_CLIENT = b"client knows", b"server knows", b"to server", b"to client"
 
 
 class Seal:
-    """The codes of one direction, each for a line and its number: none can be changed, left out or sent twice."""
+    """Signs the lines of one direction, each with its number: none can be changed, left out or sent twice."""
 
     SIZE = 32  # characters in front of a line
 
@@ -144,30 +144,30 @@ class Seal:
         self._number = 0
 
     def code(self, line: bytes | bytearray) -> bytes:
-        """The code of the next line."""
+        """The signature of the next line."""
         self._number += 1
         code = hmac.digest(self._key, b"%d " % self._number + line, hashlib.sha256)
         return code.hex()[: self.SIZE].encode()
 
 
 @dataclass(frozen=True, slots=True)
-class Greeting:
-    """One conversation's nonces under a secret."""
+class Handshake:
+    """One handshake: the nonces of both sides, and the secret."""
 
     secret: bytes
     server_nonce: str
     client_nonce: str
 
     def client_code(self) -> str:
-        """By which the client is known."""
+        """Proves that the client knows the secret."""
         return self._mac(_CLIENT).hex()
 
     def server_code(self) -> str:
-        """By which the server is known."""
+        """Proves that the server knows the secret."""
         return self._mac(_SERVER).hex()
 
     def seals(self) -> tuple[Seal, Seal]:
-        """Of what goes to the server, and of what goes to the client."""
+        """The seals of what goes to the server, and of what goes to the client."""
         return Seal(self._mac(_TO_SERVER)), Seal(self._mac(_TO_CLIENT))
 
     def _mac(self, role: bytes) -> bytes:

@@ -10,12 +10,13 @@ both sides have shown that they know the secret of the job (`handshake`).
 from __future__ import annotations
 
 import os
+import selectors
 import signal
 import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from stormo.errors import SettingError, StormoError, counted
 from stormo.launch.failure import OUT_OF_MEMORY, Failure, printable, signal_name
@@ -111,47 +112,13 @@ class Ended:
 Event = Go | Reported | RankEnded | Gone | Ended
 
 
-class Control(Protocol):
-    """What server and client have in common."""
-
-    started: bool
-    step: int | None  # of this member, told with every heartbeat
-
-    def fileno(self) -> int:
-        """The descriptor to wait on."""
-
-    def poll(self, timeout_s: float = 0.0) -> list[Event]:
-        """Let things happen for at most so long, and say what did."""
-
-    def report(self, failure: Failure) -> None:
-        """Tell the others what has failed."""
-
-    def rank_ended(self, rank: int, exit_code: int) -> None:
-        """Tell member 0 that a rank has ended in order."""
-
-    def leave(self, exit_code: int) -> None:
-        """Say that this member has ended in order; `Ended` follows when all have."""
-
-    def drain(self, timeout_s: float) -> None:
-        """Wait until everything said is on its way, at most so long."""
-
-    def dismiss(self) -> None:
-        """Member 0 ends in order and no longer serves the others, who go on without the channel."""
-
-    def close(self) -> None:
-        """Let go of every connection after the last words have arrived."""
-
-    def abandon(self) -> None:
-        """Let go of every descriptor without a word, in a forked child that shares them with its parent."""
-
-
 class Peer:
     """The other end of one connection, and when it was last heard."""
 
-    def __init__(self, link: JsonSocket, *, host: str = "") -> None:
-        self.link = link
+    def __init__(self, socket: JsonSocket, *, host: str = "") -> None:
+        self.socket = socket
         self.host = host  # first the address, later the name
-        self.nonce = ""  # of the greeting, here
+        self.nonce = ""  # this side's, of the handshake
         self.is_known = False  # whether it has shown that it knows the secret of the job
         self.member: int | None = None
         self.pid: int | None = None  # where its process can be seen from here
@@ -167,7 +134,7 @@ class Peer:
 
     def receive(self) -> list[dict[str, Any]]:
         """The messages that are there; any of them is a sign of life."""
-        messages = self.link.receive()
+        messages = self.socket.receive()
         if messages:
             self.heard_at = time.monotonic()
         for message in messages:
@@ -176,21 +143,21 @@ class Peer:
 
     def beat(self, *, step: int | None = None, after_s: float = 0.0) -> None:
         """Send a heartbeat unless the last one was sent less than so long ago."""
-        self.link.flush()
+        self.socket.flush()
         now = time.monotonic()
         if now - self.beaten_at >= after_s:
             self.beaten_at = now
-            self.link.send({"type": "beat"} if step is None else {"type": "beat", "step": step})
+            self.socket.send({"type": "beat"} if step is None else {"type": "beat", "step": step})
 
     def gone(self, now: float, timeouts: ChannelTimeouts) -> str | None:
         """Why the peer counts as gone, or None while it is there or has ended in order."""
         if self.left is not None or self.settled:
             return None
-        if self.link.unreachable:
+        if self.socket.unreachable:
             return f"is lost: its machine has not answered for {timeouts.lost_after_s:g} s"
-        if self.link.fault:
-            return f"broke the control channel: {self.link.fault}"
-        if self.link.closed:
+        if self.socket.fault:
+            return f"broke the control channel: {self.socket.fault}"
+        if self.socket.closed:
             return self._how_it_died()
         if now - self.heard_at > timeouts.stalled_after_s:
             state = "" if self.pid is None else f"; pid {self.pid}: {process_state(self.pid)}"
@@ -203,6 +170,54 @@ class Peer:
             return f"was killed, or ended without a message; {OUT_OF_MEMORY}"
         hint = f"; {OUT_OF_MEMORY}" if number == signal.SIGKILL else ""
         return f"was killed by {signal_name(number)} (signal {number}){hint}"
+
+
+class Control:
+    """What server and client have in common."""
+
+    def __init__(self, hello: Hello, *, secret: bytes, timeouts: ChannelTimeouts, noun: str) -> None:
+        self.started = False
+        self.step: int | None = None  # of this member, told with every heartbeat
+        self._hello = hello
+        self._secret = secret
+        self._timeouts = timeouts
+        self._noun = noun
+        self._deadline = time.monotonic() + timeouts.join_s
+        self._events: list[Event] = []
+        self._selector = selectors.EpollSelector()  # its own descriptor can be waited on
+
+    def fileno(self) -> int:
+        """The descriptor to wait on."""
+        return self._selector.fileno()
+
+    def poll(self, timeout_s: float = 0.0) -> list[Event]:
+        """Wait for events at most so long; those that happened."""
+        raise NotImplementedError
+
+    def report(self, failure: Failure) -> None:
+        """Tell the others what has failed."""
+
+    def rank_ended(self, rank: int, exit_code: int) -> None:
+        """Tell member 0 that a rank has ended in order; on member 0 its owner keeps the book itself."""
+
+    def leave(self, exit_code: int) -> None:
+        """Say that this member has ended in order; `Ended` follows when all have."""
+
+    def drain(self, timeout_s: float) -> None:
+        """Wait until everything said is on its way, at most so long."""
+
+    def dismiss(self) -> None:
+        """Member 0 ends in order and no longer serves the others, who continue without the channel."""
+
+    def close(self) -> None:
+        """Let go of every connection after the last words have arrived."""
+
+    def abandon(self) -> None:
+        """Let go of every descriptor without a word, in a forked child that shares them with its parent."""
+
+    def _take_events(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
 
 
 def configure(connected: socket.socket, timeouts: ChannelTimeouts) -> None:

@@ -67,11 +67,11 @@ class AddressBook(Protocol):
         """What was said last; empty where nothing was."""
 
 
-class Lifeline(Protocol):
-    """What a rank calls, whoever started it."""
+class Lifeline:
+    """What a rank calls, whoever started it; here nobody is told."""
 
-    shows_failures: bool  # whether a reported failure is shown to the user, so that the caller need not
-    meeting_point: StoreAddress | None  # of which the other ranks have told; None where the environment does
+    shows_failures = False  # whether a reported failure is shown to the user, so that the caller need not
+    meeting_point: StoreAddress | None = None  # of which rank 0 has told; None where the environment does
 
     def report_failure(self, error: BaseException, *, secondary: bool) -> None:
         """Say that this rank fails; secondary when it only misses a peer. The caller ends the process after it."""
@@ -83,27 +83,14 @@ class Lifeline(Protocol):
         """Say that this rank ends in order."""
 
 
-class NoLifeline:
-    """For a process that is the whole job: nobody else needs to know."""
-
-    shows_failures = False
-    meeting_point: StoreAddress | None = None
-
-    def report_failure(self, error: BaseException, *, secondary: bool) -> None:
-        """Nobody to tell; the caller shows the error."""
-
-    def alive(self, step: int) -> None:
-        """Nobody to tell."""
-
-    def close(self) -> None:
-        """Nobody to tell."""
+class NoLifeline(Lifeline):
+    """For a process that is the whole job."""
 
 
-class AgentReporter:
+class AgentReporter(Lifeline):
     """To the agent of the node, over the socket it gave; ends the process when the agent is gone."""
 
     shows_failures = True
-    meeting_point: StoreAddress | None = None
 
     def __init__(self, place: Place, environ: MutableMapping[str, str]) -> None:
         self._place = place
@@ -113,9 +100,9 @@ class AgentReporter:
         # Taken out of the environment: a program this worker starts is no worker.
         channel = socket.socket(fileno=int(environ.pop(CHANNEL_FD)))
         channel.set_inheritable(False)
-        self._link = JsonSocket(channel)
+        self._socket = JsonSocket(channel)
         die_with_parent()
-        os.register_at_fork(after_in_child=self._link.close)  # a forked helper must not keep the line open
+        os.register_at_fork(after_in_child=self._socket.close)  # a forked helper must not keep the line open
         self._send_alive()
         self._thread = threading.Thread(target=self._keep_in_touch, name="stormo-lifeline", daemon=True)
         self._thread.start()
@@ -144,14 +131,14 @@ class AgentReporter:
 
     def _send(self, message: dict[str, object]) -> None:
         with self._lock:
-            self._link.send(message)
-            self._link.drain(_LAST_WORDS_S)
+            self._socket.send(message)
+            self._socket.drain(_LAST_WORDS_S)
 
     def _keep_in_touch(self) -> None:
         while not self._closing.wait(_ALIVE_EVERY_S):
             self._send_alive()
-            self._link.receive()
-            if self._link.closed and not self._closing.is_set():
+            self._socket.receive()
+            if self._socket.closed and not self._closing.is_set():
                 _end_group()
 
 
@@ -184,7 +171,7 @@ def _state_of(pid: int | None, step: int | None) -> str:
     return f"(pid {pid}){' ' if at else ''}{at}: {process_state(pid)}"
 
 
-class PeerReporter:
+class PeerReporter(Lifeline):
     """One rank's end of the channel; a daemon thread owns it, so that a rank stuck in a collective still ends."""
 
     shows_failures = True
@@ -212,7 +199,6 @@ class PeerReporter:
         self._all_came = threading.Event()
         self._all_left = threading.Event()
         self._exit_at: float | None = None
-        self.meeting_point: StoreAddress | None = None
         self._payload: Mapping[str, Any] = {}
         hello = Hello(
             member=place.rank, num_members=place.world_size, host=place.host, digest=digest, options=options or {}

@@ -32,7 +32,7 @@ _PASS = "STORMO_PASS"  # and what the user lists there
 
 
 def hosts_of(config: TrainConfig) -> tuple[ListedHost, ...]:
-    """The hosts on which this command is to be started; none where it is for this node alone."""
+    """The hosts on which to start this command; none where it is for this node alone."""
     workers = config.workers
     if workers.launcher == "auto":
         given = next((name for name in OF_ONE_CALL[1:] if getattr(workers, name)), None)
@@ -85,7 +85,7 @@ def on_hosts(config: TrainConfig, hosts: tuple[ListedHost, ...]) -> TrainConfig:
 
 
 def start_on_hosts(config: TrainConfig, hosts: tuple[ListedHost, ...], verb: str, arguments: Sequence[str]) -> int:
-    """Start this very command on all hosts, and see it to its end; the exit code of the whole."""
+    """Run this command on all hosts; the exit code of the whole."""
     workers = config.workers
     address = workers.master_addr if "master_addr" in config.given else hosts[0].address
     port = workers.master_port or derived_port(f"{hosts[0].name} {os.getpid()} {os.times().elapsed}")
@@ -123,7 +123,7 @@ def _passed_on() -> list[str]:
 
 
 def _without(arguments: Sequence[str]) -> list[str]:
-    """The command line without what only this call is told, and what every host is told anew."""
+    """The command line without the flags of this call alone, and those that every host gets anew."""
     taken = {*OF_ONE_CALL, "num_nodes", "num_gpus", "master_addr", "master_port"}
     kept: list[str] = []
     words = iter(arguments)
@@ -179,7 +179,7 @@ def parse_hosts(text: str) -> tuple[ListedHost, ...]:
 
 
 def hosts_of_job(environ: Mapping[str, str]) -> tuple[ListedHost, ...]:
-    """The hosts that a scheduler has given to the job in which this runs; none outside of one."""
+    """The hosts that a scheduler gave to this job; none outside of one."""
     if environ.get("SLURM_JOB_NODELIST"):
         name = "SLURM_JOB_NODELIST"  # of a heterogeneous job that of its first group alone
         groups = [environ.get(f"{name}_HET_GROUP_{group}", "") for group in range(num_groups(environ))]
@@ -238,7 +238,7 @@ def _is_here(name: str) -> bool:
 
 
 def slots_of(hosts: Sequence[ListedHost], num_workers: int | None) -> int | None:
-    """Workers on each host: as set, or the slots if all have equally many; None where neither is said."""
+    """Workers on each host: as set, or the slots if all have equally many; None where neither is known."""
     known = [host for host in hosts if host.slots is not None]
     if num_workers is not None:
         for host in known:

@@ -1,7 +1,7 @@
 """JSON messages, one a line, over one connected stream socket that never blocks.
 
 Whatever arrives is untrusted: a line has a maximal length, and only JSON objects count as messages. Over a network
-the first lines are a greeting, one at a time and short; once it is done, every line is sealed.
+the first lines are a handshake, one at a time and short; once it is done, every line is sealed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from stormo.launch.auth import MAX_GREETING_BYTES, Seal
+from stormo.launch.auth import MAX_HANDSHAKE_BYTES, Seal
 
 MAX_LINE_BYTES = 256 * 1024
 _MAX_UNSENT_BYTES = 4 * MAX_LINE_BYTES
@@ -26,11 +26,11 @@ _UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EH
 
 
 class JsonSocket:
-    """One end of a conversation; after `closed` nothing more will come or go."""
+    """One end of a connection; after `closed` nothing more will come or go."""
 
-    def __init__(self, connected: socket.socket, *, is_greeting: bool = False) -> None:
-        """`is_greeting` until `seal` is called, where the other side is not known."""
-        self._is_greeting = is_greeting
+    def __init__(self, connected: socket.socket, *, in_handshake: bool = False) -> None:
+        """`in_handshake`: the other side is not known until `seal` is called."""
+        self._in_handshake = in_handshake
         self._seals: tuple[Seal, Seal] | None = None  # of what goes out, and of what comes in
         self._socket = connected
         self._socket.setblocking(False)
@@ -45,12 +45,12 @@ class JsonSocket:
         return self._socket.fileno()
 
     def seal(self, outgoing: Seal, incoming: Seal) -> None:
-        """The other side is known: from now on lines go out and are believed with their code only."""
-        self._is_greeting = False
+        """The other side is authenticated: from now on every line is signed, and refused without its signature."""
+        self._in_handshake = False
         self._seals = outgoing, incoming
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Hand one message over; what the socket does not take at once goes with the next `flush`."""
+        """Send one message; what the socket does not take at once goes with the next `flush`."""
         line = json.dumps(message, separators=(",", ":")).encode() + b"\n"
         assert len(line) <= MAX_LINE_BYTES - Seal.SIZE, f"a message of {len(line)} bytes"
         if self.closed:
@@ -89,7 +89,7 @@ class JsonSocket:
             self.flush()
 
     def receive(self) -> list[dict[str, Any]]:
-        """Every whole message that is there; sets `closed` at the end of the conversation."""
+        """Every whole message that is there; sets `closed` at the end of the connection."""
         if self.closed:
             return []
         try:
@@ -109,8 +109,8 @@ class JsonSocket:
         messages: list[dict[str, Any]] = []
         *lines, rest = self._unread.split(b"\n")
         self._unread = bytearray(rest)
-        longest = MAX_GREETING_BYTES if self._is_greeting else MAX_LINE_BYTES
-        if self._is_greeting and len(lines) + bool(rest) > 1:
+        longest = MAX_HANDSHAKE_BYTES if self._in_handshake else MAX_LINE_BYTES
+        if self._in_handshake and len(lines) + bool(rest) > 1:
             self._end(fault="it goes on before it was answered")
             return []
         for line in lines:

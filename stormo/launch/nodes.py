@@ -27,7 +27,7 @@ _FLAGS = ("num_nodes", "node_id", "num_gpus", "master_addr", "master_port")
 
 
 def find_place(config: TrainConfig, *, is_meant_alone: bool = False) -> Place | None:
-    """Who this process is if a launcher started it, which the user's flags must not contradict.
+    """Who this process is if a launcher started it; the user's flags must not contradict it.
 
     Args:
         is_meant_alone: whether one process is what the user wants even in a Slurm job of several tasks.
@@ -61,7 +61,7 @@ def find_place(config: TrainConfig, *, is_meant_alone: bool = False) -> Place | 
 
 
 def check_restarts(config: TrainConfig, place: Place | None) -> None:
-    """Refuse restarts that nobody would do, or that would not find the run."""
+    """Refuse restarts that nothing would do, or that would not find the run."""
     restarts, run = config.workers.max_restarts, config.run
     if place is not None and place.launcher == "torchrun" and "max_restarts" in config.given:
         check_restarts_of_torchrun(os.environ, restarts)
@@ -77,7 +77,7 @@ def check_restarts(config: TrainConfig, place: Place | None) -> None:
     if config.workers.num_nodes > 1 and run.run_name is None:
         raise SettingError(
             f"--max-restarts {restarts} was set without --run-name",
-            "every node must find the run to go on with",
+            "every node must find the run to resume",
             "set the same --run-name on every node",
         )
     if run.resume and (Path(run.resume) / "manifest.json").is_file():

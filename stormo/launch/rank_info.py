@@ -88,7 +88,7 @@ class Place:
 
 
 def alone() -> Place:
-    """The place of a process that is a whole job by itself."""
+    """A process that is a whole job by itself."""
     return Place(
         launcher="alone",
         rank=0,

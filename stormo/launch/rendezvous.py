@@ -50,7 +50,7 @@ class Rendezvous:
     script_port: int  # for a script that calls torch.distributed itself
 
     def script_has_group(self) -> bool:
-        """Whether somebody listens on the port that was set aside on this machine."""
+        """Whether somebody listens on the port that was set aside for a script's own process group."""
         try:
             _hold(self.store_addr, self.script_port).close()
         except OSError:
@@ -67,7 +67,7 @@ def join_nodes(
     signals: SignalQueue,
     stack: ExitStack,
 ) -> Rendezvous:
-    """Come together with the agents of the other nodes; what is opened is closed by the stack."""
+    """Meet the agents of the other nodes; the stack closes what is opened."""
     if node.num_nodes == 1:
         return _rendezvous_alone(node, stack)
     assert node.master_addr is not None, "Node has checked this"
@@ -96,7 +96,7 @@ def join_nodes(
 
 
 def _rendezvous_alone(node: Node, stack: ExitStack) -> Rendezvous:
-    """What one node agrees on with itself."""
+    """The rendezvous of one node."""
     return Rendezvous(
         control=None,
         store_addr=LOOPBACK,
@@ -107,7 +107,7 @@ def _rendezvous_alone(node: Node, stack: ExitStack) -> Rendezvous:
 
 
 def _set_aside(number: str, port: int, stack: ExitStack) -> int:
-    """A port that nobody else is given, being bound, and that torch can still listen on, as nobody does yet."""
+    """Bind a port, so that nobody else is given it, without listening, so that torch can."""
     try:
         return int(stack.enter_context(_hold(number, port)).getsockname()[1])
     except OSError as error:
@@ -171,7 +171,7 @@ _HIGHEST_PORT = 65535
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreAddress:
-    """What a rank needs to open the store."""
+    """Where torch's store is: what a rank needs to open it."""
 
     memory: int | None = None  # on one node, its descriptor
     listener: int | None = None  # on rank 0 of several nodes, the descriptor of a socket that listens already
@@ -198,7 +198,7 @@ def new_store_memory() -> int:
 
 
 def open_store_address(place: Place, number: str) -> StoreAddress:
-    """A new one, where a foreign launcher has started the ranks; `number` is the address at which they find rank 0."""
+    """Open a new one on rank 0, where a foreign launcher started the ranks; `number` is the address of rank 0."""
     if place.all_on_this_host:
         return StoreAddress(memory=new_store_memory())
     listener = listen(number, 0, backlog=BACKLOG)
@@ -207,7 +207,7 @@ def open_store_address(place: Place, number: str) -> StoreAddress:
 
 
 def received_store_address(place: Place, described: Mapping[str, Any]) -> StoreAddress:
-    """That of which rank 0 tells; by the control channel, as what is told here is opened."""
+    """What rank 0 said over the control channel, checked, as it is opened here."""
     memory, address, port = (described.get(name) for name in ("memory", "address", "port"))
     if place.all_on_this_host and isinstance(memory, str) and _MEMORY.fullmatch(memory):
         try:
@@ -223,7 +223,7 @@ def received_store_address(place: Place, described: Mapping[str, Any]) -> StoreA
 
 
 def inherited_store_address(place: Place, environ: MutableMapping[str, str]) -> StoreAddress:
-    """That of which the agent of this node has told a worker."""
+    """What the agent of this node has left in the environment of a worker."""
     given = environ.pop(STORE_FD, None)  # a program that this worker starts is no worker
     descriptor = None if given is None else int(given)
     if descriptor is not None:

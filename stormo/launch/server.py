@@ -13,10 +13,11 @@ from typing import Any
 
 from stormo.errors import EXIT_FAILURE, EXIT_USAGE, StormoError
 from stormo.launch.address import is_loopback, shown
-from stormo.launch.auth import Greeting, has_code, new_nonce, nonce_in, remedy
+from stormo.launch.auth import Handshake, has_code, new_nonce, nonce_in, remedy
 from stormo.launch.control import (
     PROTOCOL,
     ChannelTimeouts,
+    Control,
     Ended,
     Event,
     Go,
@@ -40,8 +41,8 @@ _SPARE_DESCRIPTORS = 512  # for everything else the process opens
 _LAST_WORDS_S = 1.0
 
 
-class Server:
-    """The meeting point; owns the listening socket it is given."""
+class Server(Control):
+    """Serves the channel; owns the listening socket it is given."""
 
     def __init__(
         self,
@@ -54,34 +55,22 @@ class Server:
         noun: str = "node",
         how_to_start: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        self.started = False
-        self.step: int | None = None
+        super().__init__(hello, secret=secret, timeouts=timeouts, noun=noun)
         _make_room(hello.num_members)
         self._listener = listener
         self._listener.setblocking(False)
-        self._hello = hello
-        self._secret = secret
-        self._timeouts = timeouts
         self._payload = dict(payload or {})
-        self._noun = noun
         self._how_to_start = how_to_start
-        self._deadline = time.monotonic() + timeouts.join_s
         self._unauthenticated: dict[Peer, None] = {}  # in the order in which they came
         self._unknown: str | None = None  # the address of one who does not know the secret
         self._members: dict[int, Peer] = {}  # those that have come, also when they have gone again
         self._own_exit_code: int | None = None
         self._ended = False
         self._swept_at = 0.0
-        self._events: list[Event] = []
-        self._selector = selectors.EpollSelector()  # its own descriptor can be waited on
         self._selector.register(listener, selectors.EVENT_READ)
 
-    def fileno(self) -> int:
-        """The descriptor to wait on."""
-        return self._selector.fileno()
-
     def poll(self, timeout_s: float = 0.0) -> list[Event]:
-        """Let things happen for at most so long, and say what did."""
+        """Wait for events at most so long; those that happened."""
         # Those who are there first: one that has just said who it is must not have to make way for another.
         for key, _ in sorted(self._selector.select(timeout_s), key=lambda event: event[0].data is None):
             if key.data is None:
@@ -94,20 +83,16 @@ class Server:
             self._sweep(now)
         self._start(now)
         self._finish()
-        events, self._events = self._events, []
-        return events
+        return self._take_events()
 
     def running(self) -> list[Peer]:
         """The members that have come and neither left nor vanished."""
-        return [peer for peer in self._members.values() if peer.left is None and not peer.link.closed]
+        return [peer for peer in self._members.values() if peer.left is None and not peer.socket.closed]
 
     def report(self, failure: Failure) -> None:
         """Tell every other member what has failed; a complaint stays here, where the cause is decided."""
         if not failure.secondary:
             self._relay({"type": "failure", **failure.to_message()})
-
-    def rank_ended(self, rank: int, exit_code: int) -> None:
-        """Nothing to tell: the owner of the server keeps the book of ended ranks."""
 
     def leave(self, exit_code: int) -> None:
         """Say that this member has ended in order; `Ended` follows when all have."""
@@ -117,10 +102,10 @@ class Server:
         """Wait until everything said is on its way, at most so long."""
         deadline = time.monotonic() + timeout_s
         for peer in self._members.values():
-            peer.link.drain(max(0.0, deadline - time.monotonic()))
+            peer.socket.drain(max(0.0, deadline - time.monotonic()))
 
     def dismiss(self) -> None:
-        """End in order and no longer serve the others, who go on without the channel."""
+        """End in order and no longer serve the others, who continue without the channel."""
         if not self._ended:
             self._relay({"type": "end", "exit_code": self._own_exit_code or 0})
 
@@ -128,7 +113,7 @@ class Server:
         """Let go of every descriptor without a word, in a forked child that shares them with its parent."""
         # Unregistering would act on the parent's selector too.
         for peer in (*self._unauthenticated, *self._members.values()):
-            peer.link.close()
+            peer.socket.close()
         self._listener.close()
         self._selector.close()
 
@@ -136,14 +121,14 @@ class Server:
         """Let go of every connection and of the port."""
         self._listener.close()
         for peer in self._unauthenticated:
-            peer.link.close()
+            peer.socket.close()
         deadline = time.monotonic() + _LAST_WORDS_S
         for peer in self._members.values():
-            peer.link.finish(max(0.0, deadline - time.monotonic()))
+            peer.socket.finish(max(0.0, deadline - time.monotonic()))
         self._selector.close()
 
     def _sweep(self, now: float) -> None:
-        """Look at every connection: send heartbeats, notice silence, drop those who never said who they are."""
+        """Look at every connection: send heartbeats, notice silence, drop those who never authenticated."""
         for peer in list(self._unauthenticated):
             if now - peer.started_at > _HELLO_TIMEOUT_S:
                 self._drop(peer)
@@ -156,7 +141,7 @@ class Server:
         if why is not None and peer.member is not None:
             peer.settled = True
             self._events.append(Gone(member=peer.member, host=peer.host, why=why))
-        if why is not None or peer.link.closed:
+        if why is not None or peer.socket.closed:
             self._drop(peer)
 
     def _accept(self) -> None:
@@ -167,14 +152,14 @@ class Server:
                 return
             self._make_way()
             configure(connected, self._timeouts)
-            peer = Peer(JsonSocket(connected, is_greeting=True), host=address)
+            peer = Peer(JsonSocket(connected, in_handshake=True), host=address)
             peer.nonce = new_nonce()
-            peer.link.send({"type": "challenge", "protocol": PROTOCOL, "nonce": peer.nonce})
+            peer.socket.send({"type": "challenge", "protocol": PROTOCOL, "nonce": peer.nonce})
             self._unauthenticated[peer] = None
-            self._selector.register(peer.link, selectors.EVENT_READ, peer)
+            self._selector.register(peer.socket, selectors.EVENT_READ, peer)
 
     def _make_way(self) -> None:
-        """Where too many are unknown, drop the one who has been so for longest, of the address that has most of them.
+        """Where too many are unauthenticated, drop the oldest of the address that has most of them.
 
         A member says at once who it is, and comes again if it was dropped.
         """
@@ -187,7 +172,7 @@ class Server:
         for message in peer.receive():
             kind = message.get("type")
             if not peer.is_known:
-                self._meet(peer, message)
+                self._authenticate(peer, message)
             elif peer.member is None:
                 if peer.settled:
                     continue  # was sent away and has yet to go
@@ -204,24 +189,24 @@ class Server:
             elif kind == "bye":
                 code = message.get("exit_code")
                 peer.left = code if isinstance(code, int) else EXIT_FAILURE
-        if peer.link.closed:
+        if peer.socket.closed:
             self._notice_end(peer, time.monotonic())
 
-    def _meet(self, peer: Peer, message: Mapping[str, Any]) -> None:
-        """Let a peer show that it knows the secret of the job, and show it in turn."""
+    def _authenticate(self, peer: Peer, message: Mapping[str, Any]) -> None:
+        """Let a peer prove that it knows the secret of the job, and prove it in turn."""
         theirs = nonce_in(message)
         if message.get("type") != "answer" or theirs is None:
             self._drop(peer)
             return
-        greeting = Greeting(self._secret, peer.nonce, theirs)
-        if not has_code(message, greeting.client_code()):
+        handshake = Handshake(self._secret, peer.nonce, theirs)
+        if not has_code(message, handshake.client_code()):
             self._unknown = peer.host
-            peer.link.send({"type": "stranger"})
+            peer.socket.send({"type": "stranger"})
             self._drop(peer)
             return
-        peer.link.send({"type": "proof", "code": greeting.server_code()})
-        incoming, outgoing = greeting.seals()
-        peer.link.seal(outgoing, incoming)
+        peer.socket.send({"type": "proof", "code": handshake.server_code()})
+        incoming, outgoing = handshake.seals()
+        peer.socket.seal(outgoing, incoming)
         peer.is_known = True
 
     def _take_failure(self, peer: Peer, message: Mapping[str, Any]) -> None:
@@ -244,14 +229,14 @@ class Server:
             peer.member = int(message["member"])
             self._members[peer.member] = peer
             own = self._hello
-            peer.link.send({"type": "welcome", "host": own.host, "pid": own.pid, "process_space": own.process_space})
+            peer.socket.send({"type": "welcome", "host": own.host, "pid": own.pid, "process_space": own.process_space})
             return
         words = {"type": "refuse", "sentence": str(refusal), "exit_code": EXIT_USAGE}
-        peer.link.send(words)
+        peer.socket.send(words)
         if self.started:
             peer.settled = True  # it closes the connection itself, or is dropped like one that never spoke
             return
-        peer.link.finish(_LAST_WORDS_S)
+        peer.socket.finish(_LAST_WORDS_S)
         self._relay(words)
         self.drain(_LAST_WORDS_S)
         raise refusal
@@ -304,13 +289,13 @@ class Server:
     def _relay(self, message: Mapping[str, Any], *, but: Peer | None = None) -> None:
         for peer in self._members.values():
             if peer is not but:
-                peer.link.send(message)
+                peer.socket.send(message)
 
     def _drop(self, peer: Peer) -> None:
         self._unauthenticated.pop(peer, None)
-        if peer.link.fileno() >= 0:
-            self._selector.unregister(peer.link)
-            peer.link.close()
+        if peer.socket.fileno() >= 0:
+            self._selector.unregister(peer.socket)
+            peer.socket.close()
 
 
 def _make_room(num_members: int) -> None:

@@ -55,7 +55,7 @@ class HostCommand:
         return f"cd {shlex.quote(self.folder)} && {shlex.join(words)}"
 
     def over_ssh(self, program: Sequence[str]) -> list[str]:
-        """The words that start it from here; what it is to do follows through its input, where nobody sees it."""
+        """The command that starts it from here; the order follows through its input, where nobody sees it."""
         python = [self.command[0], "-P", "-m", remote.__name__]
         if self.environ.get("PYTHONPATH"):
             python = ["env", f"PYTHONPATH={self.environ['PYTHONPATH']}", *python]
@@ -143,7 +143,7 @@ class HostStream(Stream):
 
 
 def run_on_hosts(commands: Sequence[HostCommand], environ: Mapping[str, str]) -> int:
-    """Run a command on every host to the end of all; the exit code of the whole."""
+    """Run a command on every host until all have ended; the exit code of the whole."""
     try:
         program = shlex.split(environ.get(PROGRAM, "")) or ["ssh"]
     except ValueError as error:
@@ -165,7 +165,7 @@ def run_on_hosts(commands: Sequence[HostCommand], environ: Mapping[str, str]) ->
 
 
 def _allow_many_pipes() -> None:
-    """Three for each host; a thousand hosts would be more than most shells allow at first."""
+    """Allow three pipes for each host; a thousand hosts need more than most shells allow at first."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -306,7 +306,7 @@ class _Job:
                     self._show(pipe, pipe.finish())
 
     def _explain_silence(self) -> None:
-        """Say what is known where a host ended without a word of stormo's."""
+        """Say what is known where a host ended without a sentence of stormo's."""
         if self._cause_shown or self._sentences:
             return
         for connection in self._connections:

@@ -1,4 +1,4 @@
-"""The worker processes of one node: started, listened to, looked at, and ended with all they have started."""
+"""The worker processes of one node: starts, hears and watches them, and ends them with all they have started."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Patience:
 
     @property
     def is_of_script(self) -> bool:
-        """Whether the workers are a user's own script, whose work is its own."""
+        """Whether the workers run a user's own script."""
         return self.first_sign_s is None
 
 
@@ -63,7 +63,7 @@ class Worker:
         self.rank = rank
         self.channel = JsonSocket(channel)
         self.started_at = time.monotonic()
-        self.heard_at: float | None = None  # its lifeline's last message; None before the first
+        self.heard_at: float | None = None  # its reporter's last message; None before the first
         self.silent_since: float | None = None  # set once a warning about its silence was printed
         self.step: int | None = None  # of which it has told last
         self.line = ""  # of its script, in which its main thread was last, where it is a script
@@ -102,7 +102,7 @@ class Worker:
         return self.exit_code is None
 
     def look(self) -> bool:
-        """Whether the process has just ended; leaves it unreaped, so that its group's number stays its own."""
+        """Whether the process has just ended; leaves it unreaped, so that its pid stays its own."""
         if not self.running:
             return False
         found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -127,7 +127,7 @@ class Worker:
             os.killpg(self.pid, signal.SIGKILL)
 
     def has_helpers(self) -> bool:
-        """Whether something the worker has started still runs; ask before it is reaped, while its number is its own."""
+        """Whether something the worker has started still runs; ask before it is reaped, while its pid is its own."""
         stats = (process_stat(int(entry.name)) for entry in Path("/proc").iterdir() if entry.name.isdecimal())
         return any(fields[2:3] == [str(self.pid)] and fields[0] != "Z" for fields in stats)
 
@@ -159,7 +159,7 @@ def start_worker(
     environ: Mapping[str, str],
     rendezvous: Rendezvous,
 ) -> Worker:
-    """Start one worker and tell it who it is; rank 0, or every rank of one node, gets what all ranks will meet in."""
+    """Start one worker and tell it who it is; rank 0, or every rank of one node, gets the store."""
     rank = node.rank(local_rank)
     gets_store = rendezvous.store is not None and (rank == 0 or node.num_nodes == 1)
     store_fd = rendezvous.store.fileno() if rendezvous.store is not None and gets_store else None
@@ -240,7 +240,7 @@ class WorkerGroup:
         )
 
     def take_messages(self, worker: Worker) -> Failure | None:
-        """Hear what a worker tells of itself; the failure that it reports, once."""
+        """Take a worker's messages; the failure that it reports, once."""
         now, reported = time.monotonic(), None
         for message in worker.channel.receive():
             if worker.silent_since is not None:
@@ -279,7 +279,7 @@ class WorkerGroup:
         self._read_rest()
 
     def close(self) -> None:
-        """Leave no process behind, whatever happened, and no line of theirs unshown."""
+        """Leave no process behind, whatever happened, and no line unshown."""
         for worker in self._workers:
             worker.kill()
         deadline = time.monotonic() + self._timeouts.leftover_s

@@ -44,7 +44,7 @@ def _rounds(world: World, nodes: list[int], may_share: bool) -> dict[str, Any]:
     _spread(world, nodes)
     names: list[str] = []
     with mock.patch.object(
-        status_table, "new_table_file", side_effect=lambda: _noted(names) if may_share else _no_page()
+        status_table, "new_table_file", side_effect=lambda: _noted(names) if may_share else _no_shared()
     ):
         board = world.board()
     tables = []
@@ -54,7 +54,7 @@ def _rounds(world: World, nodes: list[int], may_share: bool) -> dict[str, Any]:
             while not board.is_complete():  # looked at again and again, instead of waited for
                 pass
         tables.append(board.read().tolist())
-    return {"tables": tables, "is_shared": board._page is not None, "left": [n for n in names if path_of(n).exists()]}
+    return {"tables": tables, "is_shared": board._shared is not None, "left": [n for n in names if path_of(n).exists()]}
 
 
 def _noted(names: list[str]) -> str:
@@ -62,7 +62,7 @@ def _noted(names: list[str]) -> str:
     return names[-1]
 
 
-def _no_page() -> str:
+def _no_shared() -> str:
     raise OSError("no memory is shared here")
 
 
@@ -126,36 +126,36 @@ def test_a_worker_that_does_not_come_is_waited_for_as_long_as_was_set(run_ranks:
 _HOLD = """
 import sys
 from stormo.distributed.status_table import SharedMemoryTable
-page = SharedMemoryTable(sys.argv[1], 1, 2, 2)
-page.write(1, (5, 6, 7))
+shared = SharedMemoryTable(sys.argv[1], 1, 2, 2)
+shared.write(1, (5, 6, 7))
 print("ready", flush=True)
 sys.stdin.read()
 """
 
 
-def test_a_page_tells_who_was_killed_and_takes_no_torn_line() -> None:
+def test_shared_memory_tells_who_was_killed_and_takes_no_torn_row() -> None:
     name = new_table_file()
     try:
-        page = SharedMemoryTable(name, 0, 2, 2)
+        shared = SharedMemoryTable(name, 0, 2, 2)
         command = [sys.executable, "-c", _HOLD, name]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
             assert other.stdout is not None
             assert other.stdout.readline() == "ready\n"
-            assert not page.has_left(1)
-            assert page.line(1, 1) == (5, 6, 7)
-            assert page.lines(1) is None  # this one has said nothing
-            assert page.line(3, 1) is None  # of a round that shares its place
+            assert not shared.has_left(1)
+            assert shared.row(1, 1) == (5, 6, 7)
+            assert shared.rows(1) is None  # this one has said nothing
+            assert shared.row(3, 1) is None  # of a round that shares its place
             other.kill()
-        assert page.has_left(1)
-        assert page.line(1, 1) == (5, 6, 7)
-        page._memory[page._at(1, 1) + 9] ^= 1
-        assert page.line(1, 1) is None
-        page.write_table(4, bytes(range(48)))
-        assert page.table(4) == bytes(range(48))
-        assert page.table(3) is None
-        page._memory[page._end - 1] ^= 1
-        assert page.table(4) is None
-        page.close()
+        assert shared.has_left(1)
+        assert shared.row(1, 1) == (5, 6, 7)
+        shared._memory[shared._at(1, 1) + 9] ^= 1
+        assert shared.row(1, 1) is None
+        shared.write_table(4, bytes(range(48)))
+        assert shared.table(4) == bytes(range(48))
+        assert shared.table(3) is None
+        shared._memory[shared._end - 1] ^= 1
+        assert shared.table(4) is None
+        shared.close()
     finally:
         path_of(name).unlink()
 

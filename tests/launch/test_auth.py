@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stormo.errors import SettingError
-from stormo.launch.auth import MAX_GREETING_BYTES, VARIABLE, Greeting, job_secret, new_nonce, new_secret
+from stormo.launch.auth import MAX_HANDSHAKE_BYTES, VARIABLE, Handshake, job_secret, new_nonce, new_secret
 from stormo.launch.client import Client
 from stormo.launch.control import PROTOCOL, Gone, Reported
 from stormo.launch.failure import of_exit
@@ -176,7 +176,7 @@ def hear(stranger: socket.socket, server: Server) -> bytes:
     "words",
     [
         b"\xff\xfe garbage\n",
-        b"x" * (MAX_GREETING_BYTES + 1),
+        b"x" * (MAX_HANDSHAKE_BYTES + 1),
         b"[" * 900 + b"\n",
         SURROGATE + b"\n",
         MISFIT + b"\n",
@@ -291,7 +291,7 @@ class Relay:
             return
 
 
-def test_who_passes_the_greeting_on_cannot_speak_for_either_side(server: Server) -> None:
+def test_who_passes_the_handshake_on_cannot_speak_for_either_side(server: Server) -> None:
     forged = json.dumps({"type": "failure", **of_exit(9, rank=1, host="h1").to_message()}).encode() + b"\n"
     speaks = threading.Event()
 
@@ -390,11 +390,11 @@ def test_connections_that_say_nothing_keep_no_member_out(server: Server) -> None
 
 
 def test_the_codes_of_both_sides_and_directions_differ() -> None:
-    greeting = Greeting(SECRET, new_nonce(), new_nonce())
-    to_server, to_client = greeting.seals()
+    handshake = Handshake(SECRET, new_nonce(), new_nonce())
+    to_server, to_client = handshake.seals()
     codes = {
-        greeting.client_code(),
-        greeting.server_code(),
+        handshake.client_code(),
+        handshake.server_code(),
         to_server.code(b"x").decode(),
         to_client.code(b"x").decode(),
     }

@@ -97,7 +97,7 @@ def check_flags(
     master_addr: str | None,
     master_port: int | None,
 ) -> None:
-    """Refuse a flag, given explicitly, that contradicts what the launcher says; None stands for a flag not given."""
+    """Refuse a flag that contradicts the launcher; None stands for a flag not given."""
     if place.launcher not in LAUNCHERS:
         return
     launcher = LAUNCHERS[place.launcher]

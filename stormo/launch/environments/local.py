@@ -111,7 +111,7 @@ def environment(
 
 
 def settle_hashes(environ: MutableMapping[str, str]) -> None:
-    """Have sets of strings in the same order in all workers and at every start, unless the user says otherwise."""
+    """Fix the hash seed, unless the user did: sets of strings then have the same order in all workers and starts."""
     if not environ.get("PYTHONHASHSEED"):  # empty means any, too
         environ["PYTHONHASHSEED"] = "0"
 

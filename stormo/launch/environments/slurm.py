@@ -246,7 +246,7 @@ def check_alone(environ: Mapping[str, str], *, num_gpus: int | None, num_nodes: 
 
 
 def hints(environ: Mapping[str, str], place: Place, pid: int) -> list[str]:
-    """What a user of srun would want to know of a step that is as it was asked for, but hardly as it was meant."""
+    """Hints for a step that is as it was asked for, but hardly as it was meant."""
     found = []
     tasks = step_tasks(environ)
     if len(set(tasks)) > 1:
