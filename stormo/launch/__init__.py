@@ -1,6 +1,6 @@
 """Starts the ranks (`agent`) and, inside one, reads who it is (`detect`): one launcher a file.
 
-A rank's end or failure reaches the others through its `lifeline`. Standard library only.
+A rank's end or failure reaches the others through `failure_reporter`. Standard library only.
 """
 
 from __future__ import annotations

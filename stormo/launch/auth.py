@@ -29,6 +29,10 @@ VARIABLE = "STORMO_SECRET"
 _NUM_BYTES = 32
 _FEWEST_CHARACTERS = 16
 _TRUSTED_BITS = 0o077  # what nobody but the owner may have on the key
+MAX_HANDSHAKE_BYTES = 1024  # of one line, before the other side is known
+_NONCE_BYTES = 32
+_CODE_BYTES = 32
+_CLIENT, _SERVER, _TO_SERVER, _TO_CLIENT = b"client knows", b"server knows", b"to server", b"to client"
 
 
 def new_secret() -> str:
@@ -126,12 +130,6 @@ def _unusable(path: Path, why: str) -> SettingError:
     return SettingError(
         f"the key of this user's jobs is {path}", why, f"remove it, or set {VARIABLE} to a text of your own"
     )
-
-
-MAX_HANDSHAKE_BYTES = 1024  # of one line, before the other side is known
-_NONCE_BYTES = 32
-_CODE_BYTES = 32
-_CLIENT, _SERVER, _TO_SERVER, _TO_CLIENT = b"client knows", b"server knows", b"to server", b"to client"
 
 
 class Seal:

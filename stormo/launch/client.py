@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from stormo.errors import EXIT_FAILURE, EXIT_USAGE, SettingError
-from stormo.launch.address import resolve, shown
+from stormo.launch.address import family_of, resolve, shown
 from stormo.launch.auth import Handshake, has_code, new_nonce, nonce_in, remedy
 from stormo.launch.control import (
     PROTOCOL,
@@ -134,7 +134,7 @@ class Client(Control):
             self._try_later(str(error))
             return
         number = numbers[self._num_attempts % len(numbers)]  # not every address of a name need lead there
-        connecting = socket.socket(socket.AF_INET6 if ":" in number else socket.AF_INET, socket.SOCK_STREAM)
+        connecting = socket.socket(family_of(number), socket.SOCK_STREAM)
         connecting.setblocking(False)
         self._connecting = connecting
         code = connecting.connect_ex((number, self._port))

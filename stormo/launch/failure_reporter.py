@@ -26,14 +26,7 @@ from stormo.errors import EXIT_FAILURE, StormoError
 from stormo.launch.address import listen
 from stormo.launch.auth import job_secret
 from stormo.launch.client import Client
-from stormo.launch.control import (
-    ChannelTimeouts,
-    Ended,
-    Event,
-    Go,
-    Hello,
-    RefusedError,
-)
+from stormo.launch.control import ChannelTimeouts, Ended, Event, Go, Hello, RefusedError
 from stormo.launch.environments.local import CHANNEL_FD
 from stormo.launch.environments.torchrun import note_failure
 from stormo.launch.failure import Failure, of_exception

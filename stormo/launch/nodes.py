@@ -16,7 +16,7 @@ from stormo.launch.control import JoinError, RefusedError
 from stormo.launch.environments.detect import LAUNCHERS, check_flags, detect
 from stormo.launch.environments.slurm import check_alone, gpus_on_node, hints
 from stormo.launch.environments.torchrun import check_restarts as check_restarts_of_torchrun
-from stormo.launch.output import write_all
+from stormo.launch.output import STDERR, write_all
 from stormo.system.hardware import num_cores
 
 # How `stormo run` hands its own flags to the workers, whose script asks for the world.
@@ -24,6 +24,7 @@ DEVICE, BACKEND, TIMEOUT = "STORMO_DEVICE", "STORMO_BACKEND", "STORMO_TIMEOUT"
 
 _MOST_WORKERS, _MOST_WORKERS_PER_CORE = 256, 16  # more of them are a slip of the hand, and would take the node down
 _FLAGS = ("num_nodes", "node_id", "num_gpus", "master_addr", "master_port")
+_TRY_AGAIN_S = 0.5
 
 
 def find_place(config: TrainConfig, *, is_meant_alone: bool = False) -> Place | None:
@@ -125,10 +126,6 @@ def node_of(config: TrainConfig, layout: Layout) -> Node:
     )
 
 
-_STDERR = 2
-_TRY_AGAIN_S = 0.5
-
-
 def run_with_restarts(attempt: Callable[[int], int], *, restarts: int, signals: Collection[int], join_s: float) -> int:
     """Run attempt 0, and after a failure attempt 1 and so on; the exit code of the last.
 
@@ -144,10 +141,10 @@ def run_with_restarts(attempt: Callable[[int], int], *, restarts: int, signals: 
     for number in range(1, restarts + 1):
         if code != EXIT_FAILURE or signals:
             return code
-        write_all(_STDERR, f"stormo: restart {number} of {restarts}\n".encode())
+        write_all(STDERR, f"stormo: restart {number} of {restarts}\n".encode())
         code = _join_and_run(attempt, number, join_s)
     if restarts and code == EXIT_FAILURE and not signals:
-        write_all(_STDERR, f"stormo: no restart is left of {restarts}\n".encode())
+        write_all(STDERR, f"stormo: no restart is left of {restarts}\n".encode())
     return code
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from stormo.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE, StormoError
-from stormo.launch.address import LOOPBACK, cannot_listen, listen, listening_address
+from stormo.launch.address import LOOPBACK, cannot_listen, family_of, listen, listening_address
 from stormo.launch.auth import job_secret
 from stormo.launch.client import Client
 from stormo.launch.control import ChannelTimeouts, Control, Go, Hello
@@ -26,6 +26,10 @@ from stormo.launch.environments.local import STORE_FD, Node
 from stormo.launch.rank_info import Place
 from stormo.launch.server import Server
 from stormo.launch.signals import SignalQueue
+
+BACKLOG = 4096
+_MEMORY = re.compile(r"/proc/\d{1,10}/fd/\d{1,10}")
+_HIGHEST_PORT = 65535
 
 
 class StoppedError(StormoError):
@@ -115,7 +119,7 @@ def _set_aside(number: str, port: int, stack: ExitStack) -> int:
 
 
 def _hold(number: str, port: int) -> socket.socket:
-    held = socket.socket(socket.AF_INET6 if ":" in number else socket.AF_INET)
+    held = socket.socket(family_of(number))
     try:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind((number, port))
@@ -162,11 +166,6 @@ def command_for(command: Sequence[str], node_id: int) -> str:
     else:
         words += ["--node-id", str(node_id)]
     return shlex.join(words)
-
-
-BACKLOG = 4096
-_MEMORY = re.compile(r"/proc/\d{1,10}/fd/\d{1,10}")
-_HIGHEST_PORT = 65535
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

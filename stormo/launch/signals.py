@@ -16,6 +16,8 @@ from typing import Any
 
 from stormo.system.early_signals import hear_warning, stopping_text
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
 
 class SignalQueue:
     """Collects the given signals while it is open; only the main thread may open one."""
@@ -60,9 +62,6 @@ class SignalQueue:
 
 def _note(number: int, frame: FrameType | None) -> None:
     """A handler must exist for the interpreter to write to the wakeup descriptor."""
-
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class StopFlag:

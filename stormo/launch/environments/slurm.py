@@ -20,6 +20,7 @@ _LIST_NAMES = ("SLURM_STEP_NODELIST", "SLURM_NODELIST")
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+_BATCH_STEP = str(0xFFFF_FFFB)
 
 
 def detect(environ: Mapping[str, str]) -> bool:
@@ -212,9 +213,6 @@ def _expand_ranges(ranges: str) -> Iterator[str]:
             )
         for number in range(first, last + 1):
             yield f"{number:0{len(match[1])}d}"  # leading zeros of the first bound are part of the name
-
-
-_BATCH_STEP = str(0xFFFF_FFFB)
 
 
 def check_alone(environ: Mapping[str, str], *, num_gpus: int | None, num_nodes: int | None) -> str | None:
