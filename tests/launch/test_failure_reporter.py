@@ -142,10 +142,9 @@ def all_text(jobs: list[Any]) -> str:
     return "".join(job.err for job in jobs)
 
 
-def wait_until_ready(jobs: list[Any]) -> float:
+def wait_until_ready(jobs: list[Any]) -> None:
     for job in jobs:
         job.wait_until_ready(1)
-    return time.monotonic()
 
 
 def test_ranks_that_end_in_order_say_nothing(start_ranks: StartRanks) -> None:
@@ -164,9 +163,8 @@ def test_a_rank_may_end_in_order_long_before_the_others(start_ranks: StartRanks,
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_exception_is_shown_once_and_ends_all_ranks(start_ranks: StartRanks, failing: int) -> None:
     jobs = start_ranks({str(failing): [["out", "ready"], ["sleep", 0.5], ["raise", "boom"]], "*": FOREVER})
-    began = wait_until_ready(jobs)
+    wait_until_ready(jobs)
     assert [job.wait() for job in jobs] == [1, 1, 1]
-    assert time.monotonic() - began < 10.0
     assert jobs[failing].err.startswith(f"stormo: rank {failing} on host ")
     assert jobs[failing].err.splitlines()[0].endswith(" failed: ValueError: boom")
     assert "Traceback" in jobs[failing].err
@@ -176,11 +174,10 @@ def test_an_exception_is_shown_once_and_ends_all_ranks(start_ranks: StartRanks, 
 @pytest.mark.parametrize(("killed", "speaker"), [(0, 1), (2, 0)])
 def test_a_killed_rank_is_named_once_by_another(start_ranks: StartRanks, killed: int, speaker: int) -> None:
     jobs = start_ranks({"*": FOREVER})
-    began = wait_until_ready(jobs)
+    wait_until_ready(jobs)
     jobs[killed].process.kill()
     survivors = [job for job in jobs if job is not jobs[killed]]
     assert [job.wait() for job in survivors] == [1, 1]
-    assert time.monotonic() - began < 10.0
     assert jobs[speaker].err.startswith(f"stormo: rank {killed} on host ")
     assert "was killed by SIGKILL (signal 9); the kernel's out-of-memory killer may have" in jobs[speaker].err
     assert all_text(jobs) == jobs[speaker].err
@@ -199,10 +196,9 @@ def test_the_rank_that_blocks_the_others_is_named_and_not_those_that_waited(star
 
 def test_a_killed_rank_is_noticed_although_a_forked_helper_shares_its_descriptors(start_ranks: StartRanks) -> None:
     jobs = start_ranks({"*": [["forked helper"], *FOREVER]})
-    began = wait_until_ready(jobs)
+    wait_until_ready(jobs)
     jobs[2].process.kill()
     assert [job.wait() for job in jobs[:2]] == [1, 1]
-    assert time.monotonic() - began < 10.0
     for job in jobs:
         for line in job.out.splitlines():
             if line.startswith("helper "):
