@@ -117,7 +117,7 @@ def work(folder: Path, flags: Sequence[str], num_pairs: int, num_steps: int) -> 
         return Outcome("epochs")
 
     config, task_class = read_settings(list(flags))
-    place = local.place(os.environ)
+    place = local.rank_info(os.environ)
     lifeline = open_lifeline(place)
     store = Store(place, config.workers.timeout)
     task = task_class(config.task_options)

@@ -97,12 +97,12 @@ def test_broken_tasks_per_node_are_refused(text: str) -> None:
 
 def test_a_task_of_a_step_knows_its_place() -> None:
     assert slurm.detect(STEP)
-    place = slurm.place(STEP)
+    place = slurm.rank_info(STEP)
     assert (place.rank, place.world_size) == (5, 7)
     assert (place.local_rank, place.local_size) == (1, 2)
     assert (place.node_id, place.num_nodes) == (2, 4)
     assert (place.master_addr, place.host) == ("gpu007", "gpu009")
-    last = slurm.place(
+    last = slurm.rank_info(
         {**STEP, "SLURM_PROCID": "6", "SLURM_LOCALID": "0", "SLURM_NODEID": "3", "SLURMD_NODENAME": "login1"}
     )
     assert last.local_size == 1
@@ -110,17 +110,17 @@ def test_a_task_of_a_step_knows_its_place() -> None:
 
 def test_one_node_meets_on_loopback() -> None:
     one = {"SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "7", "SLURM_LOCALID": "5"}
-    assert slurm.place({**STEP, **one}).master_addr == "127.0.0.1"
+    assert slurm.rank_info({**STEP, **one}).master_addr == "127.0.0.1"
 
 
 def test_what_the_user_exported_wins() -> None:
-    place = slurm.place({**STEP, "MASTER_ADDR": "gpu007-ib0", "MASTER_PORT": "20000"})
+    place = slurm.rank_info({**STEP, "MASTER_ADDR": "gpu007-ib0", "MASTER_PORT": "20000"})
     assert (place.master_addr, place.master_port) == ("gpu007-ib0", 20000)
 
 
 def test_another_job_or_step_gets_another_port() -> None:
     changes: list[dict[str, str]] = [{}, {"SLURM_JOB_ID": "4712"}, {"SLURM_STEP_ID": "4"}]
-    ports = {slurm.place({**STEP, **change}).master_port for change in changes}
+    ports = {slurm.rank_info({**STEP, **change}).master_port for change in changes}
     assert len(ports) == 3
     assert all(1024 <= port <= 49151 for port in ports)
 
@@ -136,7 +136,7 @@ def test_another_job_or_step_gets_another_port() -> None:
 )
 def test_a_contradiction_in_the_variables_is_named(change: dict[str, str], sentence: str) -> None:
     with pytest.raises(SettingError) as caught:
-        slurm.place({**STEP, **change})
+        slurm.rank_info({**STEP, **change})
     assert sentence in str(caught.value)
 
 
@@ -213,12 +213,12 @@ HINTS: dict[str, list[str]] = {
 @pytest.mark.parametrize("command", HINTS)
 def test_a_step_that_is_hardly_as_it_was_meant_is_told_so(command: str) -> None:
     environ = tasks_of(command)[0]
-    assert hints(environ, slurm.place(environ), pid=1) == HINTS[command]
+    assert hints(environ, slurm.rank_info(environ), pid=1) == HINTS[command]
 
 
 def test_a_shell_with_the_terminal_of_several_tasks_is_told_for_whom_it_waits() -> None:
     environ = {**tasks_of("srun -N1 -n4 --gpus-per-node=4")[0], "SLURM_PTY_PORT": "40000", "SLURM_TASK_PID": "17"}
-    place = slurm.place(environ)
+    place = slurm.rank_info(environ)
     assert hints(environ, place, pid=17) == []  # srun --pty stormo train
     (hint,) = hints(environ, place, pid=18)
     assert hint.startswith(
@@ -241,7 +241,7 @@ STEPS = [command for command in COMMANDS if slurm.detect(tasks_of(command)[0]) a
 def test_every_task_of_every_kind_of_step_knows_its_place(command: str) -> None:
     ports = []
     for tasks in _launches(command):
-        places = [slurm.place(task) for task in tasks]
+        places = [slurm.rank_info(task) for task in tasks]
         assert [place.rank for place in places] == list(range(len(tasks)))
         hosts = [task["SLURMD_NODENAME"] for task in tasks]
         for place, host in zip(places, hosts, strict=True):
@@ -260,15 +260,15 @@ def test_every_task_of_every_kind_of_step_knows_its_place(command: str) -> None:
 def test_tasks_that_were_placed_by_hand_must_be_told_where_the_first_one_is() -> None:
     tasks = tasks_of("srun -m arbitrary -w n2,n1,n1 -n3")
     with pytest.raises(SettingError, match=r"--distribution=arbitrary.*set --master-addr to the name of the host"):
-        slurm.place(tasks[0])
-    places = [slurm.place({**task, "MASTER_ADDR": "n2"}) for task in tasks]
+        slurm.rank_info(tasks[0])
+    places = [slurm.rank_info({**task, "MASTER_ADDR": "n2"}) for task in tasks]
     assert [(place.rank, place.local_rank, place.local_size) for place in places] == [(0, 0, 1), (1, 0, 2), (2, 1, 2)]
 
 
 def test_a_list_of_nodes_that_is_not_in_their_order_is_not_trusted() -> None:
     environ = tasks_of("srun -N1 -n1 : -N1 -n2")[0]
     with pytest.raises(SettingError, match="made host n2 node 0 and lists the nodes as n1, n2"):
-        slurm.place({**environ, "SLURMD_NODENAME": "n2"})
+        slurm.rank_info({**environ, "SLURMD_NODENAME": "n2"})
 
 
 @pytest.mark.parametrize(

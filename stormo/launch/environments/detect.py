@@ -15,7 +15,7 @@ class Launcher:
     """One launcher: how to recognise it, how to read it, and the words its users know."""
 
     detect: Callable[[Mapping[str, str]], bool]
-    place: Callable[[Mapping[str, str]], Place]
+    rank_info: Callable[[Mapping[str, str]], Place]
     command: str
     worker: str  # what it calls a process that it starts
     set_local_size: str  # the option for the number of processes on a node
@@ -28,7 +28,7 @@ class Launcher:
 LAUNCHERS: Mapping[str, Launcher] = {
     "local": Launcher(
         detect=local.detect,
-        place=local.place,
+        rank_info=local.rank_info,
         command="stormo",
         worker="worker",
         set_local_size="--num-gpus {}",
@@ -37,7 +37,7 @@ LAUNCHERS: Mapping[str, Launcher] = {
     ),
     "torchrun": Launcher(
         detect=torchrun.detect,
-        place=torchrun.place,
+        rank_info=torchrun.rank_info,
         command="torchrun",
         worker="worker",
         set_local_size="--nproc-per-node {}",
@@ -46,7 +46,7 @@ LAUNCHERS: Mapping[str, Launcher] = {
     ),
     "mpi": Launcher(
         detect=mpi.detect,
-        place=mpi.place,
+        rank_info=mpi.rank_info,
         command="mpirun",
         worker="rank",
         set_local_size="{} ranks on each node (Open MPI: --map-by ppr:{}:node; MPICH and Intel MPI: -ppn {})",
@@ -55,7 +55,7 @@ LAUNCHERS: Mapping[str, Launcher] = {
     ),
     "slurm": Launcher(
         detect=slurm.detect,
-        place=slurm.place,
+        rank_info=slurm.rank_info,
         command="srun",
         worker="task",
         set_local_size="--ntasks-per-node {}",
@@ -64,7 +64,7 @@ LAUNCHERS: Mapping[str, Launcher] = {
     ),
     "env": Launcher(  # last: the others may set the same variables beside their own
         detect=env.detect,
-        place=env.place,
+        rank_info=env.rank_info,
         command="the launcher that set RANK",
         worker="rank",
         set_local_size="LOCAL_WORLD_SIZE={}",
@@ -82,9 +82,9 @@ def detect(
         if not launcher.detect(environ):
             continue
         if launcher.names_master:
-            return launcher.place(environ)
+            return launcher.rank_info(environ)
         chosen = {"MASTER_ADDR": master_addr, "MASTER_PORT": None if master_port is None else str(master_port)}
-        return launcher.place({**environ, **{name: value for name, value in chosen.items() if value is not None}})
+        return launcher.rank_info({**environ, **{name: value for name, value in chosen.items() if value is not None}})
     return None
 
 

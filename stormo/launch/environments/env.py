@@ -17,7 +17,7 @@ def detect(environ: Mapping[str, str]) -> bool:
     return "RANK" in environ and environ.get("WORLD_SIZE", "1") != "1"
 
 
-def place(environ: Mapping[str, str]) -> Place:
+def rank_info(environ: Mapping[str, str]) -> Place:
     """Who this process is, according to the variables."""
     rank, world_size = read_int(environ, "RANK"), read_int(environ, "WORLD_SIZE")
     address = environ.get("MASTER_ADDR", "")

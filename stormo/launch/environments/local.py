@@ -128,7 +128,7 @@ def detect(environ: Mapping[str, str]) -> bool:
     return environ.get("STORMO_LAUNCHER") == "local"
 
 
-def place(environ: Mapping[str, str]) -> Place:
+def rank_info(environ: Mapping[str, str]) -> Place:
     """Who this worker is."""
     return Place(
         launcher="local",

@@ -37,7 +37,7 @@ def is_step(environ: Mapping[str, str]) -> bool:
     return step_id.isdecimal() and int(step_id) < _FIRST_SPECIAL_STEP
 
 
-def place(environ: Mapping[str, str]) -> Place:
+def rank_info(environ: Mapping[str, str]) -> Place:
     """Who this process is, according to srun; MASTER_ADDR and MASTER_PORT are taken where the user set them."""
     num_nodes = read_int(environ, _present(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES"))
     node_id = read_int(environ, "SLURM_NODEID")

@@ -23,7 +23,7 @@ def detect(environ: Mapping[str, str]) -> bool:
     return "TORCHELASTIC_RUN_ID" in environ and "RANK" in environ and "LOCAL_RANK" in environ
 
 
-def place(environ: Mapping[str, str]) -> Place:
+def rank_info(environ: Mapping[str, str]) -> Place:
     """Who this process is, according to torchrun."""
     return Place(
         launcher="torchrun",
