@@ -38,7 +38,7 @@ _LEARNING_RATE, _MOMENTUM = 0.01, 0.9
 
 def stormo_side(run: Training) -> Callable[[int], None]:
     """Turns of stormo's loop; a turn begins an epoch and is ended by the stop flag, as a signal would end it."""
-    from stormo.distributed.signals import StopFlag
+    from stormo.launch.signals import StopFlag
     from stormo.training.loop import train
 
     progress = run.state.progress
@@ -104,7 +104,8 @@ def work(folder: Path, flags: Sequence[str], num_pairs: int, num_steps: int) -> 
     """Be one of the two workers: put a real one together, and measure where it would train."""
     from stormo.config.layout import resolve_layout
     from stormo.distributed.store import Store
-    from stormo.launch import local, open_lifeline
+    from stormo.launch import open_lifeline
+    from stormo.launch.environments import local
     from stormo.training import trainer
     from stormo.training.loop import Outcome
     from stormo.training.settings import read_settings
@@ -116,7 +117,7 @@ def work(folder: Path, flags: Sequence[str], num_pairs: int, num_steps: int) -> 
         return Outcome("epochs")
 
     config, task_class = read_settings(list(flags))
-    place = local.place(os.environ)
+    place = local.rank_info(os.environ)
     lifeline = open_lifeline(place)
     store = Store(place, config.workers.timeout)
     task = task_class(config.task_options)

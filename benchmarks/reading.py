@@ -17,7 +17,7 @@ from stormo.data.order import derive_seed
 from stormo.data.streaming import Seeded
 from stormo.distributed.world import World as Workers
 from stormo.launch import alone
-from stormo.launch.lifeline import NoLifeline
+from stormo.launch.failure_reporter import NoLifeline
 from stormo.script.world import World
 
 _NUM_BATCHES, _BATCH_SIZE, _NUM_TRIES = 300, 64, 5

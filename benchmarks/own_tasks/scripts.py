@@ -21,7 +21,7 @@ from benchmarks.own_tasks.outcome import Outcome
 from benchmarks.rank_pool import RankPool
 from stormo.distributed.world import World as Workers
 from stormo.errors import SettingError
-from stormo.launch.lifeline import NoLifeline
+from stormo.launch.failure_reporter import NoLifeline
 from stormo.script.world import World
 
 SIZES = (1, 2, 3)

@@ -14,8 +14,8 @@ from stormo.config.layout import Layout, resolve_layout
 from stormo.config.schema import TrainConfig, Workers
 from stormo.errors import SettingError, suggestion
 from stormo.launch import Patience, run_node
+from stormo.launch.environments.local import settle_hashes
 from stormo.launch.hosts import hosts_of, start_on_hosts
-from stormo.launch.local import settle_hashes
 from stormo.launch.nodes import BACKEND, DEVICE, TIMEOUT, find_place, launched_by, node_of
 from stormo.system.hardware import visible_gpus
 from stormo.tasks.find import check_module, refuse_task

@@ -15,14 +15,12 @@ from stormo.config.plan import resolve
 from stormo.config.schema import TrainConfig
 from stormo.errors import EXIT_FAILURE, StormoError, full_disk
 from stormo.launch import Place, alone, open_lifeline, run_node
+from stormo.launch.environments.local import hush_tracker
 from stormo.launch.environments.torchrun import note_failure
 from stormo.launch.hosts import hosts_of, on_hosts, start_on_hosts
-from stormo.launch.lifeline import die_with_parent
-from stormo.launch.local import hush_tracker
-from stormo.launch.nodes import check_restarts, find_place, node_of
-from stormo.launch.restarts import run_with_restarts
+from stormo.launch.nodes import check_restarts, find_place, node_of, run_with_restarts
 from stormo.system.early_signals import leave_if_warned
-from stormo.system.process import STARTED, own_command, process_start_unix_s
+from stormo.system.process import STARTED, die_with_parent, own_command, process_start_unix_s
 from stormo.tasks.check import add_method_note, check_task
 from stormo.tasks.task import Task
 from stormo.telemetry.runs_folder import default_run_name

@@ -32,17 +32,17 @@ def device_of(device_type: str, place: Place, store: Store | None = None, *, may
     if all_see_enough or place.local_size == 1 or store is None or may_share:
         return torch.device("cuda", place.local_rank % num_visible)
     # All workers of a node come here or none of them, since under srun what one sees does not tell what the others do.
-    words = store.words(f"devices/{place.node_id}")
-    words.say(str(place.local_rank), _identities(num_visible))
-    told = words.wait_all([str(local_rank) for local_rank in range(place.local_size)], store.timeout)
+    signed = store.signed(f"devices/{place.node_id}")
+    signed.put(str(place.local_rank), _identities(num_visible))
+    told = signed.get_all([str(local_rank) for local_rank in range(place.local_size)], store.timeout)
     return torch.device("cuda", choose_gpus(told, place.host)[place.local_rank])
 
 
 def _require_own_gpu(place: Place, store: Store) -> None:
     """Refuse two ranks that share a GPU because nobody told them that they are on one host."""
-    words = store.words("devices")
-    words.say(str(place.rank), [place.host, *_identities(1)])
-    told = words.wait_all([str(rank) for rank in range(place.world_size)], store.timeout)
+    signed = store.signed("devices")
+    signed.put(str(place.rank), [place.host, *_identities(1)])
+    told = signed.get_all([str(rank) for rank in range(place.world_size)], store.timeout)
     others = [rank for rank, gpu in enumerate(told) if rank != place.rank and gpu == told[place.rank]]
     if others:
         first, second = sorted((place.rank, others[0]))
@@ -54,7 +54,7 @@ def _require_own_gpu(place: Place, store: Store) -> None:
 
 
 def choose_gpus(seen: Sequence[Sequence[str]], host: str) -> list[int]:
-    """For every worker of a node, which of the GPUs that it sees it takes, so that no two take the same.
+    """For every worker of a node, the index of its GPU among those it sees, so that no two take the same.
 
     srun's --gpu-bind shows each task some of the GPUs of its node: one of its own, those of its socket, or any others.
     """
@@ -75,7 +75,7 @@ def choose_gpus(seen: Sequence[Sequence[str]], host: str) -> list[int]:
             num_gpus = len({gpu for gpus in seen for gpu in gpus})
             raise SettingError(
                 f"{counted(len(seen), 'worker')} were started on host {host}",
-                f"they see {counted(num_gpus, 'GPU')} in such a way that not each can take one of its own",
+                f"they see {counted(num_gpus, 'GPU')}, and not each of them can have one of its own",
                 "ask Slurm for --gpus-per-task=1, or drop --gpu-bind, or set --backend gloo to let workers share a GPU",
             )
     chosen = {worker: gpu for gpu, worker in owner.items()}
@@ -83,7 +83,7 @@ def choose_gpus(seen: Sequence[Sequence[str]], host: str) -> list[int]:
 
 
 def _identities(num_visible: int) -> list[str]:
-    """The names of the visible GPUs, the same for every process of a node; parts of one GPU have names of their own."""
+    """The ids of the visible GPUs, the same for every process of a node; MIG parts of one GPU have ids of their own."""
     named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.startswith("MIG-")]
     if len(named) == num_visible:
         return named
@@ -91,6 +91,6 @@ def _identities(num_visible: int) -> list[str]:
 
 
 def share_cores(place: Place) -> None:
-    """Where neither the user nor the launcher has given each worker its cores, let it take its share of them."""
+    """Limit torch's threads to this worker's share of the cores, unless the user or the launcher has given it some."""
     if place.local_size > 1 and "OMP_NUM_THREADS" not in os.environ and num_cores() == os.cpu_count():
         torch.set_num_threads(max(1, num_cores() // place.local_size))

@@ -1,4 +1,4 @@
-"""The key-value store through which the workers of a job find one another, and what the loss of a peer looks like."""
+"""The key-value store in which the workers of a job meet, and the errors for a peer that is gone."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from typing import Any
 import torch.distributed as dist
 
 from stormo.errors import StormoError
-from stormo.launch import Board, MeetingPoint, Place
+from stormo.launch import AddressBook, Place, StoreAddress
 from stormo.launch.address import listen, listening_address
-from stormo.launch.meeting_point import BACKLOG, inherited
+from stormo.launch.auth import job_secret
 from stormo.launch.peer_loss import PeerLoss, is_file_timeout, peer_loss
-from stormo.launch.secret import job_secret
+from stormo.launch.rendezvous import BACKLOG, inherited_store_address
 
-_MOST_BYTES = 1 << 20  # of a word
+_MOST_BYTES = 1 << 20  # of a value
 _CODE_SIZE = 64
 _WHERE = "stormo/where"
 
 
 class PeerFailedError(StormoError):
-    """Another worker failed in something this one waited for."""
+    """Another worker failed in something that this one waited for."""
 
     def __init__(self, text: str, loss: PeerLoss | None = None) -> None:
         super().__init__(text)
@@ -34,7 +34,7 @@ class PeerFailedError(StormoError):
 
 
 class PeerMissingError(dist.DistError):
-    """Another worker is gone, or has not come in time, which torch would say in words alone."""
+    """Another worker is gone, or has not come in time; torch would only say so in its text."""
 
     def __init__(self, text: str, loss: PeerLoss) -> None:
         super().__init__(text)
@@ -44,20 +44,19 @@ class PeerMissingError(dist.DistError):
 class Store:
     """torch's store, opened where the ranks meet.
 
-    On one node it is a FileStore in memory that only these ranks have. Between nodes it is a TCPStore, into which
-    anybody can look and write who reaches rank 0: what stormo itself reads out of it are `Words`. Rank 0 then listens
-    on the master address alone, never on every interface: torch's own server would, so it is given a socket that is
-    already bound.
+    On one node it is a FileStore in memory that only these ranks have. Between nodes it is a TCPStore, which anybody
+    can read and write who reaches rank 0: what stormo itself reads from it is signed. Rank 0 listens on the master
+    address alone. torch's own server would listen on every interface, so it gets a socket that is already bound.
     """
 
-    def __init__(self, place: Place, timeout_s: float, at: MeetingPoint | None = None) -> None:
-        """`at` is what the lifeline was told; without, what the agent of this node has left in the environment."""
+    def __init__(self, place: Place, timeout_s: float, at: StoreAddress | None = None) -> None:
+        """`at` is what rank 0 told; without, what the agent of this node has left in the environment."""
         self.timeout = timedelta(seconds=timeout_s)
-        at = at or inherited(place, os.environ)
+        at = at or inherited_store_address(place, os.environ)
         self._store = dist.PrefixStore("stormo", self._open(place, at))
         self._key = b"" if at.memory is not None else job_secret(os.environ, at.port)
 
-    def _open(self, place: Place, at: MeetingPoint) -> dist.Store:
+    def _open(self, place: Place, at: StoreAddress) -> dist.Store:
         if at.memory is not None:
             # FileStore opens the path again at every use and at its end: it gets a descriptor that is never closed.
             store = dist.FileStore(f"/proc/self/fd/{os.dup(at.memory)}")
@@ -89,29 +88,29 @@ class Store:
         """A part of the store with names of its own."""
         return dist.PrefixStore(prefix, self._store)
 
-    def words(self, prefix: str, *, own_connection: bool = False) -> Words:
-        """The same for what only the workers of this job may say; `own_connection` where this one may hang."""
+    def signed(self, prefix: str, *, own_connection: bool = False) -> SignedStore:
+        """A part of the store that only the workers of this job can write; `own_connection` where a call may hang."""
         shared: Any = self.shared(prefix)
-        return Words(shared.clone() if own_connection else shared, prefix, self._key)
+        return SignedStore(shared.clone() if own_connection else shared, prefix, self._key)
 
 
-class Words:
-    """JSON-able values in a store, each with a code that only a worker of this job can make for this name."""
+class SignedStore:
+    """JSON-able values in a store, each signed for its name by a worker of this job."""
 
     def __init__(self, store: dist.Store, prefix: str, key: bytes) -> None:
         self._store, self._prefix, self._key = store, prefix, key
 
-    def say(self, name: str, value: Any) -> None:
-        """Make a value known."""
+    def put(self, name: str, value: Any) -> None:
+        """Set a value."""
         text = json.dumps(value)
         self._store.set(name, self._code(name, text.encode()).decode() + text)
 
-    def wait(self, name: str, timeout: timedelta) -> Any:
-        """What a worker says under a name, once it does."""
-        return self.wait_all([name], timeout)[0]
+    def get(self, name: str, timeout: timedelta) -> Any:
+        """The value of a name; waits until it is set."""
+        return self.get_all([name], timeout)[0]
 
-    def wait_all(self, names: Sequence[str], timeout: timedelta) -> list[Any]:
-        """What workers say under these names, once all of them do."""
+    def get_all(self, names: Sequence[str], timeout: timedelta) -> list[Any]:
+        """The values of these names; waits until all are set."""
         with within(timeout):
             self._store.wait(list(names), timeout)
             return [
@@ -128,18 +127,18 @@ class Words:
         return json.loads(text)
 
     def has(self, names: Sequence[str]) -> bool:
-        """Whether something is said under each of these names."""
+        """Whether each of these names has a value."""
         return bool(self._store.check(list(names)))
 
     def count(self, name: str, more: int = 1) -> int:
-        """How many have counted under a name, this worker among them; with 0 it only looks."""
+        """Add to a counter; its new value."""
         return int(self._store.add(name, more))
 
     def _code(self, name: str, text: bytes) -> bytes:
         return hmac.digest(self._key, f"{self._prefix}/{name}\n".encode() + text, hashlib.sha256).hex().encode()
 
 
-class AgentBoard:
+class AgentAddressBook:
     """The store that torchrun's agent serves at the master port: rank 0 says there at which address it listens.
 
     It keeps what earlier rounds have left in it, and no variable tells one round from the next on all nodes: an address
@@ -162,10 +161,10 @@ class AgentBoard:
         return ""
 
 
-def board_of(place: Place, timeout_s: float) -> Board | None:
+def board_of(place: Place, timeout_s: float) -> AddressBook | None:
     """Where the ranks of torchrun find rank 0; None where rank 0 itself listens at the master port."""
     is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and place.launcher == "torchrun"
-    return AgentBoard(place, timeout_s) if is_served and place.world_size > 1 else None
+    return AgentAddressBook(place, timeout_s) if is_served and place.world_size > 1 else None
 
 
 @contextlib.contextmanager

@@ -22,12 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stormo.config.mesh import Mesh
-from stormo.distributed.board import Board
-from stormo.distributed.grid import DATA, Grid
+from stormo.distributed.parallel_dims import DATA, Grid
+from stormo.distributed.status_table import StatusTable
 from stormo.distributed.store import PeerFailedError, Store, within
 from stormo.errors import SettingError, StormoError
 from stormo.launch.address import interface_towards
-from stormo.launch.place import Place
+from stormo.launch.rank_info import Place
 
 _Result = TypeVar("_Result")
 _BUNDLE_BYTES = 2**25  # of small tensors that travel as one message
@@ -42,7 +42,7 @@ Levels = tuple[
 
 
 def level_width(num_workers: int) -> int:
-    """How many neighbours sum first: the divisor of the workers nearest to their square root, from below."""
+    """Workers of the first stage of a sum: the largest divisor of their number up to its square root."""
     return next(width for width in range(math.isqrt(num_workers), 0, -1) if num_workers % width == 0)
 
 
@@ -67,12 +67,12 @@ class World:
         self.device = device
         self.is_main = place.rank == 0
         self._num_fetches = 0
-        self._boards: list[Board] = []
+        self._boards: list[StatusTable] = []
         self._levels: Levels | None = None
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self._store = store.shared("world") if store else None
-        self._words = store.words("words") if store else None
+        self._signed = store.signed("words") if store else None
         self._has_group = self.size > 1 or needs_group  # torch's sharding asks for one even of a single worker
         self.timeout = timedelta(seconds=timeout_s)  # of a worker that waits for the others
         if self._has_group:
@@ -80,7 +80,7 @@ class World:
         self.arrange(Mesh(replicate=self.size) if mesh is None else mesh, data_axes)
 
     def arrange(self, mesh: Mesh, data_axes: Sequence[str] = DATA) -> None:
-        """Take a place in a mesh, along some of whose axes workers take different samples. All workers call it."""
+        """Set the mesh, and the axes along which workers take different samples. All workers call it."""
         self.mesh = mesh
         self._data_axes = tuple(data_axes)
         self.grid = Grid(mesh, self.rank, self.device, self.timeout)
@@ -108,19 +108,19 @@ class World:
 
     @property
     def samplers(self) -> tuple[int, ...]:
-        """One worker for each part of a batch."""
+        """One rank for each part of a batch."""
         return self.grid.ranks(self._data_axes, self.mesh.coordinates(0))
 
     @property
     def draws(self) -> int:
-        """The number of this worker's stream of random numbers: those that compute the same share one."""
+        """The index of this worker's random stream; tensor-parallel peers share one."""
         return self.rank if "tensor" in self._data_axes else self.rank // self.mesh.tensor
 
     @contextmanager
     def once_per_node(self) -> Iterator[bool]:
         """Yield True in one process of each node; the others get False when it has finished, or its error."""
         self._num_fetches += 1
-        if self._words is None or self.place.local_size == 1:
+        if self._signed is None or self.place.local_size == 1:
             yield True
             return
         key = f"fetch/{self._num_fetches}/{self.place.node_id}"
@@ -128,50 +128,50 @@ class World:
             try:
                 yield True
             except BaseException as error:
-                self._words.say(key, f"{type(error).__name__}: {error}")
+                self._signed.put(key, f"{type(error).__name__}: {error}")
                 raise
-            self._words.say(key, "")
+            self._signed.put(key, "")
             return
-        failure = self._words.wait(key, _FETCH_TIMEOUT)
+        failure = self._signed.get(key, _FETCH_TIMEOUT)
         if failure:
             raise PeerFailedError(f"rank {self.rank - self.place.local_rank} failed while this one waited: {failure}")
         yield False
 
     def on_each_node(self, work: Callable[[], Any]) -> Any:
-        """What one process of each node came to, JSON-able, on all processes of that node once every node is done."""
+        """Run on one process of each node; its JSON-able result on all of that node, once every node is done."""
         with self.once_per_node() as is_mine:
             result = work() if is_mine else None
-        if self._words is None:
+        if self._signed is None:
             return result
         # Through the store, which waits longer than a collective for a node that is slower than the others.
         key = f"node/{self._num_fetches}"
         if is_mine:
-            self._words.say(f"{key}/{self.place.node_id}", result)
-            if self._words.count(f"{key}/done") == self.place.num_nodes:
-                self._words.say(f"{key}/all", "")
-        self._words.wait(f"{key}/all", _FETCH_TIMEOUT)
-        return self._words.wait(f"{key}/{self.place.node_id}", _FETCH_TIMEOUT)
+            self._signed.put(f"{key}/{self.place.node_id}", result)
+            if self._signed.count(f"{key}/done") == self.place.num_nodes:
+                self._signed.put(f"{key}/all", "")
+        self._signed.get(f"{key}/all", _FETCH_TIMEOUT)
+        return self._signed.get(f"{key}/{self.place.node_id}", _FETCH_TIMEOUT)
 
     def on_main(self, work: Callable[[], _Result]) -> _Result | None:
-        """Call on the main worker, for which the others wait as long as it takes; what fails there is raised by all."""
+        """Run on rank 0 while the others wait as long as it takes; an error there is raised by all."""
         if self.size == 1:
             return work()
         self._num_fetches += 1
         key = f"main/{self._num_fetches}"
-        assert self._words is not None
+        assert self._signed is not None
         if self.is_main:
             try:
                 result = work()
             except BaseException as error:
                 if isinstance(error, StormoError):
-                    self._words.say(key, [str(error), error.exit_code])
+                    self._signed.put(key, [str(error), error.exit_code])
                 else:
-                    self._words.say(key, [f"{type(error).__name__}: {error}", None])
+                    self._signed.put(key, [f"{type(error).__name__}: {error}", None])
                 raise
-            self._words.say(key, None)
+            self._signed.put(key, None)
             return result
         # Through the store, which waits longer than a collective.
-        failure = self._words.wait(key, _FETCH_TIMEOUT)
+        failure = self._signed.get(key, _FETCH_TIMEOUT)
         if failure is not None:
             text, exit_code = failure
             if exit_code is None:
@@ -182,7 +182,7 @@ class World:
         return None
 
     def from_main(self, work: Callable[[], Any]) -> Any:
-        """What the main worker came to, JSON-able, on all workers, who wait for it as long as it takes."""
+        """Run on rank 0; its JSON-able result on all workers, which wait as long as it takes."""
         return self.share_json(self.on_main(work))
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -198,7 +198,7 @@ class World:
         return tensor
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """The main worker's values, in place."""
+        """Rank 0's values, in place."""
         if self.size > 1:
             dist.broadcast(tensor, src=0)
         return tensor
@@ -209,7 +209,7 @@ class World:
             dist.all_reduce(torch.zeros(1))
 
     def share_json(self, value: Any) -> Any:
-        """The main worker's JSON-able value, on all workers."""
+        """Rank 0's JSON-able value, on all workers."""
         if self.size == 1:
             return value
         payload = bytearray(json.dumps(value).encode()) if self.is_main else bytearray()
@@ -217,7 +217,7 @@ class World:
         return json.loads(bytes(self.share_vector(content, torch.uint8).numpy()))
 
     def share_vector(self, vector: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """The main worker's vector of this type, on the CPU of all workers, which need not know its length."""
+        """Rank 0's vector of this type, on the CPU of all workers, which need not know its length."""
         if self.size == 1:
             assert vector is not None
             return vector
@@ -226,7 +226,7 @@ class World:
         return self.broadcast(received) if len(received) else received
 
     def share_tensors(self, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-        """The main worker's named tensors, on the CPU of all workers."""
+        """Rank 0's named tensors, on the CPU of all workers."""
         if self.size == 1:
             assert tensors is not None
             return dict(tensors)
@@ -260,7 +260,7 @@ class World:
                 place.copy_(piece)
 
     def gather_bytes(self, payload: bytes) -> list[bytes] | None:
-        """Every worker's bytes, in the order of ranks, on the main worker; None on the others."""
+        """Every worker's bytes, in the order of ranks, on rank 0; None on the others."""
         if self.size == 1:
             return [payload]
         lengths = torch.zeros(self.size, dtype=torch.int64)
@@ -280,7 +280,7 @@ class World:
         return bytes(content.numpy())
 
     def hand_out(self, payload_of: Callable[[int], bytes] | None) -> bytes:
-        """What the main worker makes for this one; it holds one worker's bytes at a time. All workers call it."""
+        """What rank 0 makes for this worker; it holds one worker's bytes at a time. All workers call it."""
         if not self.is_main:
             length = torch.zeros(1, dtype=torch.int64)
             dist.recv(length, src=0)
@@ -294,7 +294,7 @@ class World:
         return payload_of(0)
 
     def require_same(self, values: Mapping[str, Any]) -> None:
-        """Raise the same sentence on every worker where one of them has another value than the main one."""
+        """Raise the same sentence on every worker if a value differs from rank 0's on one of them."""
         gathered = self.gather_json(dict(values))
         differs: list[str] | None = None
         for rank, theirs in enumerate(gathered or []):
@@ -307,30 +307,30 @@ class World:
             raise SettingError(what, why, "set it, or give every node the same devices and settings")
 
     def gather_json(self, value: Any) -> list[Any] | None:
-        """Every worker's JSON-able value, in the order of ranks, on the main worker; None on the others."""
+        """Every worker's JSON-able value, in the order of ranks, on rank 0; None on the others."""
         gathered = self.gather_bytes(json.dumps(value).encode())
         return None if gathered is None else [json.loads(payload) for payload in gathered]
 
     def leave_word(self, name: str, value: Any) -> None:
-        """Tell something JSON-able to who may ask for it, without waiting; if the main worker is gone, to nobody."""
-        if self._words is not None:
+        """Put a JSON-able value into the store, without waiting; nothing happens if rank 0 is gone."""
+        if self._signed is not None:
             with contextlib.suppress(dist.DistError):
-                self._words.say(f"left/{name}", value)
+                self._signed.put(f"left/{name}", value)
 
     def words(self, names: Sequence[str], timeout_s: float) -> list[Any]:
-        """What others have told under these names, None for those who do not within so many seconds in all."""
+        """The values of these names in the store, each None if it is not there within so many seconds in all."""
         deadline, found = time.monotonic() + timeout_s, list[Any]()
         for name in names:
             try:
-                assert self._words is not None, "only several workers have something to tell"
+                assert self._signed is not None, "only several workers have something to tell"
                 left = timedelta(seconds=max(0.01, deadline - time.monotonic()))
-                found.append(self._words.wait(f"left/{name}", left))
+                found.append(self._signed.get(f"left/{name}", left))
             except dist.DistError:
                 found.append(None)
         return found
 
     def levels(self, least_workers: int = _MANY_WORKERS) -> Levels | None:
-        """Two sums of a few workers each that make the sum of all; None where one sum does. All workers call it."""
+        """Groups for a sum in two stages of a few workers each; None where one stage does. All workers call it."""
         width = level_width(self.size)
         if self.size < least_workers or width < 2:
             return None
@@ -343,9 +343,9 @@ class World:
             self._levels = mine[0], mine[1]
         return self._levels
 
-    def board(self) -> Board:
-        """A new place for a few numbers from all to all. All workers call it."""
-        self._boards.append(Board(self))
+    def board(self) -> StatusTable:
+        """A new table for a few numbers from all to all. All workers call it."""
+        self._boards.append(StatusTable(self))
         return self._boards[-1]
 
     def close(self) -> None:
@@ -360,17 +360,20 @@ class World:
 
 
 def _keep_groups() -> None:
-    """A forked process has the groups without their threads, for which taking them down at its end would wait."""
+    """Keep a forked process from destroying the groups at its end: it would wait for threads that it does not have.
+
+    torch has no public call that lists the groups or keeps them.
+    """
     for group in list(dist.distributed_c10d._world.pg_map):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 class Vote:
-    """A number and a sum on which all workers agree without waiting: cast at the start of a step, read at its end.
+    """A sum, and the largest of the proposed numbers, over all workers: cast at the start of a step, read at its end.
 
-    The exchange runs in the background while the step computes, and every worker reads the same outcome at the
-    same step. With a lag it is that of so many casts before, none in the first ones: so far may a worker be ahead.
-    With two levels, which takes a lag, the second sum begins at the end of the step and runs during the next one.
+    The all-reduce runs in the background while the step computes, and every worker reads the same outcome at the
+    same step. With a lag it is the outcome of so many casts before: so far may a worker be ahead. With two levels,
+    which need a lag, the second sum begins at the end of the step and runs during the next one.
     """
 
     _LARGEST = 64  # no signal has a larger number
@@ -389,7 +392,7 @@ class Vote:
         self._marks = self._none  # a ballot's memory, of which a single number is read faster
 
     def cast(self, number: int, share: float = 0.0) -> None:
-        """Propose a number, of which the largest wins, and give a share of the sum."""
+        """Propose a number, of which the largest wins, and add a share to the sum."""
         self._pass_on()
         ballot = self._ballots[self._num_cast % len(self._ballots)]
         self._num_cast += 1
@@ -404,7 +407,7 @@ class Vote:
         self._is_halfway = self._levels is not None
 
     def _pass_on(self) -> None:
-        """Begin the second sum of the newest cast, whose first one has had a step's time."""
+        """Start the second sum of the newest cast; its first one has had a step's time."""
         if self._is_halfway and self._levels is not None:
             self._is_halfway = False
             ballot, work = self._under_way.pop()
@@ -423,7 +426,7 @@ class Vote:
         return float(self._marks[0])
 
     def drain(self) -> int:
-        """The outcome of all that was cast and not read: a lag begins anew. All workers call it after the same cast."""
+        """The largest outcome of all casts not read yet; the lag starts anew. All call it after the same cast."""
         found = 0
         self._pass_on()
         while self._under_way:

@@ -28,7 +28,7 @@ from stormo.doctor.finding import Finding, as_json, exit_code, show
 from stormo.doctor.machine import Machine
 from stormo.errors import SettingError, unknown_name
 from stormo.launch.environments.detect import LAUNCHERS
-from stormo.launch.place import host_name
+from stormo.launch.rank_info import host_name
 from stormo.system.cache import data_cache
 from stormo.telemetry.text import write_text
 from stormo.version import __version__

@@ -22,7 +22,7 @@ from stormo.errors import EXIT_FAILURE, SettingError, StormoError, counted
 from stormo.launch import Lifeline, Patience, Place, alone, open_lifeline, run_node
 from stormo.launch.hosts import hosts_of, start_on_hosts
 from stormo.launch.nodes import find_place, launched_by, node_of
-from stormo.launch.place import host_name
+from stormo.launch.rank_info import host_name
 from stormo.system.hardware import Gpu, visible_gpus
 from stormo.system.process import own_command
 from stormo.telemetry.record import Notice

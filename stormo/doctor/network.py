@@ -28,7 +28,7 @@ from stormo.doctor.measure import Attempt, WorkerInfo
 from stormo.errors import SettingError, StormoError, counted
 from stormo.launch import Place
 from stormo.launch.address import LOOPBACK, interface_towards, listen, resolve, shown
-from stormo.launch.place import host_name
+from stormo.launch.rank_info import host_name
 
 _SLOW_MBIT = 10_000
 _JUMBO_FROM_MBIT = 25_000

@@ -43,7 +43,7 @@ from stormo.launch import Lifeline, Place
 if TYPE_CHECKING:
     import torch
 
-    from stormo.distributed.store import Store, Words
+    from stormo.distributed.store import SignedStore, Store
     from stormo.distributed.world import World
 
 
@@ -100,12 +100,12 @@ class Phases:
     """One worker's part of the phases.
 
     Args:
-        words: of this use alone; what strangers write into the store is refused.
+        store: of this use alone; what strangers write into the store is refused.
         on_hang: called in a thread of rank 0 when that one itself hangs; ends the process.
     """
 
-    def __init__(self, words: Words, rank: int, size: int, on_hang: Callable[[HungError], None]) -> None:
-        self._words, self._rank, self._size = words, rank, size
+    def __init__(self, store: SignedStore, rank: int, size: int, on_hang: Callable[[HungError], None]) -> None:
+        self._store, self._rank, self._size = store, rank, size
         self._on_hang = on_hang
 
     def run(
@@ -122,34 +122,34 @@ class Phases:
             answer = {"failure": _in_words(error)}
         finally:
             watch.cancel()
-        self._words.say(f"{phase}/{self._rank}", answer)
-        self._words.count(f"{phase}/count")
+        self._store.put(f"{phase}/{self._rank}", answer)
+        self._store.count(f"{phase}/count")
         if self._rank:
             return self._verdict(phase, limit_s)
-        while self._words.count(f"{phase}/count", 0) < self._size and time.monotonic() - began <= limit_s + _GRACE_S:
+        while self._store.count(f"{phase}/count", 0) < self._size and time.monotonic() - began <= limit_s + _GRACE_S:
             time.sleep(_POLL_S)
         answers = self._answers(phase)
         hung = self._hang(phase, limit_s, answers)
         if hung.missing or hung.failures:
             raise hung
         decided = decide([answer["value"] for answer in answers.values()]) if decide else None
-        self._words.say(f"{phase}/verdict", {"decided": decided})
+        self._store.put(f"{phase}/verdict", {"decided": decided})
         return decided
 
     def share(self, name: str, value: Any) -> None:
         """Tell the workers that ask for it."""
-        self._words.say(f"shared/{name}", value)
+        self._store.put(f"shared/{name}", value)
 
     def shared(self, name: str) -> Any:
         """What a worker shares, once it does."""
-        return self._words.wait(f"shared/{name}", timedelta(seconds=_VERDICT_S))
+        return self._store.get(f"shared/{name}", timedelta(seconds=_VERDICT_S))
 
     def stop(self, phase: str, sentence: str) -> None:
         """End the phases on all workers; rank 0 says so instead of a decision."""
-        self._words.say(f"{phase}/verdict", {"stop": sentence})
+        self._store.put(f"{phase}/verdict", {"stop": sentence})
 
     def _verdict(self, phase: str, limit_s: float) -> Any:
-        verdict = self._words.wait(f"{phase}/verdict", timedelta(seconds=limit_s + _VERDICT_S))
+        verdict = self._store.get(f"{phase}/verdict", timedelta(seconds=limit_s + _VERDICT_S))
         if "stop" in verdict:
             raise PreflightStoppedError(verdict["stop"])
         return verdict["decided"]
@@ -157,9 +157,9 @@ class Phases:
     def _answers(self, phase: str) -> dict[int, dict[str, Any]]:
         """What has been answered so far, by rank."""
         names = {rank: f"{phase}/{rank}" for rank in range(self._size)}
-        if not self._words.has(list(names.values())):
-            names = {rank: name for rank, name in names.items() if self._words.has([name])}
-        found = self._words.wait_all(list(names.values()), timedelta(seconds=_VERDICT_S)) if names else []
+        if not self._store.has(list(names.values())):
+            names = {rank: name for rank, name in names.items() if self._store.has([name])}
+        found = self._store.get_all(list(names.values()), timedelta(seconds=_VERDICT_S)) if names else []
         return dict(zip(names, found, strict=True))
 
     def _hang(self, phase: str, limit_s: float, answers: Mapping[int, Mapping[str, Any]]) -> HungError:
@@ -265,7 +265,7 @@ class Preflight:
     ) -> None:
         import torch.distributed as dist
 
-        from stormo.distributed.store import Words
+        from stormo.distributed.store import SignedStore
 
         self._place, self._backend, self._limits = place, backend, limits
         self._runs_folder = runs_folder
@@ -273,9 +273,9 @@ class Preflight:
         self.measured = Measurements(needs_shared_folder=needs_shared_folder)
         self._schedule = rounds(place.num_nodes, 2 * math.ceil(math.log2(max(place.num_nodes, 2))) + 8)
         # A connection of its own: the other one may be what hangs.
-        alone = Words(dist.HashStore(), "preflight", b"")
-        words = store.words("preflight", own_connection=True) if store else alone
-        self._phases = Phases(words, place.rank, place.world_size, self._hang)
+        alone = SignedStore(dist.HashStore(), "preflight", b"")
+        signed = store.signed("preflight", own_connection=True) if store else alone
+        self._phases = Phases(signed, place.rank, place.world_size, self._hang)
         self._on_hang = on_hang
         self._token: Path | None = None  # that rank 0 has written for the others to see
         self._played: list[Pairs] = []

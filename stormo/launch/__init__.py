@@ -1,26 +1,25 @@
 """Starts the ranks (`agent`) and, inside one, reads who it is (`detect`): one launcher a file.
 
-A rank's end or failure reaches the others through its `lifeline`. Standard library only.
+A rank's end or failure reaches the others through `failure_reporter`. Standard library only.
 """
 
 from __future__ import annotations
 
 from stormo.launch.agent import run_node
-from stormo.launch.lifeline import Lifeline, open_lifeline
-from stormo.launch.local import Node
-from stormo.launch.meeting_point import MeetingPoint
-from stormo.launch.patience import Patience
-from stormo.launch.place import DEFAULT_MASTER_PORT, Place, alone
-from stormo.launch.ranks import Board
+from stormo.launch.environments.local import Node
+from stormo.launch.failure_reporter import AddressBook, Lifeline, open_lifeline
+from stormo.launch.rank_info import DEFAULT_MASTER_PORT, Place, alone
+from stormo.launch.rendezvous import StoreAddress
+from stormo.launch.worker_group import Patience
 
 __all__ = [
     "DEFAULT_MASTER_PORT",
-    "Board",
+    "AddressBook",
     "Lifeline",
-    "MeetingPoint",
     "Node",
     "Patience",
     "Place",
+    "StoreAddress",
     "alone",
     "open_lifeline",
     "run_node",

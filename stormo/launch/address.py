@@ -1,4 +1,4 @@
-"""Listening on exactly one address, never on all of them, with a sentence for every way that can fail."""
+"""Addresses: listen on exactly one, never on all of them, with a sentence for every way that can fail."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import struct
 from pathlib import Path
 
 from stormo.errors import SettingError
-from stormo.launch.place import host_name
+from stormo.launch.rank_info import host_name
 
 LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915
@@ -62,9 +62,14 @@ def is_loopback(number: str) -> bool:
     return (mapped or address).is_loopback
 
 
+def is_loopback_name(name: str) -> bool:
+    """Whether a name means, on every machine, that machine itself."""
+    return name in ("localhost", "::1") or name.startswith("127.")
+
+
 def listen(number: str, port: int, *, backlog: int = 128) -> socket.socket:
     """A socket that listens on one numeric address; port 0 lets the system choose."""
-    listener = socket.socket(_family(number), socket.SOCK_STREAM)
+    listener = socket.socket(family_of(number), socket.SOCK_STREAM)
     try:
         # Connections of a job that just ended may linger on the port; a live listener still keeps it.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -76,7 +81,8 @@ def listen(number: str, port: int, *, backlog: int = 128) -> socket.socket:
     return listener
 
 
-def _family(number: str) -> socket.AddressFamily:
+def family_of(number: str) -> socket.AddressFamily:
+    """IPv6 or IPv4."""
     return socket.AF_INET6 if ":" in number else socket.AF_INET
 
 
@@ -109,14 +115,14 @@ def shown(address: str, port: int) -> str:
 def _free_port(number: str) -> int:
     # Below what systems give to outgoing connections, so that it is still free when the user has typed it.
     for port in random.sample(range(10_000, 32_768), 50):
-        with contextlib.suppress(OSError), socket.socket(_family(number), socket.SOCK_STREAM) as probe:
+        with contextlib.suppress(OSError), socket.socket(family_of(number), socket.SOCK_STREAM) as probe:
             probe.bind((number, port))
             return port
     return 29_500
 
 
 def _address_towards_others(master_addr: str, peer: str) -> str | None:
-    """By the route to another host, or else the default one, or else the only network; None where there is none."""
+    """This host's address by the route to another host, the default route, or its only network; None without any."""
     with contextlib.suppress(SettingError):
         for number in (*(resolve(peer) if peer else ()), _SOMEWHERE_ELSE):
             own = address_towards(number)
@@ -136,8 +142,7 @@ def _address_towards_others(master_addr: str, peer: str) -> str | None:
 
 def address_towards(number: str) -> str | None:
     """The address this machine would send from; connecting a datagram socket sends nothing, it looks up the route."""
-    family = socket.AF_INET6 if ":" in number else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+    with socket.socket(family_of(number), socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
         probe.connect((number, 9))
         own = str(probe.getsockname()[0]).partition("%")[0]
         return None if ipaddress.ip_address(own).is_unspecified else own

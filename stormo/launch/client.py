@@ -1,4 +1,4 @@
-"""The side of every member but member 0 of the control channel: finds the server, joins, and listens."""
+"""The client of the control channel, of every member but member 0: finds the server, joins, and listens."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from stormo.errors import EXIT_FAILURE, EXIT_USAGE, SettingError
-from stormo.launch.address import resolve, shown
+from stormo.launch.address import family_of, resolve, shown
+from stormo.launch.auth import Handshake, has_code, new_nonce, nonce_in, remedy
 from stormo.launch.control import (
     PROTOCOL,
+    ChannelTimeouts,
+    Control,
     Ended,
     Event,
     Go,
@@ -24,14 +27,10 @@ from stormo.launch.control import (
     Peer,
     RefusedError,
     Reported,
-    Timing,
     configure,
-    host_of,
 )
 from stormo.launch.failure import Failure, printable
-from stormo.launch.handshake import Greeting, has_code, new_nonce, nonce_in
-from stormo.launch.link import Link
-from stormo.launch.secret import remedy
+from stormo.launch.json_socket import JsonSocket
 
 _ATTEMPT_TIMEOUT_S = 5.0  # for one connection to be accepted and welcomed
 _FIRST_RETRY_AFTER_S = 0.1
@@ -39,8 +38,8 @@ _LAST_RETRY_AFTER_S = 1.0
 _LAST_WORDS_S = 1.0
 
 
-class Client:
-    """One member's connection to member 0, tried again until the joining time is over: member 0 may start last."""
+class Client(Control):
+    """One member's connection to member 0; it retries until the joining time is over, as member 0 may start last."""
 
     def __init__(
         self,
@@ -49,35 +48,24 @@ class Client:
         hello: Hello,
         *,
         secret: bytes,
-        timing: Timing,
+        timeouts: ChannelTimeouts,
         noun: str = "node",
         look: Callable[[], tuple[str, int] | None] | None = None,
     ) -> None:
-        """`look` tells before every attempt where member 0 is now, from a place where anyone may have written."""
-        self.started = False
+        """`look` says before every attempt where member 0 is; anyone may have written what it says."""
+        super().__init__(hello, secret=secret, timeouts=timeouts, noun=noun)
         self._address, self._port = address, port
         self._look = look
-        self._secret = secret
-        self._greeting: Greeting | None = None  # once it was answered
-        self._hello = hello
-        self._timing = timing
-        self._noun = noun
-        self._deadline = time.monotonic() + timing.join_s
+        self._handshake: Handshake | None = None  # once it was answered
         self._attempt_at = 0.0  # when the attempt under way began, or when the next may begin
         self._num_attempts = -1
         self._connecting: socket.socket | None = None
         self._server: Peer | None = None
         self._welcomed = False
         self._trouble = "nothing was tried"
-        self._events: list[Event] = []
-        self._selector = selectors.EpollSelector()
-
-    def fileno(self) -> int:
-        """The descriptor to wait on."""
-        return self._selector.fileno()
 
     def poll(self, timeout_s: float = 0.0) -> list[Event]:
-        """Let things happen for at most so long, and say what did."""
+        """Wait for events at most so long; those that happened."""
         self._try_to_connect()
         for key, _ in self._selector.select(timeout_s):
             if key.data is None:
@@ -87,13 +75,12 @@ class Client:
         now = time.monotonic()
         if self._server is not None and self._welcomed:
             # Mostly the answer to the server's beat has just been sent; this is for a server that is silent.
-            self._server.beat(after_s=2 * self._timing.heartbeat_s)
+            self._server.beat(step=self.step, after_s=2 * self._timeouts.heartbeat_s)
         if self._server is not None:
             self._notice_end(self._server, now)
         if not self.started:
             self._check_joining(now)
-        events, self._events = self._events, []
-        return events
+        return self._take_events()
 
     def report(self, failure: Failure) -> None:
         """Tell member 0, and through it all others, what has failed."""
@@ -112,10 +99,7 @@ class Client:
     def drain(self, timeout_s: float) -> None:
         """Wait until everything said is on its way, at most so long."""
         if self._server is not None:
-            self._server.link.drain(timeout_s)
-
-    def dismiss(self) -> None:
-        """Nothing to tell: only member 0 serves."""
+            self._server.socket.drain(timeout_s)
 
     def abandon(self) -> None:
         """Let go of every descriptor without a word, in a forked child that shares them with its parent."""
@@ -123,13 +107,13 @@ class Client:
         if self._connecting is not None:
             self._connecting.close()
         if self._server is not None:
-            self._server.link.close()
+            self._server.socket.close()
         self._selector.close()
 
     def close(self) -> None:
         """Let go of the connection."""
         if self._server is not None:
-            self._server.link.finish(_LAST_WORDS_S)
+            self._server.socket.finish(_LAST_WORDS_S)
         self._hang_up()
         self._selector.close()
 
@@ -150,7 +134,7 @@ class Client:
             self._try_later(str(error))
             return
         number = numbers[self._num_attempts % len(numbers)]  # not every address of a name need lead there
-        connecting = socket.socket(socket.AF_INET6 if ":" in number else socket.AF_INET, socket.SOCK_STREAM)
+        connecting = socket.socket(family_of(number), socket.SOCK_STREAM)
         connecting.setblocking(False)
         self._connecting = connecting
         code = connecting.connect_ex((number, self._port))
@@ -172,20 +156,20 @@ class Client:
             return
         self._selector.unregister(connecting)
         self._connecting = None
-        configure(connecting, self._timing)
-        self._server = Peer(Link(connecting, is_greeting=True), host=self._address)
-        self._greeting = None
-        self._selector.register(self._server.link, selectors.EVENT_READ, self._server)
+        configure(connecting, self._timeouts)
+        self._server = Peer(JsonSocket(connecting, in_handshake=True), host=self._address)
+        self._handshake = None
+        self._selector.register(self._server.socket, selectors.EVENT_READ, self._server)
 
     def _read(self, server: Peer) -> None:
         for message in server.receive():
             kind = message.get("type")
             if not self._welcomed:
-                self._meet(server, message)
+                self._authenticate(server, message)
             elif kind == "welcome":
-                server.host = host_of(message)
+                server.introduce(message)
             elif kind == "beat":
-                server.beat()  # answered at once: the answers of many clients reach the server together
+                server.beat(step=self.step)  # answered at once: the answers of many clients reach the server together
             elif kind == "go":
                 payload = message.get("payload")
                 self.started = True
@@ -205,10 +189,10 @@ class Client:
                 server.left = code if isinstance(code, int) else EXIT_FAILURE
                 self._events.append(Ended(exit_code=server.left))
 
-    def _meet(self, server: Peer, message: Mapping[str, Any]) -> None:
-        """Answer the challenge; say who this is only to a server that has shown that it knows the secret too."""
+    def _authenticate(self, server: Peer, message: Mapping[str, Any]) -> None:
+        """Answer the challenge; say who this is only to a server that has proved that it knows the secret."""
         kind = message.get("type")
-        if self._greeting is None:
+        if self._handshake is None:
             theirs = nonce_in(message)
             if kind != "challenge" or (theirs is None and message.get("protocol") == PROTOCOL):
                 self._doubt(self._not_stormo())
@@ -216,53 +200,53 @@ class Client:
             if message.get("protocol") != PROTOCOL or theirs is None:
                 self._doubt(self._other_release(message))
                 return
-            self._greeting = Greeting(self._secret, theirs, new_nonce())
-            answer = {"type": "answer", "nonce": self._greeting.client_nonce, "code": self._greeting.client_code()}
-            server.link.send(answer)
-        elif kind != "proof" or not has_code(message, self._greeting.server_code()):
+            self._handshake = Handshake(self._secret, theirs, new_nonce())
+            answer = {"type": "answer", "nonce": self._handshake.client_nonce, "code": self._handshake.client_code()}
+            server.socket.send(answer)
+        elif kind != "proof" or not has_code(message, self._handshake.server_code()):
             self._doubt(self._not_known())
         else:
             self._welcomed = True
-            server.link.seal(*self._greeting.seals())
-            server.link.send(self._hello.to_message())
+            server.socket.seal(*self._handshake.seals())
+            server.socket.send(self._hello.to_message())
 
     def _doubt(self, error: SettingError) -> None:
-        """What listens there is not member 0: raise that or, where its address is looked up, look again."""
+        """What listens there is not member 0: raise the error or, where the address is looked up, look again."""
         if self._look is None:
             raise error
         self._try_later(str(error))
 
     def _notice_end(self, server: Peer, now: float) -> None:
         if not self._welcomed:
-            if server.link.fault is not None:
+            if server.socket.fault is not None:
                 self._doubt(self._not_stormo())
-            elif server.link.closed:
+            elif server.socket.closed:
                 self._try_later("whatever listens there closes the connection at once")
             return
-        why = server.gone(now, self._timing)
+        why = server.gone(now, self._timeouts)
         if why is not None:
             if not self.started:
                 raise JoinError(f"{self._noun} 0 on host {server.host} {why} before the job began")
             server.settled = True
             self._events.append(Gone(member=0, host=server.host, why=why))
-        if (why is not None or server.link.closed) and server.link.fileno() >= 0:
-            self._selector.unregister(server.link)
-            server.link.close()
+        if (why is not None or server.socket.closed) and server.socket.fileno() >= 0:
+            self._selector.unregister(server.socket)
+            server.socket.close()
 
     def _check_joining(self, now: float) -> None:
         if now > self._deadline:
             if self._welcomed:
                 # The server gives up at its own time, with a better sentence; this is for one that does not.
-                if now > self._deadline + self._timing.lost_after_s:
+                if now > self._deadline + self._timeouts.lost_after_s:
                     raise JoinError(
-                        f"{self._noun} {self._hello.member} waited {self._timing.join_s:g} s at {self._where} "
+                        f"{self._noun} {self._hello.member} waited {self._timeouts.join_s:g} s at {self._where} "
                         f"for the others, but {self._noun} 0 neither began nor gave up; end the job on every "
                         f"{self._noun} and start it again"
                     )
                 return
             raise JoinError(
                 f"{self._noun} {self._hello.member} (host {self._hello.host}) tried to reach {self._noun} 0 at "
-                f"{self._where} for {self._timing.join_s:g} s, but without success ({self._trouble}); "
+                f"{self._where} for {self._timeouts.join_s:g} s, but without success ({self._trouble}); "
                 f"check that {self._noun} 0 runs, that --master-addr and --master-port are the same on every "
                 f"{self._noun}, and that no firewall closes the port"
             )
@@ -287,14 +271,14 @@ class Client:
             self._connecting.close()
             self._connecting = None
         if self._server is not None:
-            if self._server.link.fileno() >= 0:
-                self._selector.unregister(self._server.link)
-                self._server.link.close()
+            if self._server.socket.fileno() >= 0:
+                self._selector.unregister(self._server.socket)
+                self._server.socket.close()
             self._server = None
 
     def _send(self, message: Mapping[str, Any]) -> None:
         if self._server is not None and self._welcomed:
-            self._server.link.send(message)
+            self._server.socket.send(message)
 
     def _other_release(self, message: Mapping[str, Any]) -> SettingError:
         return SettingError(

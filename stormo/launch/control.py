@@ -9,15 +9,19 @@ both sides have shown that they know the secret of the job (`handshake`).
 
 from __future__ import annotations
 
+import os
+import selectors
+import signal
 import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from stormo.errors import SettingError, StormoError, counted
-from stormo.launch.failure import OUT_OF_MEMORY, Failure, printable
-from stormo.launch.link import Link
+from stormo.launch.failure import OUT_OF_MEMORY, Failure, printable, signal_name
+from stormo.launch.json_socket import JsonSocket
+from stormo.system.process import fatal_signal, process_space, process_state
 
 PROTOCOL = 2
 _MAX_OPTIONS_SHOWN = 5
@@ -47,6 +51,8 @@ class Hello:
     host: str
     digest: str = ""
     options: Mapping[str, str] = field(default_factory=dict)  # what the digest is made of, to name a difference
+    pid: int = field(default_factory=os.getpid)
+    process_space: str = field(default_factory=process_space)  # within which the pid means something
 
     def to_message(self) -> dict[str, Any]:
         """As JSON-ready values."""
@@ -55,8 +61,8 @@ class Hello:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Timing:
-    """Every patience of the channel."""
+class ChannelTimeouts:
+    """How long the members of a channel wait for what."""
 
     join_s: float = 600.0
     heartbeat_s: float = 1.0
@@ -106,22 +112,93 @@ class Ended:
 Event = Go | Reported | RankEnded | Gone | Ended
 
 
-class Control(Protocol):
+class Peer:
+    """The other end of one connection, and when it was last heard."""
+
+    def __init__(self, socket: JsonSocket, *, host: str = "") -> None:
+        self.socket = socket
+        self.host = host  # first the address, later the name
+        self.nonce = ""  # this side's, of the handshake
+        self.is_known = False  # whether it has shown that it knows the secret of the job
+        self.member: int | None = None
+        self.pid: int | None = None  # where its process can be seen from here
+        self.step: int | None = None  # of which it has told last
+        self.started_at = self.heard_at = self.beaten_at = time.monotonic()
+        self.left: int | None = None  # the exit code it said goodbye with
+        self.settled = False  # its failure is known: that it then vanishes is no news
+
+    def introduce(self, message: Mapping[str, Any]) -> None:
+        """Take its name, and its process id where that means something here, from its hello or welcome."""
+        self.host, pid = host_of(message), message.get("pid")
+        self.pid = pid if isinstance(pid, int) and message.get("process_space") == process_space() else None
+
+    def receive(self) -> list[dict[str, Any]]:
+        """The messages that are there; any of them is a sign of life."""
+        messages = self.socket.receive()
+        if messages:
+            self.heard_at = time.monotonic()
+        for message in messages:
+            self.step = step if isinstance(step := message.get("step"), int) else self.step
+        return messages
+
+    def beat(self, *, step: int | None = None, after_s: float = 0.0) -> None:
+        """Send a heartbeat unless the last one was sent less than so long ago."""
+        self.socket.flush()
+        now = time.monotonic()
+        if now - self.beaten_at >= after_s:
+            self.beaten_at = now
+            self.socket.send({"type": "beat"} if step is None else {"type": "beat", "step": step})
+
+    def gone(self, now: float, timeouts: ChannelTimeouts) -> str | None:
+        """Why the peer counts as gone, or None while it is there or has ended in order."""
+        if self.left is not None or self.settled:
+            return None
+        if self.socket.unreachable:
+            return f"is lost: its machine has not answered for {timeouts.lost_after_s:g} s"
+        if self.socket.fault:
+            return f"broke the control channel: {self.socket.fault}"
+        if self.socket.closed:
+            return self._how_it_died()
+        if now - self.heard_at > timeouts.stalled_after_s:
+            state = "" if self.pid is None else f"; pid {self.pid}: {process_state(self.pid)}"
+            return f"is lost: no heartbeat for {timeouts.stalled_after_s:g} s{state}"
+        return None
+
+    def _how_it_died(self) -> str:
+        number = None if self.pid is None else fatal_signal(self.pid)
+        if number is None:
+            return f"was killed, or ended without a message; {OUT_OF_MEMORY}"
+        hint = f"; {OUT_OF_MEMORY}" if number == signal.SIGKILL else ""
+        return f"was killed by {signal_name(number)} (signal {number}){hint}"
+
+
+class Control:
     """What server and client have in common."""
 
-    started: bool
+    def __init__(self, hello: Hello, *, secret: bytes, timeouts: ChannelTimeouts, noun: str) -> None:
+        self.started = False
+        self.step: int | None = None  # of this member, told with every heartbeat
+        self._hello = hello
+        self._secret = secret
+        self._timeouts = timeouts
+        self._noun = noun
+        self._deadline = time.monotonic() + timeouts.join_s
+        self._events: list[Event] = []
+        self._selector = selectors.EpollSelector()  # its own descriptor can be waited on
 
     def fileno(self) -> int:
         """The descriptor to wait on."""
+        return self._selector.fileno()
 
     def poll(self, timeout_s: float = 0.0) -> list[Event]:
-        """Let things happen for at most so long, and say what did."""
+        """Wait for events at most so long; those that happened."""
+        raise NotImplementedError
 
     def report(self, failure: Failure) -> None:
         """Tell the others what has failed."""
 
     def rank_ended(self, rank: int, exit_code: int) -> None:
-        """Tell member 0 that a rank has ended in order."""
+        """Tell member 0 that a rank has ended in order; on member 0 its owner keeps the book itself."""
 
     def leave(self, exit_code: int) -> None:
         """Say that this member has ended in order; `Ended` follows when all have."""
@@ -130,7 +207,7 @@ class Control(Protocol):
         """Wait until everything said is on its way, at most so long."""
 
     def dismiss(self) -> None:
-        """Member 0 ends in order and no longer serves the others, who go on without the channel."""
+        """Member 0 ends in order and no longer serves the others, who continue without the channel."""
 
     def close(self) -> None:
         """Let go of every connection after the last words have arrived."""
@@ -138,61 +215,22 @@ class Control(Protocol):
     def abandon(self) -> None:
         """Let go of every descriptor without a word, in a forked child that shares them with its parent."""
 
-
-class Peer:
-    """The other end of one connection, and when it was last heard."""
-
-    def __init__(self, link: Link, *, host: str = "") -> None:
-        self.link = link
-        self.host = host  # first the address, later the name
-        self.nonce = ""  # of the greeting, here
-        self.is_known = False  # whether it has shown that it knows the secret of the job
-        self.member: int | None = None
-        self.started_at = self.heard_at = self.beaten_at = time.monotonic()
-        self.left: int | None = None  # the exit code it said goodbye with
-        self.settled = False  # its failure is known: that it then vanishes is no news
-
-    def receive(self) -> list[dict[str, Any]]:
-        """The messages that are there; any of them is a sign of life."""
-        messages = self.link.receive()
-        if messages:
-            self.heard_at = time.monotonic()
-        return messages
-
-    def beat(self, *, after_s: float = 0.0) -> None:
-        """Send a heartbeat unless the last one was sent less than so long ago."""
-        self.link.flush()
-        now = time.monotonic()
-        if now - self.beaten_at >= after_s:
-            self.beaten_at = now
-            self.link.send({"type": "beat"})
-
-    def gone(self, now: float, timing: Timing) -> str | None:
-        """Why the peer counts as gone, or None while it is there or has ended in order."""
-        if self.left is not None or self.settled:
-            return None
-        if self.link.unreachable:
-            return f"is lost: its machine has not answered for {timing.lost_after_s:g} s"
-        if self.link.fault:
-            return f"broke the control channel: {self.link.fault}"
-        if self.link.closed:
-            return f"was killed, or ended without a message; {OUT_OF_MEMORY}"
-        if now - self.heard_at > timing.stalled_after_s:
-            return f"is lost: no heartbeat for {timing.stalled_after_s:g} s"
-        return None
+    def _take_events(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
 
 
-def configure(connected: socket.socket, timing: Timing) -> None:
+def configure(connected: socket.socket, timeouts: ChannelTimeouts) -> None:
     """Send small messages at once, and let the kernel give a silent machine up in time."""
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         # Heartbeats keep data on its way, at most two periods apart, so that this is also a limit for a machine that
         # is switched off. It tells such a machine from a process merely stopped, whose kernel still acknowledges.
-        limit_s = max(timing.lost_after_s - 2 * timing.heartbeat_s, 0.5 * timing.lost_after_s)
+        limit_s = max(timeouts.lost_after_s - 2 * timeouts.heartbeat_s, 0.5 * timeouts.lost_after_s)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(limit_s * 1000))
 
 
-def misfit(own: Hello, message: Mapping[str, Any], taken: Mapping[int, str], noun: str) -> SettingError | None:
+def validate_member(own: Hello, message: Mapping[str, Any], taken: Mapping[int, str], noun: str) -> SettingError | None:
     """Why a member that says hello cannot be one of this job; `taken` maps the ids that have come to their hosts."""
     member, count, host = message.get("member"), message.get("num_members"), host_of(message)
     if message.get("protocol") != PROTOCOL:

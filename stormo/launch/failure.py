@@ -1,4 +1,4 @@
-"""What ended a rank or a node, in the words the user reads, and as a message that may come from another machine.
+"""What ended a rank or a node: the sentence that the user reads, and a message that may come from another machine.
 
 Text that arrives over a socket is cut to a bounded length and stripped of control characters before it is shown.
 """
@@ -21,6 +21,18 @@ OUT_OF_MEMORY = "the kernel's out-of-memory killer may have done this; dmesg wou
 ORDERLY_EXIT_CODES = (0, EXIT_DIVERGED, EXIT_RESUMABLE, EXIT_INTERRUPTED)
 _EXIT_CODES = (EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_RESUMABLE)
 _KINDS = ("exception", "setting", "signal", "exit", "early", "silent", "gone", "stopped")
+_MAX_CHARACTERS = {
+    "kind": 20,
+    "who": 100,
+    "host": 300,
+    "what": _MAX_SENTENCE_CHARACTERS,
+    "details": MAX_DETAILS_CHARACTERS,
+}
+_TYPES: dict[str, type] = {
+    **dict.fromkeys(_MAX_CHARACTERS, str),
+    **dict.fromkeys(("exit_code", "rank"), int),
+    **dict.fromkeys(("secondary", "printed"), bool),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,30 +71,14 @@ class Failure:
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Failure | None:
         """Out of a message from anyone: None unless every value has its type."""
-        texts = {name: message.get(name) for name in ("kind", "who", "host", "what", "details")}
-        flags = {name: message.get(name) for name in ("secondary", "printed")}
-        exit_code, rank = message.get("exit_code"), message.get("rank")
-        codes = range(1, 256) if texts["kind"] == "exit" else _EXIT_CODES
-        if texts["kind"] not in _KINDS or not isinstance(exit_code, int) or exit_code not in codes:
+        values: dict[str, Any] = {name: message.get(name) for name in _TYPES}
+        if not all(isinstance(values[name], kind) for name, kind in _TYPES.items()):
             return None
-        if not isinstance(rank, int):
+        codes = range(1, 256) if values["kind"] == "exit" else _EXIT_CODES
+        if values["kind"] not in _KINDS or values["exit_code"] not in codes:
             return None
-        if not all(isinstance(text, str) for text in texts.values()):
-            return None
-        if not all(isinstance(flag, bool) for flag in flags.values()):
-            return None
-        return cls(
-            kind=str(texts["kind"]),
-            who=printable(str(texts["who"]), 100),
-            host=printable(str(texts["host"]), 300),
-            what=printable(str(texts["what"]), _MAX_SENTENCE_CHARACTERS),
-            details=printable(str(texts["details"]), MAX_DETAILS_CHARACTERS),
-            exit_code=int(exit_code),
-            secondary=bool(flags["secondary"]),
-            printed=bool(flags["printed"]),
-            rank=rank,
-            loss=_loss_of(message.get("loss")),
-        )
+        texts = {name: printable(str(values[name]), limit) for name, limit in _MAX_CHARACTERS.items()}
+        return cls(**{**values, **texts}, loss=_loss_of(message.get("loss")))
 
     def with_last_lines(self, lines: str) -> Failure:
         """The same, followed by what the rank wrote last."""
@@ -123,13 +119,9 @@ def of_exception(error: BaseException, *, rank: int, host: str, secondary: bool)
 
 def of_signal(number: int, *, rank: int, host: str) -> Failure:
     """The failure of a rank that a signal ended."""
-    return Failure(
-        kind="signal",
-        who=f"rank {rank}",
-        host=host,
-        what=f"was killed by {signal_name(number)} (signal {number})",
-        details=f"{OUT_OF_MEMORY.capitalize()}.\n" if number == signal.SIGKILL else "",
-    )
+    what = f"was killed by {signal_name(number)} (signal {number})"
+    details = f"{OUT_OF_MEMORY.capitalize()}.\n" if number == signal.SIGKILL else ""
+    return Failure(kind="signal", who=f"rank {rank}", host=host, what=what, details=details)
 
 
 def of_exit(code: int, *, rank: int, host: str, is_of_script: bool = False) -> Failure:
@@ -146,20 +138,16 @@ def of_exit_before_world(code: int, *, rank: int, host: str, waiting: int) -> Fa
 
 
 def of_early_exit(*, rank: int, host: str) -> Failure:
-    """The failure of a rank that ended as if all were well, in the middle of its work."""
+    """The failure of a rank that ended with exit code 0 in the middle of its work."""
     what = "ended with exit code 0 before its work was done: something that it ran calls os._exit(0)"
     return Failure(kind="early", who=f"rank {rank}", host=host, what=what)
 
 
 def of_stop(number: int, *, rank: int, host: str) -> Failure:
-    """The failure of a rank that was asked to stop before it had taken precautions."""
-    return Failure(
-        kind="stopped",
-        who=f"rank {rank}",
-        host=host,
-        what=f"was ended by {signal_name(number)}, which reached it before it was ready to stop in order",
-        exit_code=EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_RESUMABLE,
-    )
+    """The failure of a rank that was asked to stop before it could save."""
+    what = f"was ended by {signal_name(number)}, which reached it before it was ready to stop in order"
+    exit_code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_RESUMABLE
+    return Failure(kind="stopped", who=f"rank {rank}", host=host, what=what, exit_code=exit_code)
 
 
 def _loss_of(message: Any) -> PeerLoss | None:

@@ -1,27 +1,26 @@
-"""`--launcher`: one command started on several hosts from here, over ssh."""
+"""`--launcher ssh`: which hosts, and this command started on each of them from here.
+
+A host file is as Open MPI or MPICH writes it. A line names a host, and maybe its slots: `node1 slots=4` or `node1:4`. A
+host named twice has the slots of both lines, as in the node file of PBS.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
-from dataclasses import replace
+import re
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stormo.config.schema import OF_ONE_CALL, TrainConfig
 from stormo.errors import SettingError, counted
-from stormo.launch.connection import HostCommand
-from stormo.launch.hostfile import (
-    ListedHost,
-    all_here,
-    hosts_of_job,
-    is_loopback_name,
-    parse_hosts,
-    read_hostfile,
-    slots_of,
-)
-from stormo.launch.place import derived_port
-from stormo.launch.secret import VARIABLE, new_secret
-from stormo.launch.ssh import run_on_hosts
+from stormo.launch.address import family_of, is_loopback_name
+from stormo.launch.auth import VARIABLE, new_secret
+from stormo.launch.environments.slurm import expand_hosts, num_groups
+from stormo.launch.rank_info import derived_port, host_name
+from stormo.launch.ssh import HostCommand, run_on_hosts
 from stormo.system.process import own_command
 
 # What of this environment the workers on other hosts get too: what numerical and network libraries read, but not the
@@ -30,10 +29,132 @@ _PASSED_ON = ("CUDA_", "FI_", "GLOO_", "MKL_", "NCCL_", "OMP_", "PYTHON", "TORCH
 _PASSED_ON_WHOLE = ("LD_LIBRARY_PATH", "HF_HOME")
 _OF_THIS_HOST = ("CUDA_VISIBLE_DEVICES",)
 _PASS = "STORMO_PASS"  # and what the user lists there
+_HOST = re.compile(r"(?P<name>[^\s:=,]+)(?::(?P<slots>\d+))?")
+_ADDRESS = re.compile(r"\[?(?P<name>[0-9A-Fa-f:]*:[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*)\]?")  # IPv6, which holds colons
+_COUNT = re.compile(r"slots\s*=\s*(\d+)|max[_-]slots\s*=\s*\d+", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ListedHost:
+    """One host of a list."""
+
+    name: str  # as ssh takes it, maybe user@host
+    slots: int | None = None  # workers it has room for; None where the list does not say
+
+    @property
+    def address(self) -> str:
+        """The host without the user who logs in there."""
+        return self.name.rpartition("@")[2]
+
+
+def read_hostfile(path: str) -> tuple[ListedHost, ...]:
+    """The hosts of a file, in its order."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise SettingError(f"--hostfile {path} was set", f"it cannot be read ({why})", "check the path") from None
+    found = []
+    for number, line in enumerate(lines, start=1):
+        text = line.partition("#")[0].strip()
+        if text:
+            found.append(_parse_line(text, f"line {number} of --hostfile {path}"))
+    return _merged(found, f"--hostfile {path}")
+
+
+def parse_hosts(text: str) -> tuple[ListedHost, ...]:
+    """The hosts of a flag: `node1,node2`, `node[1-4]` or `node1:4,node2:4`."""
+    names = expand_hosts(text, source=f"--hosts {text} was set", instead="set something like --hosts node1,node[2-4]")
+    return _merged([_parse_line(name, f"--hosts {text}") for name in names], f"--hosts {text}")
+
+
+def hosts_of_job(environ: Mapping[str, str]) -> tuple[ListedHost, ...]:
+    """The hosts that a scheduler gave to this job; none outside of one."""
+    if environ.get("SLURM_JOB_NODELIST"):
+        name = "SLURM_JOB_NODELIST"  # of a heterogeneous job that of its first group alone
+        groups = [environ.get(f"{name}_HET_GROUP_{group}", "") for group in range(num_groups(environ))]
+        text = ",".join(filter(None, groups)) or environ[name]
+        names = expand_hosts(text, instead="name the hosts with --hosts")
+        return tuple(ListedHost(name=host) for host in names)
+    if environ.get("PBS_NODEFILE"):
+        return read_hostfile(environ["PBS_NODEFILE"])
+    return ()
+
+
+def _parse_line(text: str, source: str) -> ListedHost:
+    name, rest = (*text.split(maxsplit=1), "")[:2]
+    match = _ADDRESS.fullmatch(name) or _HOST.fullmatch(name)
+    if match is None or match["name"].startswith("-"):  # which ssh would take for an option
+        raise _bad_line(source, text)
+    slots = match.groupdict().get("slots")
+    left = rest
+    for count in _COUNT.finditer(rest):
+        slots = count[1] or slots
+        left = left.replace(count[0], "")
+    if left.strip():
+        raise _bad_line(source, text)
+    if slots is not None and int(slots) < 1:
+        raise SettingError(f"{text!r} is in {source}", "a host needs at least one slot", "leave the host out")
+    return ListedHost(name=match["name"], slots=None if slots is None else int(slots))
+
+
+def _bad_line(source: str, text: str) -> SettingError:
+    return SettingError(f"{text!r} is in {source}", "it does not name a host", "write node1, node1 slots=4 or node1:4")
+
+
+def _merged(hosts: Iterable[ListedHost], source: str) -> tuple[ListedHost, ...]:
+    merged: dict[str, ListedHost] = {}
+    for host in hosts:
+        before = merged.get(host.name)
+        slots = host.slots if before is None else (before.slots or 1) + (host.slots or 1)
+        merged[host.name] = ListedHost(name=host.name, slots=slots)
+    if not merged:
+        raise SettingError(f"{source} was set", "it names no host", "name one host a line, or use --hosts")
+    return tuple(merged.values())
+
+
+def all_here(hosts: Iterable[ListedHost]) -> bool:
+    """Whether all of them are this machine, as far as their names tell."""
+    return all(_is_here(host.address) for host in hosts)
+
+
+def _is_here(name: str) -> bool:
+    if _ADDRESS.fullmatch(name) or re.fullmatch(r"[\d.]+", name):
+        with contextlib.suppress(OSError), socket.socket(family_of(name)) as probe:
+            probe.bind((name, 0))  # only an address of this machine can be bound
+            return True
+        return False
+    return name == "localhost" or name.partition(".")[0] == host_name().partition(".")[0]
+
+
+def slots_of(hosts: Sequence[ListedHost], num_workers: int | None) -> int | None:
+    """Workers on each host: as set, or the slots if all have equally many; None where neither is known."""
+    known = [host for host in hosts if host.slots is not None]
+    if num_workers is not None:
+        for host in known:
+            if host.slots is not None and host.slots < num_workers:
+                raise SettingError(
+                    f"--num-gpus {num_workers} was set",
+                    f"host {host.name} is listed with {counted(host.slots, 'slot')}",
+                    f"set --num-gpus {host.slots}, or list it with slots={num_workers}",
+                )
+        return num_workers
+    if len({host.slots for host in hosts}) > 1:
+        first, other = hosts[0], next(host for host in hosts if host.slots != hosts[0].slots)
+        raise SettingError(
+            f"the hosts {first.name} and {other.name} are listed with {_said(first)} and {_said(other)}",
+            "every host starts equally many workers",
+            "set --num-gpus to what each has room for, or list the same slots",
+        )
+    return known[0].slots if known else None
+
+
+def _said(host: ListedHost) -> str:
+    return "no slots" if host.slots is None else f"slots={host.slots}"
 
 
 def hosts_of(config: TrainConfig) -> tuple[ListedHost, ...]:
-    """The hosts on which this command is to be started; none where it is for this node alone."""
+    """The hosts on which to start this command; none where it is for this node alone."""
     workers = config.workers
     if workers.launcher == "auto":
         given = next((name for name in OF_ONE_CALL[1:] if getattr(workers, name)), None)
@@ -86,7 +207,7 @@ def on_hosts(config: TrainConfig, hosts: tuple[ListedHost, ...]) -> TrainConfig:
 
 
 def start_on_hosts(config: TrainConfig, hosts: tuple[ListedHost, ...], verb: str, arguments: Sequence[str]) -> int:
-    """Start this very command on all hosts, and see it to its end; the exit code of the whole."""
+    """Run this command on all hosts; the exit code of the whole."""
     workers = config.workers
     address = workers.master_addr if "master_addr" in config.given else hosts[0].address
     port = workers.master_port or derived_port(f"{hosts[0].name} {os.getpid()} {os.times().elapsed}")
@@ -124,7 +245,7 @@ def _passed_on() -> list[str]:
 
 
 def _without(arguments: Sequence[str]) -> list[str]:
-    """The command line without what only this call is told, and what every host is told anew."""
+    """The command line without the flags of this call alone, and those that every host gets anew."""
     taken = {*OF_ONE_CALL, "num_nodes", "num_gpus", "master_addr", "master_port"}
     kept: list[str] = []
     words = iter(arguments)

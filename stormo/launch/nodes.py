@@ -1,18 +1,22 @@
-"""From the settings of workers to the nodes of a job: which process this is, and the workers that it starts."""
+"""From the settings to the nodes of a job: which process this is, the workers it starts, and `--max-restarts`."""
 
 from __future__ import annotations
 
 import os
 import sys
+import time
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from stormo.config.layout import DEFAULT_PORT, Launched, Layout
 from stormo.config.schema import NodeRange, TrainConfig
-from stormo.errors import SettingError, counted
+from stormo.errors import EXIT_FAILURE, SettingError, counted
 from stormo.launch import Node, Place
-from stormo.launch.allocation import check_alone, gpus_on_node, hints
+from stormo.launch.control import JoinError, RefusedError
 from stormo.launch.environments.detect import LAUNCHERS, check_flags, detect
+from stormo.launch.environments.slurm import check_alone, gpus_on_node, hints
 from stormo.launch.environments.torchrun import check_restarts as check_restarts_of_torchrun
+from stormo.launch.output import STDERR, write_all
 from stormo.system.hardware import num_cores
 
 # How `stormo run` hands its own flags to the workers, whose script asks for the world.
@@ -20,10 +24,11 @@ DEVICE, BACKEND, TIMEOUT = "STORMO_DEVICE", "STORMO_BACKEND", "STORMO_TIMEOUT"
 
 _MOST_WORKERS, _MOST_WORKERS_PER_CORE = 256, 16  # more of them are a slip of the hand, and would take the node down
 _FLAGS = ("num_nodes", "node_id", "num_gpus", "master_addr", "master_port")
+_TRY_AGAIN_S = 0.5
 
 
 def find_place(config: TrainConfig, *, is_meant_alone: bool = False) -> Place | None:
-    """Who this process is if a launcher started it, which the user's flags must not contradict.
+    """Who this process is if a launcher started it; the user's flags must not contradict it.
 
     Args:
         is_meant_alone: whether one process is what the user wants even in a Slurm job of several tasks.
@@ -57,7 +62,7 @@ def find_place(config: TrainConfig, *, is_meant_alone: bool = False) -> Place | 
 
 
 def check_restarts(config: TrainConfig, place: Place | None) -> None:
-    """Refuse restarts that nobody would do, or that would not find the run."""
+    """Refuse restarts that nothing would do, or that would not find the run."""
     restarts, run = config.workers.max_restarts, config.run
     if place is not None and place.launcher == "torchrun" and "max_restarts" in config.given:
         check_restarts_of_torchrun(os.environ, restarts)
@@ -73,7 +78,7 @@ def check_restarts(config: TrainConfig, place: Place | None) -> None:
     if config.workers.num_nodes > 1 and run.run_name is None:
         raise SettingError(
             f"--max-restarts {restarts} was set without --run-name",
-            "every node must find the run to go on with",
+            "every node must find the run to resume",
             "set the same --run-name on every node",
         )
     if run.resume and (Path(run.resume) / "manifest.json").is_file():
@@ -119,3 +124,36 @@ def node_of(config: TrainConfig, layout: Layout) -> Node:
         master_port=workers.master_port or DEFAULT_PORT,
         script_port=workers.master_port or 0,
     )
+
+
+def run_with_restarts(attempt: Callable[[int], int], *, restarts: int, signals: Collection[int], join_s: float) -> int:
+    """Run attempt 0, and after a failure attempt 1 and so on; the exit code of the last.
+
+    A bad setting, divergence, and a run that was told to stop have exit codes of their own and end it.
+
+    Args:
+        attempt: runs the workers of this node, and fails on every node when one of them does.
+        restarts: how many attempts may follow the first.
+        signals: those that the workers were sent; whoever sent them wants an end.
+        join_s: how long a restart may wait for the other nodes, which may still end their last attempt.
+    """
+    code = attempt(0)
+    for number in range(1, restarts + 1):
+        if code != EXIT_FAILURE or signals:
+            return code
+        write_all(STDERR, f"stormo: restart {number} of {restarts}\n".encode())
+        code = _join_and_run(attempt, number, join_s)
+    if restarts and code == EXIT_FAILURE and not signals:
+        write_all(STDERR, f"stormo: no restart is left of {restarts}\n".encode())
+    return code
+
+
+def _join_and_run(attempt: Callable[[int], int], number: int, join_s: float) -> int:
+    deadline = time.monotonic() + join_s
+    while True:
+        try:
+            return attempt(number)
+        except (JoinError, RefusedError):
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(_TRY_AGAIN_S)

@@ -1,4 +1,4 @@
-"""Errors that only say that another worker is gone or late, told from those that are causes of their own.
+"""Tells errors that only say that another worker is gone or late from those that are causes.
 
 Gloo, NCCL and torch's store raise texts; every text that is known is here, and its test provokes or records it.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PeerLoss:
-    """That a worker misses another one."""
+    """A worker misses another one."""
 
     waited_s: float | None = None  # how long before it gave up; None where the other was found to be gone
     at: str = ""  # what it was about to do with the others; empty where it does not say
@@ -46,7 +46,7 @@ _GONE = [
 
 
 def peer_loss(error: BaseException) -> PeerLoss | None:
-    """That an error only misses another worker; None for one that is a cause of its own.
+    """The loss of a peer that an error tells of; None for an error that is a cause of its own.
 
     An error of stormo's that does has it as an attribute, `peer_loss`.
     """

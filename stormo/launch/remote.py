@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from stormo.launch.lifeline import die_with_parent
+from stormo.system.process import die_with_parent
 
 STARTED = "stormo: started here"
 SIGNALS = ("INT", "TERM", "USR1")

@@ -13,8 +13,11 @@ from typing import Any
 
 from stormo.errors import EXIT_FAILURE, EXIT_USAGE, StormoError
 from stormo.launch.address import is_loopback, shown
+from stormo.launch.auth import Handshake, has_code, new_nonce, nonce_in, remedy
 from stormo.launch.control import (
     PROTOCOL,
+    ChannelTimeouts,
+    Control,
     Ended,
     Event,
     Go,
@@ -24,26 +27,22 @@ from stormo.launch.control import (
     Peer,
     RankEnded,
     Reported,
-    Timing,
     configure,
-    host_of,
-    misfit,
+    validate_member,
 )
 from stormo.launch.failure import Failure, combined_exit_code
-from stormo.launch.handshake import Greeting, has_code, new_nonce, nonce_in
-from stormo.launch.link import Link
-from stormo.launch.place import host_name
-from stormo.launch.secret import remedy
+from stormo.launch.json_socket import JsonSocket
+from stormo.launch.rank_info import host_name
 
 _HELLO_TIMEOUT_S = 10.0  # a connection that has not said who it is by then is dropped
-_MAX_STRANGERS = 64  # beside one for each member that has not come
+_MAX_UNAUTHENTICATED = 64  # beside one for each member that has not come
 _ACCEPTED_AT_ONCE = 16
 _SPARE_DESCRIPTORS = 512  # for everything else the process opens
 _LAST_WORDS_S = 1.0
 
 
-class Server:
-    """The meeting point; owns the listening socket it is given."""
+class Server(Control):
+    """Serves the channel; owns the listening socket it is given."""
 
     def __init__(
         self,
@@ -51,38 +50,27 @@ class Server:
         hello: Hello,
         *,
         secret: bytes,
-        timing: Timing,
+        timeouts: ChannelTimeouts,
         payload: Mapping[str, Any] | None = None,
         noun: str = "node",
         how_to_start: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        self.started = False
+        super().__init__(hello, secret=secret, timeouts=timeouts, noun=noun)
         _make_room(hello.num_members)
         self._listener = listener
         self._listener.setblocking(False)
-        self._hello = hello
-        self._secret = secret
-        self._timing = timing
         self._payload = dict(payload or {})
-        self._noun = noun
         self._how_to_start = how_to_start
-        self._deadline = time.monotonic() + timing.join_s
-        self._strangers: dict[Peer, None] = {}  # in the order in which they came
+        self._unauthenticated: dict[Peer, None] = {}  # in the order in which they came
         self._unknown: str | None = None  # the address of one who does not know the secret
         self._members: dict[int, Peer] = {}  # those that have come, also when they have gone again
         self._own_exit_code: int | None = None
         self._ended = False
         self._swept_at = 0.0
-        self._events: list[Event] = []
-        self._selector = selectors.EpollSelector()  # its own descriptor can be waited on
         self._selector.register(listener, selectors.EVENT_READ)
 
-    def fileno(self) -> int:
-        """The descriptor to wait on."""
-        return self._selector.fileno()
-
     def poll(self, timeout_s: float = 0.0) -> list[Event]:
-        """Let things happen for at most so long, and say what did."""
+        """Wait for events at most so long; those that happened."""
         # Those who are there first: one that has just said who it is must not have to make way for another.
         for key, _ in sorted(self._selector.select(timeout_s), key=lambda event: event[0].data is None):
             if key.data is None:
@@ -90,21 +78,21 @@ class Server:
             else:
                 self._read(key.data)
         now = time.monotonic()
-        if now - self._swept_at >= 0.5 * self._timing.heartbeat_s:  # not at every message: there may be thousands
+        if now - self._swept_at >= 0.5 * self._timeouts.heartbeat_s:  # not at every message: there may be thousands
             self._swept_at = now
             self._sweep(now)
         self._start(now)
         self._finish()
-        events, self._events = self._events, []
-        return events
+        return self._take_events()
+
+    def running(self) -> list[Peer]:
+        """The members that have come and neither left nor vanished."""
+        return [peer for peer in self._members.values() if peer.left is None and not peer.socket.closed]
 
     def report(self, failure: Failure) -> None:
         """Tell every other member what has failed; a complaint stays here, where the cause is decided."""
         if not failure.secondary:
             self._relay({"type": "failure", **failure.to_message()})
-
-    def rank_ended(self, rank: int, exit_code: int) -> None:
-        """Nothing to tell: the owner of the server keeps the book of ended ranks."""
 
     def leave(self, exit_code: int) -> None:
         """Say that this member has ended in order; `Ended` follows when all have."""
@@ -114,46 +102,46 @@ class Server:
         """Wait until everything said is on its way, at most so long."""
         deadline = time.monotonic() + timeout_s
         for peer in self._members.values():
-            peer.link.drain(max(0.0, deadline - time.monotonic()))
+            peer.socket.drain(max(0.0, deadline - time.monotonic()))
 
     def dismiss(self) -> None:
-        """End in order and no longer serve the others, who go on without the channel."""
+        """End in order and no longer serve the others, who continue without the channel."""
         if not self._ended:
             self._relay({"type": "end", "exit_code": self._own_exit_code or 0})
 
     def abandon(self) -> None:
         """Let go of every descriptor without a word, in a forked child that shares them with its parent."""
         # Unregistering would act on the parent's selector too.
-        for peer in (*self._strangers, *self._members.values()):
-            peer.link.close()
+        for peer in (*self._unauthenticated, *self._members.values()):
+            peer.socket.close()
         self._listener.close()
         self._selector.close()
 
     def close(self) -> None:
         """Let go of every connection and of the port."""
         self._listener.close()
-        for peer in self._strangers:
-            peer.link.close()
+        for peer in self._unauthenticated:
+            peer.socket.close()
         deadline = time.monotonic() + _LAST_WORDS_S
         for peer in self._members.values():
-            peer.link.finish(max(0.0, deadline - time.monotonic()))
+            peer.socket.finish(max(0.0, deadline - time.monotonic()))
         self._selector.close()
 
     def _sweep(self, now: float) -> None:
-        """Look at every connection: send heartbeats, notice silence, drop those who never said who they are."""
-        for peer in list(self._strangers):
+        """Look at every connection: send heartbeats, notice silence, drop those who never authenticated."""
+        for peer in list(self._unauthenticated):
             if now - peer.started_at > _HELLO_TIMEOUT_S:
                 self._drop(peer)
         for peer in self._members.values():
-            peer.beat(after_s=0.9 * self._timing.heartbeat_s)
+            peer.beat(after_s=0.9 * self._timeouts.heartbeat_s)
             self._notice_end(peer, now)
 
     def _notice_end(self, peer: Peer, now: float) -> None:
-        why = None if peer.member is None else peer.gone(now, self._timing)
+        why = None if peer.member is None else peer.gone(now, self._timeouts)
         if why is not None and peer.member is not None:
             peer.settled = True
             self._events.append(Gone(member=peer.member, host=peer.host, why=why))
-        if why is not None or peer.link.closed:
+        if why is not None or peer.socket.closed:
             self._drop(peer)
 
     def _accept(self) -> None:
@@ -163,28 +151,28 @@ class Server:
             except OSError:  # there is none, or it has gone again meanwhile
                 return
             self._make_way()
-            configure(connected, self._timing)
-            peer = Peer(Link(connected, is_greeting=True), host=address)
+            configure(connected, self._timeouts)
+            peer = Peer(JsonSocket(connected, in_handshake=True), host=address)
             peer.nonce = new_nonce()
-            peer.link.send({"type": "challenge", "protocol": PROTOCOL, "nonce": peer.nonce})
-            self._strangers[peer] = None
-            self._selector.register(peer.link, selectors.EVENT_READ, peer)
+            peer.socket.send({"type": "challenge", "protocol": PROTOCOL, "nonce": peer.nonce})
+            self._unauthenticated[peer] = None
+            self._selector.register(peer.socket, selectors.EVENT_READ, peer)
 
     def _make_way(self) -> None:
-        """Where too many are unknown, drop the one who has been so for longest, of the address that has most of them.
+        """Where too many are unauthenticated, drop the oldest of the address that has most of them.
 
         A member says at once who it is, and comes again if it was dropped.
         """
         missing = self._hello.num_members - len(self._members)
-        if len(self._strangers) >= _MAX_STRANGERS + missing:
-            crowded = Counter(peer.host for peer in self._strangers).most_common(1)[0][0]
-            self._drop(next(peer for peer in self._strangers if peer.host == crowded))
+        if len(self._unauthenticated) >= _MAX_UNAUTHENTICATED + missing:
+            crowded = Counter(peer.host for peer in self._unauthenticated).most_common(1)[0][0]
+            self._drop(next(peer for peer in self._unauthenticated if peer.host == crowded))
 
     def _read(self, peer: Peer) -> None:
         for message in peer.receive():
             kind = message.get("type")
             if not peer.is_known:
-                self._meet(peer, message)
+                self._authenticate(peer, message)
             elif peer.member is None:
                 if peer.settled:
                     continue  # was sent away and has yet to go
@@ -201,24 +189,24 @@ class Server:
             elif kind == "bye":
                 code = message.get("exit_code")
                 peer.left = code if isinstance(code, int) else EXIT_FAILURE
-        if peer.link.closed:
+        if peer.socket.closed:
             self._notice_end(peer, time.monotonic())
 
-    def _meet(self, peer: Peer, message: Mapping[str, Any]) -> None:
-        """Let a stranger show that it knows the secret of the job, and show it in turn."""
+    def _authenticate(self, peer: Peer, message: Mapping[str, Any]) -> None:
+        """Let a peer prove that it knows the secret of the job, and prove it in turn."""
         theirs = nonce_in(message)
         if message.get("type") != "answer" or theirs is None:
             self._drop(peer)
             return
-        greeting = Greeting(self._secret, peer.nonce, theirs)
-        if not has_code(message, greeting.client_code()):
+        handshake = Handshake(self._secret, peer.nonce, theirs)
+        if not has_code(message, handshake.client_code()):
             self._unknown = peer.host
-            peer.link.send({"type": "stranger"})
+            peer.socket.send({"type": "stranger"})
             self._drop(peer)
             return
-        peer.link.send({"type": "proof", "code": greeting.server_code()})
-        incoming, outgoing = greeting.seals()
-        peer.link.seal(outgoing, incoming)
+        peer.socket.send({"type": "proof", "code": handshake.server_code()})
+        incoming, outgoing = handshake.seals()
+        peer.socket.seal(outgoing, incoming)
         peer.is_known = True
 
     def _take_failure(self, peer: Peer, message: Mapping[str, Any]) -> None:
@@ -232,21 +220,23 @@ class Server:
             self._relay({"type": "failure", **failure.to_message()}, but=peer)
 
     def _admit(self, peer: Peer, message: Mapping[str, Any]) -> None:
-        """Take a member in. A misfit ends the joining of all; once the job runs, only the misfit is sent away."""
+        """Take a member in. One that does not fit ends the joining of all; once the job runs, only it is sent away."""
         taken = {self._hello.member: self._hello.host} | {id_: other.host for id_, other in self._members.items()}
-        refusal = misfit(self._hello, message, taken, self._noun)
+        refusal = validate_member(self._hello, message, taken, self._noun)
         if refusal is None:
-            self._strangers.pop(peer, None)
-            peer.host, peer.member = host_of(message), int(message["member"])
+            self._unauthenticated.pop(peer, None)
+            peer.introduce(message)
+            peer.member = int(message["member"])
             self._members[peer.member] = peer
-            peer.link.send({"type": "welcome", "host": self._hello.host})
+            own = self._hello
+            peer.socket.send({"type": "welcome", "host": own.host, "pid": own.pid, "process_space": own.process_space})
             return
         words = {"type": "refuse", "sentence": str(refusal), "exit_code": EXIT_USAGE}
-        peer.link.send(words)
+        peer.socket.send(words)
         if self.started:
             peer.settled = True  # it closes the connection itself, or is dropped like one that never spoke
             return
-        peer.link.finish(_LAST_WORDS_S)
+        peer.socket.finish(_LAST_WORDS_S)
         self._relay(words)
         self.drain(_LAST_WORDS_S)
         raise refusal
@@ -272,11 +262,11 @@ class Server:
         which = f"{self._noun} {names} has" if len(missing) == 1 else f"{self._noun}s {names} have"
         note = " (which only this machine can reach)" if is_loopback(address) else ""
         start = f"; {self._how_to_start(missing)}" if self._how_to_start else ""
-        stranger = f"; somebody at {self._unknown} came without the job's secret: " if self._unknown else ""
+        unknown = f"; somebody at {self._unknown} came without the job's secret: " if self._unknown else ""
         return (
             f"the job has {self._hello.num_members} {self._noun}s, but {which} not come to "
-            f"{shown(address, port)}{note} within {self._timing.join_s:g} s"
-            f"{stranger}{remedy(os.environ) if stranger else ''}{start}"
+            f"{shown(address, port)}{note} within {self._timeouts.join_s:g} s"
+            f"{unknown}{remedy(os.environ) if unknown else ''}{start}"
         )
 
     def _give_up(self, sentence: str) -> JoinError:
@@ -299,13 +289,13 @@ class Server:
     def _relay(self, message: Mapping[str, Any], *, but: Peer | None = None) -> None:
         for peer in self._members.values():
             if peer is not but:
-                peer.link.send(message)
+                peer.socket.send(message)
 
     def _drop(self, peer: Peer) -> None:
-        self._strangers.pop(peer, None)
-        if peer.link.fileno() >= 0:
-            self._selector.unregister(peer.link)
-            peer.link.close()
+        self._unauthenticated.pop(peer, None)
+        if peer.socket.fileno() >= 0:
+            self._selector.unregister(peer.socket)
+            peer.socket.close()
 
 
 def _make_room(num_members: int) -> None:

@@ -13,16 +13,18 @@ import selectors
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from stormo.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USAGE, SettingError, StormoError
-from stormo.launch.connection import Connection, HostCommand, Pipe
+from stormo.launch import remote
 from stormo.launch.failure import ORDERLY_EXIT_CODES, combined_exit_code
-from stormo.launch.inbox import SignalInbox
-from stormo.launch.program import words_of
-from stormo.launch.relay import write_all
+from stormo.launch.output import STDERR, STDOUT, Stream, write_all
+from stormo.launch.signals import SignalQueue
 
 PROGRAM = "STORMO_SSH"
 _SIGNALS = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -32,11 +34,121 @@ _OTHERS_END_WITHIN_S = 15.0  # after one host has failed, of which their agents 
 _READ_REST_S, _NEXT_PIECE_MS = 1.0, 50
 _CLOSE_WITHIN_S = 5.0
 _LET_GO_WITHIN_S = 40.0  # of the end of the connections' input
+# What comes first on the command line wins in ssh, so that the user's own options do. Nobody could answer a question.
+_OPTIONS = ("BatchMode=yes", "ConnectTimeout=20", "ServerAliveInterval=15", "ServerAliveCountMax=3")
+_NUM_KEPT_LINES = 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostCommand:
+    """What one host runs."""
+
+    host: str  # as ssh takes it
+    command: tuple[str, ...]
+    folder: str
+    environ: Mapping[str, str]
+
+    def by_hand(self) -> str:
+        """The command line to type on that host."""
+        variables = [f"{name}={value}" for name, value in self.environ.items()]
+        words = ["env", *variables, *self.command] if variables else self.command
+        return f"cd {shlex.quote(self.folder)} && {shlex.join(words)}"
+
+    def over_ssh(self, program: Sequence[str]) -> list[str]:
+        """The command that starts it from here; the order follows through its input, where nobody sees it."""
+        python = [self.command[0], "-P", "-m", remote.__name__]
+        if self.environ.get("PYTHONPATH"):
+            python = ["env", f"PYTHONPATH={self.environ['PYTHONPATH']}", *python]
+        options = [word for option in _OPTIONS for word in ("-o", option)]
+        return [*program, "-T", *options, self.host, f"cd {shlex.quote(self.folder)} && exec {shlex.join(python)}"]
+
+
+class Connection:
+    """One host, and what has come from it."""
+
+    def __init__(self, order: HostCommand, program: Sequence[str], *, is_first: bool) -> None:
+        self.host = order.host
+        self.started = False
+        self.exit_code: int | None = None
+        self.last_lines: deque[bytes] = deque(maxlen=_NUM_KEPT_LINES)  # on stderr, and what came before the start
+        self.prefix = b"" if is_first else b"[%s] " % order.host.encode()
+        self.process = subprocess.Popen(
+            order.over_ssh(program),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            process_group=0,  # Ctrl-C reaches this process only, which passes it on
+        )
+        self.send(remote.order(order.command, order.environ))
+
+    def send(self, data: bytes) -> None:
+        """Write to the command's watcher; one that is gone needs nothing."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):
+            self.process.stdin.write(data)
+
+    def let_go(self) -> None:
+        """End the input, which ends the command."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+
+    def end(self, within_s: float) -> None:
+        """Wait for the process here to end, then end it, and let go of its outputs."""
+        try:
+            self.process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        for pipe in (self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+    @property
+    def running(self) -> bool:
+        """Whether the connection stood when last looked at."""
+        return self.exit_code is None
+
+    def last_words(self) -> str:
+        """What ssh or the shell over there said last."""
+        lines = [line.strip() for line in self.last_lines if line.strip()]
+        return lines[-1].decode("utf-8", "replace") if lines else f"exit code {self.exit_code}"
+
+
+class HostStream(Stream):
+    """One output of a connection."""
+
+    def __init__(self, connection: Connection, fd: int, target_fd: int) -> None:
+        super().__init__(fd, target_fd, rank=-1, prefix=connection.prefix)
+        self.connection = connection
+        self._started = False
+
+    def of_command(self, blocks: list[bytes]) -> list[tuple[bytes, bytes]]:
+        """The lines that come from the command, not from the login before it: each bare, and as it is to be shown."""
+        prefix = self.connection.prefix
+        # Without a prefix the lines come in one block.
+        lines = blocks if prefix else [line for block in blocks for line in block.splitlines(keepends=True)]
+        return [(line[len(prefix) :], line) for line in lines if self._is_of_command(line[len(prefix) :])]
+
+    def _is_of_command(self, line: bytes) -> bool:
+        if self.target_fd == STDERR or not self._started:
+            self.connection.last_lines.append(line)
+        if self._started:
+            return True
+        if line.strip() == remote.STARTED.encode():
+            self._started = self.connection.started = True
+            self.connection.last_lines.clear()
+        return False
 
 
 def run_on_hosts(commands: Sequence[HostCommand], environ: Mapping[str, str]) -> int:
-    """Run a command on every host to the end of all; the exit code of the whole."""
-    program = words_of(PROGRAM, environ) or ["ssh"]
+    """Run a command on every host until all have ended; the exit code of the whole."""
+    try:
+        program = shlex.split(environ.get(PROGRAM, "")) or ["ssh"]
+    except ValueError as error:
+        why = f"a shell could not read that ({str(error).lower()})"
+        raise SettingError(f"{PROGRAM}={environ[PROGRAM]} was set", why, "close its quotes") from None
     if shutil.which(program[0]) is None:
         raise SettingError(
             f"{PROGRAM}={environ[PROGRAM]} was set" if environ.get(PROGRAM) else "--launcher ssh was set",
@@ -45,15 +157,15 @@ def run_on_hosts(commands: Sequence[HostCommand], environ: Mapping[str, str]) ->
         )
     _allow_many_pipes()
     sys.stdout.flush()
-    with SignalInbox(_SIGNALS) as inbox, contextlib.ExitStack() as stack:
-        job = _Job(program, inbox)
+    with SignalQueue(_SIGNALS) as signals, contextlib.ExitStack() as stack:
+        job = _Job(program, signals)
         stack.callback(job.close)
         job.start(commands)
         return job.watch()
 
 
 def _allow_many_pipes() -> None:
-    """Three for each host; a thousand hosts would be more than most shells allow at first."""
+    """Allow three pipes for each host; a thousand hosts need more than most shells allow at first."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -62,13 +174,13 @@ def _allow_many_pipes() -> None:
 class _Job:
     """All hosts."""
 
-    def __init__(self, program: Sequence[str], inbox: SignalInbox) -> None:
-        self._inbox = inbox
+    def __init__(self, program: Sequence[str], signals: SignalQueue) -> None:
+        self._signals = signals
         self._program = program
         self._selector = selectors.DefaultSelector()
-        self._selector.register(inbox, selectors.EVENT_READ)
+        self._selector.register(signals, selectors.EVENT_READ)
         self._connections: list[Connection] = []
-        self._pipes: list[Pipe] = []
+        self._pipes: list[HostStream] = []
         self._sentences: dict[bytes, Connection] = {}  # of stormo's own, and who said each first
         self._interrupts = 0
         self._asked: signal.Signals | None = None  # the last signal that was passed on
@@ -85,19 +197,19 @@ class _Job:
                 started = f"{len(self._connections)} of {len(commands)} connections were opened"
                 raise StormoError(f"{self._program[0]} could not be started: {error}; {started}.") from error
             self._connections.append(connection)
-            for pipe, target in ((connection.process.stdout, 1), (connection.process.stderr, 2)):
+            for pipe, target in ((connection.process.stdout, STDOUT), (connection.process.stderr, STDERR)):
                 assert pipe is not None
-                self._pipes.append(Pipe(connection, pipe.fileno(), target))
+                self._pipes.append(HostStream(connection, pipe.fileno(), target))
                 self._selector.register(self._pipes[-1], selectors.EVENT_READ)
 
     def watch(self) -> int:
         """Pass on lines and signals until every connection has ended."""
         while any(connection.running for connection in self._connections):
             for key, _ in self._selector.select(0.2):
-                if key.fileobj is self._inbox:
+                if key.fileobj is self._signals:
                     self._take_signals()
-                elif isinstance(key.fileobj, Pipe):
-                    self._read(key.fileobj)
+                elif isinstance(key.fileobj, HostStream):
+                    self._show(key.fileobj, key.fileobj.read())
             for connection in self._connections:
                 self._look(connection)
             self._keep_time()
@@ -118,7 +230,7 @@ class _Job:
     # --- one round -----------------------------------------------------------------------------------------------
 
     def _take_signals(self) -> None:
-        for number in self._inbox.read():
+        for number in self._signals.read():
             if number not in _NAMES:
                 continue
             self._interrupts += number == signal.SIGINT
@@ -128,12 +240,9 @@ class _Job:
             for connection in self._connections:
                 connection.send(_NAMES[self._asked] + b"\n")
 
-    def _read(self, pipe: Pipe) -> None:
-        self._show(pipe, pipe.read())
-
-    def _show(self, pipe: Pipe, lines: list[tuple[bytes, bytes]]) -> None:
-        for bare, line in lines:
-            if pipe.target_fd == 2 and (self._cause_shown or self._was_said(bare, pipe.connection)):
+    def _show(self, pipe: HostStream, blocks: list[bytes]) -> None:
+        for bare, line in pipe.of_command(blocks):
+            if pipe.target_fd == STDERR and (self._cause_shown or self._was_said(bare, pipe.connection)):
                 continue
             # A line that names its rank needs no host.
             names_itself = bare.startswith((b"[rank ", b"stormo: rank "))
@@ -192,12 +301,12 @@ class _Job:
                 poll = select.poll()  # select itself knows no descriptor above 1023
                 poll.register(pipe, select.POLLIN)
                 while not pipe.closed and time.monotonic() < deadline and poll.poll(_NEXT_PIECE_MS):
-                    self._read(pipe)
+                    self._show(pipe, pipe.read())
                 if not pipe.closed:
                     self._show(pipe, pipe.finish())
 
     def _explain_silence(self) -> None:
-        """Say what is known where a host ended without a word of stormo's."""
+        """Say what is known where a host ended without a sentence of stormo's."""
         if self._cause_shown or self._sentences:
             return
         for connection in self._connections:
@@ -207,7 +316,7 @@ class _Job:
                 return
 
     def _say(self, sentence: str) -> None:
-        write_all(2, f"stormo: {sentence}\n".encode())
+        write_all(STDERR, f"stormo: {sentence}\n".encode())
 
     def _exit_code(self) -> int:
         if self._cause_shown:

@@ -8,7 +8,7 @@ from torch import nn
 
 from stormo.config.plan import Plan
 from stormo.config.schema import TrainConfig
-from stormo.distributed.grid import Grid
+from stormo.distributed.parallel_dims import Grid
 from stormo.parallel.blocks import blocks_of
 from stormo.parallel.halves import HALVES
 from stormo.parallel.hybrid import split_classifier

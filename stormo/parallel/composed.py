@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from stormo.config import schema
 from stormo.config.plan import Plan
 from stormo.data.loaders import Batch
-from stormo.distributed.grid import MODEL
+from stormo.distributed.parallel_dims import MODEL
 from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.optim.layerwise import LayerwiseOptimizer

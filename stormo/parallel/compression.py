@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stormo.distributed.grid import Line
+from stormo.distributed.parallel_dims import Line
 from stormo.distributed.world import World
 from stormo.parallel.noise_scale import NoiseScaleMeter, begin_sum
 

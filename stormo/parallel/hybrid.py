@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stormo.data.order import derive_seed
-from stormo.distributed.grid import Line
+from stormo.distributed.parallel_dims import Line
 from stormo.layers.sync_batch_norm import variant
 from stormo.parallel.classifier import find_classifier
 from stormo.parallel.masks import drawing_from, draws_random

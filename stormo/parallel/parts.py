@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from stormo.distributed.grid import Grid
+from stormo.distributed.parallel_dims import Grid
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from stormo.distributed.grid import Grid
+from stormo.distributed.parallel_dims import Grid
 from stormo.errors import SettingError
 
 _LONE_GROUPS = 4  # every unit costs the host some milliseconds a step; what is summed at once needs memory

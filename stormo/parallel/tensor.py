@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stormo.distributed.grid import Line
+from stormo.distributed.parallel_dims import Line
 from stormo.errors import SettingError
 from stormo.layers.sync_batch_norm import variant
 from stormo.parallel.masks import OwnDraws, draws_random

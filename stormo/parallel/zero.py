@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stormo.distributed.grid import Line
+from stormo.distributed.parallel_dims import Line
 from stormo.parallel.parts import chunk
 
 BUCKET_BYTES = 25 * 2**20

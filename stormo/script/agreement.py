@@ -23,7 +23,7 @@ from stormo.distributed.store import PeerFailedError
 from stormo.distributed.world import World
 from stormo.errors import SettingError, StormoError
 from stormo.launch.peer_loss import PeerLoss, peer_loss
-from stormo.launch.waiting import waiting_text
+from stormo.launch.root_cause import waiting_text
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _STANDARD_LIBRARY = str(Path(contextlib.__file__).parent)

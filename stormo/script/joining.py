@@ -24,8 +24,8 @@ from stormo.distributed.store import Store, board_of, is_secondary
 from stormo.distributed.world import World
 from stormo.errors import EXIT_FAILURE, SettingError, StormoError
 from stormo.launch import Lifeline, Place, alone, open_lifeline
-from stormo.launch.allocation import gpus_on_node
 from stormo.launch.environments.detect import detect
+from stormo.launch.environments.slurm import gpus_on_node
 from stormo.launch.nodes import BACKEND, DEVICE, TIMEOUT
 from stormo.system.hardware import visible_gpus
 

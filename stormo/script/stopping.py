@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 import threading
 
-from stormo.distributed.signals import STOP_SIGNALS, StopFlag
 from stormo.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE
+from stormo.launch.signals import STOP_SIGNALS, StopFlag
 
 _ASKED_BY_SCRIPT = 1  # below every signal's number
 

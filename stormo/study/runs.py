@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import shutil
 import signal
@@ -30,7 +29,7 @@ from stormo.system.files import (
     read_lines,
     read_object,
 )
-from stormo.system.process import own_command
+from stormo.system.process import die_with_parent, own_command
 from stormo.tasks.check import check_task
 from stormo.telemetry.folder import write_json
 from stormo.telemetry.text import format_duration, format_rate
@@ -42,7 +41,6 @@ _POLL_S = 0.1
 _CHECK_PROGRESS_S = 1.0
 _INTERRUPT_S = 0.3  # between the first Ctrl-C and the second
 _WAIT_S = 3.0  # for the workers to end
-_PR_SET_PDEATHSIG = 1
 
 Runner = Callable[[Sequence[str], Path, Callable[[], bool]], int]
 
@@ -254,11 +252,6 @@ def _measure(study: Study, run: Run, train: Runner) -> Measurement | None:
 
 def run_child(arguments: Sequence[str], log: Path, is_measured: Callable[[], bool]) -> int:
     """Run `stormo train`, its output into a file, until it ends or is measured; return its exit code."""
-    libc = ctypes.CDLL(None)
-
-    def die_with_parent() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-
     with create(log) as file:
         process = subprocess.Popen(
             [*own_command("train"), *arguments],

@@ -1,11 +1,29 @@
-"""When this command was typed, the zero of every wall time, and where the time until the first step goes."""
+"""This process and others of this machine: when the command was typed, what the kernel shows of a process, who ends it.
+
+The start of the command is the zero of every wall time.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
+import signal
 import sys
 import time
 from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_STATES = {
+    "R": "it is running",
+    "S": "it is waiting for something (state S)",
+    "D": "it is waiting for a disk or a device (state D)",
+    "T": "it is stopped (SIGSTOP?)",
+    "t": "it is stopped by a debugger",
+    "Z": "it has ended",
+}
+_ENDS_WITHIN_S = 0.1
+_EXIT_STATUS = 49  # its place in `process_stat`
 
 STARTED = "STORMO_STARTED_UNIX_S"  # the agent's start, which its workers inherit
 
@@ -15,9 +33,52 @@ def process_start_unix_s() -> float:
     inherited = os.environ.get(STARTED)
     if inherited:
         return float(inherited)
-    started_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - (start_ticks(os.getpid()) or 0) / os.sysconf("SC_CLK_TCK")
     return time.time() - age_s
+
+
+def process_stat(pid: int) -> list[str]:
+    """State, parent, process group and so on, as /proc/PID/stat lists them; empty if there is no such process."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return []
+    return status.rpartition(")")[2].split()  # the name before it may hold blanks and brackets
+
+
+def start_ticks(pid: int) -> int | None:
+    """When a process started, in clock ticks since the machine did; None if there is no such process."""
+    fields = process_stat(pid)
+    return int(fields[19]) if fields else None
+
+
+def process_state(pid: int) -> str:
+    """What a process is doing, in words."""
+    fields = process_stat(pid)
+    return _STATES.get(fields[0], f"its state is {fields[0]}") if fields else "its state is unknown"
+
+
+def fatal_signal(pid: int) -> int | None:
+    """The signal that ended a process that is about to be seen as ended; None where none did, or it was reaped."""
+    deadline = time.monotonic() + _ENDS_WITHIN_S
+    while (fields := process_stat(pid)) and fields[0] != "Z" and time.monotonic() < deadline:
+        time.sleep(0.005)
+    status = int(fields[_EXIT_STATUS]) if fields and fields[0] == "Z" else 0
+    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+
+
+def process_space() -> str:
+    """Names the set of processes that can be seen from here: those of a host, or of one container on it."""
+    try:
+        return f"{os.uname().nodename} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return os.uname().nodename
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process the moment its parent is gone, however that came about."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
 def own_command(verb: str) -> list[str]:

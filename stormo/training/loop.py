@@ -12,9 +12,9 @@ from stormo.config.plan import Plan
 from stormo.config.schema import TrainConfig
 from stormo.data.batches import tensors_in
 from stormo.data.loaders import Loader
-from stormo.distributed.signals import StopFlag
 from stormo.distributed.world import Vote, World
 from stormo.errors import counted
+from stormo.launch.signals import StopFlag
 from stormo.optim.schedule import Schedule
 from stormo.profiling.ranges import range_of
 from stormo.profiling.window import ProfileWindow

@@ -22,11 +22,11 @@ from stormo.data.reading import is_stream
 from stormo.data.staging.copying import StoppedError
 from stormo.data.tensors import TensorData
 from stormo.distributed.devices import device_of, share_cores
-from stormo.distributed.signals import StopFlag, stop_flag
 from stormo.distributed.store import Store
 from stormo.distributed.world import World
 from stormo.errors import EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_RESUMABLE
 from stormo.launch import Lifeline, Place
+from stormo.launch.signals import StopFlag, stop_flag
 from stormo.optim.schedule import make_schedule
 from stormo.parallel.fit import find_passes
 from stormo.parallel.table import strategy_class

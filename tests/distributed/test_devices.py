@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from stormo.distributed import devices
 from stormo.distributed.devices import choose_gpus, device_of
-from stormo.distributed.store import Store, Words
+from stormo.distributed.store import SignedStore, Store
 from stormo.errors import SettingError, StormoError
 from stormo.launch import Place, alone
 from tests.launch.slurm_environments import tasks_of
@@ -70,10 +70,10 @@ class OneNode:
 
     def __init__(self, *seen_by_other: str, key: bytes = b"key") -> None:
         self._store = dist.HashStore()
-        self.words("devices/0", key).say("0", seen_by_other)
+        self.signed("devices/0", key).put("0", seen_by_other)
 
-    def words(self, prefix: str, key: bytes = b"key") -> Words:
-        return Words(dist.PrefixStore(prefix, self._store), prefix, key)
+    def signed(self, prefix: str, key: bytes = b"key") -> SignedStore:
+        return SignedStore(dist.PrefixStore(prefix, self._store), prefix, key)
 
 
 def second_of_two() -> Place:
@@ -111,11 +111,11 @@ def test_ranks_that_do_not_know_that_they_share_a_host_do_not_share_its_gpu(monk
     monkeypatch.setattr(devices, "_identities", lambda count: ["a", "b"][:count])
     place = replace(second_of_two(), launcher="env", local_rank=0, local_size=1, node_id=1, num_nodes=2)
     store = OneNode()
-    store.words("devices").say("0", ["n1", "a"])
+    store.signed("devices").put("0", ["n1", "a"])
     with pytest.raises(SettingError, match="RANK=0 and RANK=1 were started on host n1 without LOCAL_RANK"):
         device_of("cuda", place, cast(Store, store))
     assert device_of("cuda", place, cast(Store, store), may_share=True) == torch.device("cuda", 0)
-    store.words("devices").say("0", ["n0", "c"])
+    store.signed("devices").put("0", ["n0", "c"])
     assert device_of("cuda", place, cast(Store, store)) == torch.device("cuda", 0)
 
 

@@ -119,7 +119,7 @@ def test_a_meeting_point_that_cannot_be_reached_is_said_at_once() -> None:
 def test_a_main_worker_that_hangs_is_found_out_by_its_own_watch() -> None:
     import torch.distributed as dist
 
-    from stormo.distributed.store import Words
+    from stormo.distributed.store import SignedStore
 
     found: list[HungError] = []
     hung = threading.Event()
@@ -128,7 +128,7 @@ def test_a_main_worker_that_hangs_is_found_out_by_its_own_watch() -> None:
         found.append(trouble)
         hung.set()
 
-    phases = Phases(Words(dist.HashStore(), "", b""), 0, 1, on_hang)
+    phases = Phases(SignedStore(dist.HashStore(), "", b""), 0, 1, on_hang)
     phases.run("device", lambda: hung.wait(60.0), 0.1)
     assert [(trouble.phase, trouble.missing) for trouble in found] == [("device", [0])]
 
@@ -136,10 +136,10 @@ def test_a_main_worker_that_hangs_is_found_out_by_its_own_watch() -> None:
 def test_what_a_stranger_writes_into_the_store_is_refused() -> None:
     import torch.distributed as dist
 
-    from stormo.distributed.store import Words
+    from stormo.distributed.store import SignedStore
 
     store = dist.HashStore()
-    phases = Phases(Words(store, "preflight", b"secret"), 0, 2, lambda hung: None)
+    phases = Phases(SignedStore(store, "preflight", b"secret"), 0, 2, lambda hung: None)
     store.set("arrival/1", '{"value": 1}')
     store.add("arrival/count", 1)
     with pytest.raises(StormoError, match="no worker of this job has written preflight/arrival/1"):
@@ -158,10 +158,10 @@ class _Meeting:
     def words(self, prefix: str, *, own_connection: bool) -> Any:
         import torch.distributed as dist
 
-        from stormo.distributed.store import Words
+        from stormo.distributed.store import SignedStore
 
         shared = dist.PrefixStore(f"{self._name}/{prefix}", dist.distributed_c10d._get_default_store())
-        return Words(shared, prefix, b"secret")
+        return SignedStore(shared, prefix, b"secret")
 
 
 def _as_two_nodes(place: Place) -> Place:
@@ -210,7 +210,7 @@ def _measure(world: Any, folder: str) -> list[tuple[str, str]]:
 def _hang(world: Any, folder: str) -> str:
     def part() -> None:
         if world.rank == 2:  # until the others have given it up
-            words = _Meeting("hang").words("preflight", own_connection=True)
+            words = _Meeting("hang").signed("preflight", own_connection=True)
             words.wait("device/verdict", timedelta(seconds=60))
 
     flight = _flight(world, "hang", folder, Limits(arrival_s=60.0))

@@ -7,15 +7,15 @@ import sys
 
 from stormo.errors import StormoError
 from stormo.launch import Node, Patience, run_node
-from stormo.launch.control import Timing
-from stormo.launch.verdict import Settling
+from stormo.launch.control import ChannelTimeouts
+from stormo.launch.root_cause import SettleTimes
 
 
 def main() -> None:
     arguments = json.loads(sys.argv[1])
     patience = dict(arguments.pop("patience", {}))
-    patience["timing"] = Timing(**patience.get("timing", {}))
-    patience["settling"] = Settling(**patience.get("settling", {}))
+    patience["channel"] = ChannelTimeouts(**patience.get("channel", {}))
+    patience["settle"] = SettleTimes(**patience.get("settle", {}))
     try:
         code = run_node(
             arguments.pop("command"),

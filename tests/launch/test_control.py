@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import socket
 import time
@@ -13,6 +14,7 @@ import pytest
 from stormo.errors import SettingError, StormoError
 from stormo.launch.client import Client
 from stormo.launch.control import (
+    ChannelTimeouts,
     Control,
     Ended,
     Event,
@@ -23,14 +25,13 @@ from stormo.launch.control import (
     RankEnded,
     RefusedError,
     Reported,
-    Timing,
-    misfit,
+    validate_member,
 )
 from stormo.launch.failure import of_exit
 from stormo.launch.server import Server, _make_room
 
 SECRET = b"s" * 32
-TIMING = Timing(join_s=10.0, heartbeat_s=0.1, lost_after_s=5.0, stalled_after_s=5.0)
+TIMEOUTS = ChannelTimeouts(join_s=10.0, heartbeat_s=0.1, lost_after_s=5.0, stalled_after_s=5.0)
 Make = Callable[..., Any]
 
 
@@ -46,14 +47,14 @@ def make() -> Iterator[Make]:
 
     def make_one(member: int, **more: Any) -> Any:
         nonlocal port
-        timing, secret = more.pop("timing", TIMING), more.pop("secret", SECRET)
+        timeouts, secret = more.pop("timeouts", TIMEOUTS), more.pop("secret", SECRET)
         own = hello(member, **more)
         if member == 0 and port == 0:
             listener = socket.create_server(("127.0.0.1", 0))
             port = listener.getsockname()[1]
-            made.append(Server(listener, own, secret=secret, timing=timing, payload={"store_port": 7}))
+            made.append(Server(listener, own, secret=secret, timeouts=timeouts, payload={"store_port": 7}))
         else:
-            made.append(Client("127.0.0.1", port, own, secret=secret, timing=timing))
+            made.append(Client("127.0.0.1", port, own, secret=secret, timeouts=timeouts))
         return made[-1]
 
     yield make_one
@@ -142,16 +143,19 @@ def test_a_dismissed_member_goes_on_alone(make: Make) -> None:
 
 
 def test_a_silent_member_is_lost(make: Make) -> None:
-    timing = Timing(join_s=10.0, heartbeat_s=0.1, lost_after_s=5.0, stalled_after_s=0.6)
-    server, first = make(0, num_members=2, timing=timing), make(1, num_members=2, timing=timing)
+    timeouts = ChannelTimeouts(join_s=10.0, heartbeat_s=0.1, lost_after_s=5.0, stalled_after_s=0.6)
+    server, first = make(0, num_members=2, timeouts=timeouts), make(1, num_members=2, timeouts=timeouts)
     all_started(server, first)
     seen = poll_until(lambda seen: bool(seen[0]), server)  # nobody polls the client any more
-    assert seen[0] == [Gone(member=1, host="h1", why="is lost: no heartbeat for 0.6 s")]
+    (gone,) = seen[0]
+    assert isinstance(gone, Gone)
+    assert gone.member == 1
+    assert gone.why.startswith(f"is lost: no heartbeat for 0.6 s; pid {os.getpid()}: it is ")  # they share a process
 
 
 def test_heartbeats_keep_an_idle_channel_alive(make: Make) -> None:
-    timing = Timing(join_s=10.0, heartbeat_s=0.1, lost_after_s=5.0, stalled_after_s=0.6)
-    server, first = make(0, num_members=2, timing=timing), make(1, num_members=2, timing=timing)
+    timeouts = ChannelTimeouts(join_s=10.0, heartbeat_s=0.1, lost_after_s=5.0, stalled_after_s=0.6)
+    server, first = make(0, num_members=2, timeouts=timeouts), make(1, num_members=2, timeouts=timeouts)
     all_started(server, first)
     until = time.monotonic() + 1.5
     while time.monotonic() < until:
@@ -210,15 +214,15 @@ def test_a_member_that_does_not_fit_is_told_why(change: dict[str, Any], sentence
     own = hello(0, options={"--lr": "0.1"})
     fitting = hello(1, options={"--lr": "0.1"}).to_message()
     taken = {0: "h0", 2: "h2"}
-    assert misfit(own, fitting, taken, "node") is None
-    refusal = misfit(own, {**fitting, **change}, taken, "node")
+    assert validate_member(own, fitting, taken, "node") is None
+    refusal = validate_member(own, {**fitting, **change}, taken, "node")
     assert refusal is not None
     assert sentence in str(refusal)
 
 
 def test_many_differences_are_cut_to_a_readable_number() -> None:
     own = hello(0, digest="a", options={f"--o{number}": "1" for number in range(9)})
-    refusal = misfit(own, hello(1, digest="b").to_message(), {0: "h0"}, "node")
+    refusal = validate_member(own, hello(1, digest="b").to_message(), {0: "h0"}, "node")
     assert refusal is not None
     assert "and 4 more differ" in str(refusal)
 
@@ -231,7 +235,7 @@ def test_a_connection_to_itself_is_not_taken_for_a_server(free_port: int, monkey
             self.bind(address)
             return super().connect_ex(address)
 
-    client = Client("127.0.0.1", free_port, hello(1), secret=SECRET, timing=TIMING)
+    client = Client("127.0.0.1", free_port, hello(1), secret=SECRET, timeouts=TIMEOUTS)
     monkeypatch.setattr(socket, "socket", Narcissus)
     poll_until(lambda seen: client._trouble == "nothing listens there", client)
     assert client._server is None

@@ -15,9 +15,9 @@ import pytest
 
 from stormo.errors import SettingError
 from stormo.launch.environments.detect import LAUNCHERS, check_flags, detect
-from stormo.launch.local import Node, environment
-from stormo.launch.place import LAUNCHERS as PLACES
-from stormo.launch.place import Place, alone, host_name
+from stormo.launch.environments.local import Node, environment
+from stormo.launch.rank_info import LAUNCHERS as PLACES
+from stormo.launch.rank_info import Place, alone, host_name
 
 RECORDED = Path(__file__).parent / "environments"
 NO_FLAGS: dict[str, Any] = {

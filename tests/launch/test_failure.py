@@ -20,7 +20,7 @@ from stormo.launch.failure import (
     of_signal,
     printable,
 )
-from stormo.launch.link import MAX_LINE_BYTES
+from stormo.launch.json_socket import MAX_LINE_BYTES
 
 
 def raised(error: BaseException) -> BaseException:

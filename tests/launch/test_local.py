@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from stormo.errors import SettingError
-from stormo.launch import local
-from stormo.launch.local import Node
+from stormo.launch.environments import local
+from stormo.launch.environments.local import Node
 
 
 def told(node: Node, local_rank: int, environ: dict[str, str] | None = None, **more: Any) -> dict[str, str]:
@@ -44,7 +44,7 @@ def test_a_worker_reads_what_its_agent_wrote(node_id: int, local_rank: int) -> N
     node = Node(num_workers=3, num_nodes=2, node_id=node_id, master_addr="n1")
     environ = told(node, local_rank)
     assert local.detect(environ)
-    place = local.place(environ)
+    place = local.rank_info(environ)
     assert (place.launcher, place.rank, place.world_size) == ("local", 3 * node_id + local_rank, 6)
     assert (place.local_rank, place.local_size) == (local_rank, 3)
     assert (place.node_id, place.num_nodes) == (node_id, 2)

@@ -6,7 +6,7 @@ import pytest
 
 from stormo.errors import SettingError
 from stormo.launch.environments import mpi
-from stormo.launch.place import DEFAULT_MASTER_PORT
+from stormo.launch.rank_info import DEFAULT_MASTER_PORT
 
 
 def open_mpi(rank: int, size: int, local_rank: int, local_size: int, **more: str) -> dict[str, str]:
@@ -36,7 +36,7 @@ def hydra(rank: int, size: int, local_rank: int, local_size: int, **more: str) -
 def test_a_rank_on_one_node_knows_its_place(family: type) -> None:
     environ = family(1, 4, 1, 4)
     assert mpi.detect(environ)
-    place = mpi.place(environ)
+    place = mpi.rank_info(environ)
     assert (place.rank, place.world_size, place.local_rank, place.local_size) == (1, 4, 1, 4)
     assert (place.node_id, place.num_nodes, place.master_addr) == (0, 1, "127.0.0.1")
 
@@ -46,7 +46,7 @@ def test_a_rank_on_one_node_knows_its_place(family: type) -> None:
     [((5, 8, 1, 4), 1), ((3, 8, 3, 4), 0), ((5, 8, 2, 4), 1), ((6, 8, 3, 4), 0), ((3, 4, 0, 1), 3)],
 )
 def test_the_node_follows_from_both_usual_orders(numbers: tuple[int, int, int, int], node_id: int) -> None:
-    place = mpi.place(open_mpi(*numbers, MASTER_ADDR="n1"))
+    place = mpi.rank_info(open_mpi(*numbers, MASTER_ADDR="n1"))
     assert place.node_id == node_id
     assert place.num_nodes == numbers[1] // numbers[3]
     assert place.master_addr == "n1"
@@ -54,27 +54,27 @@ def test_the_node_follows_from_both_usual_orders(numbers: tuple[int, int, int, i
 
 def test_several_nodes_need_a_master_address() -> None:
     with pytest.raises(SettingError, match=r"2 nodes and no --master-addr was set.*set --master-addr"):
-        mpi.place(open_mpi(5, 8, 1, 4))
+        mpi.rank_info(open_mpi(5, 8, 1, 4))
 
 
 def test_nodes_with_different_numbers_of_ranks_are_refused() -> None:
     with pytest.raises(SettingError, match="4 is no multiple of 3"):
-        mpi.place(open_mpi(0, 4, 0, 3, MASTER_ADDR="n1"))
+        mpi.rank_info(open_mpi(0, 4, 0, 3, MASTER_ADDR="n1"))
 
 
 def test_an_unusual_order_is_refused() -> None:
     with pytest.raises(SettingError, match="neither the order node by node nor the order in turn"):
-        mpi.place(open_mpi(3, 8, 0, 4, MASTER_ADDR="n1"))
+        mpi.rank_info(open_mpi(3, 8, 0, 4, MASTER_ADDR="n1"))
 
 
 def test_the_port_follows_the_job_and_yields_to_the_user() -> None:
-    first, second = (mpi.place(open_mpi(0, 2, 0, 2, PMIX_NAMESPACE=name)).master_port for name in ("a@1", "b@1"))
+    first, second = (mpi.rank_info(open_mpi(0, 2, 0, 2, PMIX_NAMESPACE=name)).master_port for name in ("a@1", "b@1"))
     assert first != second
     older = open_mpi(0, 2, 0, 2, OMPI_MCA_ess_base_jobid="99")
     del older["PMIX_NAMESPACE"]
-    assert mpi.place(older).master_port not in (first, DEFAULT_MASTER_PORT)
-    assert mpi.place(hydra(0, 2, 0, 2)).master_port == DEFAULT_MASTER_PORT
-    assert mpi.place(hydra(0, 2, 0, 2, MASTER_PORT="20000")).master_port == 20000
+    assert mpi.rank_info(older).master_port not in (first, DEFAULT_MASTER_PORT)
+    assert mpi.rank_info(hydra(0, 2, 0, 2)).master_port == DEFAULT_MASTER_PORT
+    assert mpi.rank_info(hydra(0, 2, 0, 2, MASTER_PORT="20000")).master_port == 20000
 
 
 def test_one_rank_is_no_launch_of_many() -> None:

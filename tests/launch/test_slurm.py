@@ -1,8 +1,9 @@
-"""Slurm's short forms, and who a task of an srun step is."""
+"""Who a task of srun is, and what its job was given, from recorded environments."""
 
 from __future__ import annotations
 
 from itertools import groupby
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,9 @@ from hypothesis import strategies as st
 
 from stormo.errors import SettingError
 from stormo.launch.environments import slurm
-from stormo.launch.environments.slurm import expand_hosts, expand_tasks
+from stormo.launch.environments.detect import detect
+from stormo.launch.environments.slurm import check_alone, expand_hosts, expand_tasks, gpus_on_node, hints
+from tests.launch.slurm_environments import COMMANDS, tasks_of
 
 STEP = {
     "SLURM_JOB_ID": "4711",
@@ -94,12 +97,12 @@ def test_broken_tasks_per_node_are_refused(text: str) -> None:
 
 def test_a_task_of_a_step_knows_its_place() -> None:
     assert slurm.detect(STEP)
-    place = slurm.place(STEP)
+    place = slurm.rank_info(STEP)
     assert (place.rank, place.world_size) == (5, 7)
     assert (place.local_rank, place.local_size) == (1, 2)
     assert (place.node_id, place.num_nodes) == (2, 4)
     assert (place.master_addr, place.host) == ("gpu007", "gpu009")
-    last = slurm.place(
+    last = slurm.rank_info(
         {**STEP, "SLURM_PROCID": "6", "SLURM_LOCALID": "0", "SLURM_NODEID": "3", "SLURMD_NODENAME": "login1"}
     )
     assert last.local_size == 1
@@ -107,17 +110,17 @@ def test_a_task_of_a_step_knows_its_place() -> None:
 
 def test_one_node_meets_on_loopback() -> None:
     one = {"SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "7", "SLURM_LOCALID": "5"}
-    assert slurm.place({**STEP, **one}).master_addr == "127.0.0.1"
+    assert slurm.rank_info({**STEP, **one}).master_addr == "127.0.0.1"
 
 
 def test_what_the_user_exported_wins() -> None:
-    place = slurm.place({**STEP, "MASTER_ADDR": "gpu007-ib0", "MASTER_PORT": "20000"})
+    place = slurm.rank_info({**STEP, "MASTER_ADDR": "gpu007-ib0", "MASTER_PORT": "20000"})
     assert (place.master_addr, place.master_port) == ("gpu007-ib0", 20000)
 
 
 def test_another_job_or_step_gets_another_port() -> None:
     changes: list[dict[str, str]] = [{}, {"SLURM_JOB_ID": "4712"}, {"SLURM_STEP_ID": "4"}]
-    ports = {slurm.place({**STEP, **change}).master_port for change in changes}
+    ports = {slurm.rank_info({**STEP, **change}).master_port for change in changes}
     assert len(ports) == 3
     assert all(1024 <= port <= 49151 for port in ports)
 
@@ -133,5 +136,149 @@ def test_another_job_or_step_gets_another_port() -> None:
 )
 def test_a_contradiction_in_the_variables_is_named(change: dict[str, str], sentence: str) -> None:
     with pytest.raises(SettingError) as caught:
-        slurm.place({**STEP, **change})
+        slurm.rank_info({**STEP, **change})
     assert sentence in str(caught.value)
+
+
+NOTHING_SET: dict[str, int | None] = {"num_gpus": None, "num_nodes": None}
+FORGOTTEN = {
+    "sbatch -n4 -N2 --gpus-per-node=4": "4 tasks on 2 nodes",
+    "sbatch -N2": "2 tasks on 2 nodes",
+    "sbatch -N1 -n2 : -N1 -n1": "3 tasks on 2 nodes",
+}
+
+
+@pytest.mark.parametrize("command", FORGOTTEN)
+def test_a_batch_script_that_forgets_srun_is_told_so(command: str) -> None:
+    (environ,) = tasks_of(command)
+    assert detect(environ) is None
+    with pytest.raises(SettingError) as caught:
+        check_alone(environ, **NOTHING_SET)
+    assert str(caught.value) == (
+        "stormo was started in the body of a Slurm batch script without srun, but the job asks for "
+        f"{FORGOTTEN[command]} and only this one process would train; write srun in front of it, or set --num-gpus "
+        "for the workers that it starts on this node by itself."
+    )
+    # Newer releases number the step of the script too.
+    with pytest.raises(SettingError, match="without srun"):
+        check_alone({**environ, "SLURM_STEP_ID": "4294967291"}, **NOTHING_SET)
+    assert check_alone(environ, num_gpus=4, num_nodes=None) is None
+
+
+def test_a_shell_of_a_job_of_several_tasks_is_given_a_hint() -> None:
+    (environ,) = tasks_of("salloc -n4 -N2")
+    hint = "this Slurm job has 4 tasks on 2 nodes, and this is one process; "
+    assert check_alone(environ, **NOTHING_SET) == hint + "srun in front of the command starts all of them"
+    interactive = {**environ, "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967290"}
+    assert (check_alone(interactive, **NOTHING_SET) or "").startswith(hint)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        *(tasks_of("sbatch -n1 -N1")),
+        *(tasks_of("srun --pty -N1 -n1 --gpus=2")),
+        *(tasks_of("salloc -n4 -N2 srun --pty -n1 -N1")),
+        *(tasks_of("sbatch -N2 -n4, srun -n1 -N1")),
+    ],
+)
+def test_one_process_where_one_was_asked_for_needs_no_word(environ: dict[str, str]) -> None:
+    assert detect(environ) is None
+    assert check_alone(environ, **NOTHING_SET) is None
+
+
+def test_more_nodes_than_the_job_has_are_refused() -> None:
+    (environ,) = tasks_of("sbatch -N2")
+    with pytest.raises(SettingError) as caught:
+        check_alone(environ, num_gpus=4, num_nodes=4)
+    assert str(caught.value) == (
+        "--num-nodes 4 was set, but this Slurm job has 2 nodes; set --num-nodes 2, or ask Slurm for --nodes 4."
+    )
+    assert check_alone(environ, num_gpus=4, num_nodes=2) is None
+
+
+HINTS: dict[str, list[str]] = {
+    "srun -n3 -N2": ["srun put 2, 1 tasks on the 2 nodes"],
+    "srun -n8 -N2": ["srun put 7, 1 tasks on the 2 nodes; --ntasks-per-node=4 puts the same number on each"],
+    "srun -N2 --ntasks-per-node=4": [],
+    "salloc -N1 -n2 : -N1 -n1 srun": [
+        "srun started tasks on 1 node of the 2 of this heterogeneous job; --het-group=0,1 takes all"
+    ],
+    "salloc -w n2 -n2 : -w n1 -n1 srun --het-group=0,1": ["srun put 1, 2 tasks on the 2 nodes"],
+    "srun -N1 -n4 --gpus-per-node=4": [],
+}
+
+
+@pytest.mark.parametrize("command", HINTS)
+def test_a_step_that_is_hardly_as_it_was_meant_is_told_so(command: str) -> None:
+    environ = tasks_of(command)[0]
+    assert hints(environ, slurm.rank_info(environ), pid=1) == HINTS[command]
+
+
+def test_a_shell_with_the_terminal_of_several_tasks_is_told_for_whom_it_waits() -> None:
+    environ = {**tasks_of("srun -N1 -n4 --gpus-per-node=4")[0], "SLURM_PTY_PORT": "40000", "SLURM_TASK_PID": "17"}
+    place = slurm.rank_info(environ)
+    assert hints(environ, place, pid=17) == []  # srun --pty stormo train
+    (hint,) = hints(environ, place, pid=18)
+    assert hint.startswith(
+        "srun --pty started 4 tasks, of which only this one has a terminal, and waits for the others"
+    )
+
+
+def _launches(command: str) -> list[list[dict[str, str]]]:
+    """The tasks of every step that a command has started."""
+    steps: dict[Any, list[dict[str, str]]] = {}
+    for environ in tasks_of(command):
+        steps.setdefault((environ["SLURM_JOB_ID"], environ.get("SLURM_STEP_ID")), []).append(environ)
+    return list(steps.values())
+
+
+STEPS = [command for command in COMMANDS if slurm.detect(tasks_of(command)[0]) and "arbitrary" not in command]
+
+
+@pytest.mark.parametrize("command", STEPS)
+def test_every_task_of_every_kind_of_step_knows_its_place(command: str) -> None:
+    ports = []
+    for tasks in _launches(command):
+        places = [slurm.rank_info(task) for task in tasks]
+        assert [place.rank for place in places] == list(range(len(tasks)))
+        hosts = [task["SLURMD_NODENAME"] for task in tasks]
+        for place, host in zip(places, hosts, strict=True):
+            on_host = [other for other, name in zip(places, hosts, strict=True) if name == host]
+            assert place.world_size == len(tasks)
+            assert (place.host, place.local_size) == (host, len(on_host))
+            assert sorted(other.local_rank for other in on_host) == list(range(len(on_host)))
+            assert {other.node_id for other in on_host} == {place.node_id}
+            assert place.num_nodes == len(set(hosts))
+            assert place.master_addr == ("127.0.0.1" if place.num_nodes == 1 else hosts[0])
+        ports.append({place.master_port for place in places})
+    assert all(len(port) == 1 for port in ports)
+    assert len(set.union(*ports)) == len(ports)  # steps and array tasks at one time on one node
+
+
+def test_tasks_that_were_placed_by_hand_must_be_told_where_the_first_one_is() -> None:
+    tasks = tasks_of("srun -m arbitrary -w n2,n1,n1 -n3")
+    with pytest.raises(SettingError, match=r"--distribution=arbitrary.*set --master-addr to the name of the host"):
+        slurm.rank_info(tasks[0])
+    places = [slurm.rank_info({**task, "MASTER_ADDR": "n2"}) for task in tasks]
+    assert [(place.rank, place.local_rank, place.local_size) for place in places] == [(0, 0, 1), (1, 0, 2), (2, 1, 2)]
+
+
+def test_a_list_of_nodes_that_is_not_in_their_order_is_not_trusted() -> None:
+    environ = tasks_of("srun -N1 -n1 : -N1 -n2")[0]
+    with pytest.raises(SettingError, match="made host n2 node 0 and lists the nodes as n1, n2"):
+        slurm.rank_info({**environ, "SLURMD_NODENAME": "n2"})
+
+
+@pytest.mark.parametrize(
+    ("command", "count"),
+    [
+        ("srun -N2 --ntasks-per-node=2 --gpus-per-task=1", 2),
+        ("srun -N1 -n4 --gpus-per-node=2", 2),
+        ("srun -N1 -n4 --gpus-per-node=4 --gpu-bind=single:1", 4),
+        ("srun -n3 -N2", None),
+    ],
+)
+def test_slurm_counts_the_gpus_of_all_tasks_of_a_node(command: str, count: int | None) -> None:
+    assert {gpus_on_node(task) for task in tasks_of(command)} == {count}

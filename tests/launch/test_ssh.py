@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from stormo.errors import SettingError, StormoError
-from stormo.launch.connection import Connection, HostCommand
-from stormo.launch.ssh import run_on_hosts
+from stormo.launch.ssh import Connection, HostCommand, run_on_hosts
 
 ROOT = Path(__file__).parents[2]
 # What ssh does, on this machine: a login says something, then a shell runs the last word. One host cannot be reached.

@@ -67,18 +67,15 @@ def main() -> None:
             machine.start({**request["agent"], "node": {**node, "node_id": node_id}})
             for node_id, machine in enumerate(machines)
         ]
-        cut_at = None
         if request["cut"]:
             for agent in agents:
                 assert agent.stdout is not None
                 assert "ready" in agent.stdout.readline()
             machines[1].leave_network()
-            cut_at = time.monotonic()
         endings = []
         for machine, agent in zip(machines, agents, strict=True):
             _, err = agent.communicate(timeout=60)
-            ended_s = None if cut_at is None else time.monotonic() - cut_at
-            endings.append({"host": machine.name, "code": agent.returncode, "err": err, "ended_s": ended_s})
+            endings.append({"host": machine.name, "code": agent.returncode, "err": err})
         print(json.dumps(endings))
     finally:
         for machine in machines:

@@ -16,10 +16,10 @@ from typing import Any
 
 from stormo.errors import SettingError
 from stormo.launch import Lifeline, Place, open_lifeline
-from stormo.launch.control import Timing
+from stormo.launch.control import ChannelTimeouts
 from stormo.launch.environments.detect import detect
+from stormo.launch.failure_reporter import PeerReporter
 from stormo.launch.peer_loss import PeerLoss
-from stormo.launch.ranks import RanksLifeline
 
 stops: list[int] = []
 
@@ -47,8 +47,10 @@ def line_of(place: Place) -> Lifeline:
     same: dict[str, Any] = {"timeout_s": timeout_s, "digest": options["--lr"], "options": options}
     if "STORMO_TEST_LOST_AFTER_S" in os.environ:
         lost_after_s = float(os.environ["STORMO_TEST_LOST_AFTER_S"])
-        timing = Timing(join_s=timeout_s, heartbeat_s=0.2, lost_after_s=lost_after_s, stalled_after_s=timeout_s)
-        return RanksLifeline(place, board=FileBoard(), timing=timing, **same)
+        timing = ChannelTimeouts(
+            join_s=timeout_s, heartbeat_s=0.2, lost_after_s=lost_after_s, stalled_after_s=timeout_s
+        )
+        return PeerReporter(place, board=FileBoard(), timeouts=timing, **same)
     return open_lifeline(place, board=FileBoard(), **same)
 
 
@@ -77,7 +79,7 @@ def give_up(line: Lifeline, waited_s: float, at: str) -> None:
 
 def break_channel(line: Lifeline, num_errors: int) -> None:
     """Have the channel raise for a while, as where no descriptors are left."""
-    assert isinstance(line, RanksLifeline)
+    assert isinstance(line, PeerReporter)
     inner, left = line._control.poll, [OSError(24, "Too many open files")] * num_errors
 
     def poll(timeout_s: float = 0.0) -> Any:

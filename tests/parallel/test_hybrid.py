@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from stormo.data.order import part
-from stormo.distributed.grid import Line
+from stormo.distributed.parallel_dims import Line
 from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.parallel.classifier import Classifier, find_classifier

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, dropout
 from torch.utils.checkpoint import checkpoint
 
-from stormo.distributed.grid import Line
+from stormo.distributed.parallel_dims import Line
 from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.parallel.masks import OwnDraws, draws_random

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from stormo.data import TensorData
 from stormo.distributed.world import World
 from stormo.errors import SettingError
-from stormo.launch.place import alone
+from stormo.launch.rank_info import alone
 from stormo.parallel.weighing import REASON, Weighing
 from tests.spread import LENGTH, VOCABULARY, Plain, Words, assert_close, boxes, trained
 from tests.tiny_run import build, steps

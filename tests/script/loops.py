@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from stormo.distributed.world import World as Workers
-from stormo.launch.lifeline import NoLifeline
+from stormo.launch.failure_reporter import NoLifeline
 from stormo.script.world import World
 
 Weights = dict[str, Tensor]

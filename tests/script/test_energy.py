@@ -15,7 +15,7 @@ from stormo.distributed.world import World as Workers
 from stormo.energy import read_bill
 from stormo.energy.keeper import NoKeeper
 from stormo.errors import SettingError
-from stormo.launch.lifeline import NoLifeline
+from stormo.launch.failure_reporter import NoLifeline
 from stormo.script.energy import add_up
 from stormo.script.starts import Starts
 from tests import programs

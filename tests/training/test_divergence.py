@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from stormo import checkpoint
 from stormo.config.plan.checks import check_numbers
-from stormo.distributed.signals import StopFlag
 from stormo.distributed.world import Vote, World
 from stormo.energy.keeper import NoKeeper
 from stormo.errors import SettingError
 from stormo.launch import alone
+from stormo.launch.signals import StopFlag
 from stormo.optim.schedule import make_schedule
 from stormo.parallel.graph import _no_synchronisation as no_synchronisation
 from stormo.profiling.window import ProfileWindow

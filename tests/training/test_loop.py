@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from stormo.distributed.signals import StopFlag
 from stormo.distributed.world import World
 from stormo.energy.keeper import NoKeeper
 from stormo.launch import alone
+from stormo.launch.signals import StopFlag
 from stormo.optim.schedule import make_schedule
 from stormo.profiling.window import ProfileWindow
 from stormo.tasks.task import Task

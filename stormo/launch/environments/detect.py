@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from stormo.errors import SettingError, counted
-from stormo.launch import local
-from stormo.launch.environments import env, mpi, slurm, torchrun
-from stormo.launch.place import Place
+from stormo.launch.environments import env, local, mpi, slurm, torchrun
+from stormo.launch.rank_info import Place
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,7 +15,7 @@ class Launcher:
     """One launcher: how to recognise it, how to read it, and the words its users know."""
 
     detect: Callable[[Mapping[str, str]], bool]
-    place: Callable[[Mapping[str, str]], Place]
+    rank_info: Callable[[Mapping[str, str]], Place]
     command: str
     worker: str  # what it calls a process that it starts
     set_local_size: str  # the option for the number of processes on a node
@@ -29,7 +28,7 @@ class Launcher:
 LAUNCHERS: Mapping[str, Launcher] = {
     "local": Launcher(
         detect=local.detect,
-        place=local.place,
+        rank_info=local.rank_info,
         command="stormo",
         worker="worker",
         set_local_size="--num-gpus {}",
@@ -38,7 +37,7 @@ LAUNCHERS: Mapping[str, Launcher] = {
     ),
     "torchrun": Launcher(
         detect=torchrun.detect,
-        place=torchrun.place,
+        rank_info=torchrun.rank_info,
         command="torchrun",
         worker="worker",
         set_local_size="--nproc-per-node {}",
@@ -47,7 +46,7 @@ LAUNCHERS: Mapping[str, Launcher] = {
     ),
     "mpi": Launcher(
         detect=mpi.detect,
-        place=mpi.place,
+        rank_info=mpi.rank_info,
         command="mpirun",
         worker="rank",
         set_local_size="{} ranks on each node (Open MPI: --map-by ppr:{}:node; MPICH and Intel MPI: -ppn {})",
@@ -56,7 +55,7 @@ LAUNCHERS: Mapping[str, Launcher] = {
     ),
     "slurm": Launcher(
         detect=slurm.detect,
-        place=slurm.place,
+        rank_info=slurm.rank_info,
         command="srun",
         worker="task",
         set_local_size="--ntasks-per-node {}",
@@ -65,7 +64,7 @@ LAUNCHERS: Mapping[str, Launcher] = {
     ),
     "env": Launcher(  # last: the others may set the same variables beside their own
         detect=env.detect,
-        place=env.place,
+        rank_info=env.rank_info,
         command="the launcher that set RANK",
         worker="rank",
         set_local_size="LOCAL_WORLD_SIZE={}",
@@ -83,9 +82,9 @@ def detect(
         if not launcher.detect(environ):
             continue
         if launcher.names_master:
-            return launcher.place(environ)
+            return launcher.rank_info(environ)
         chosen = {"MASTER_ADDR": master_addr, "MASTER_PORT": None if master_port is None else str(master_port)}
-        return launcher.place({**environ, **{name: value for name, value in chosen.items() if value is not None}})
+        return launcher.rank_info({**environ, **{name: value for name, value in chosen.items() if value is not None}})
     return None
 
 
@@ -98,7 +97,7 @@ def check_flags(
     master_addr: str | None,
     master_port: int | None,
 ) -> None:
-    """Refuse a flag, given explicitly, that contradicts what the launcher says; None stands for a flag not given."""
+    """Refuse a flag that contradicts the launcher; None stands for a flag not given."""
     if place.launcher not in LAUNCHERS:
         return
     launcher = LAUNCHERS[place.launcher]

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from stormo.errors import SettingError
-from stormo.launch.hostfile import is_loopback_name
-from stormo.launch.place import DEFAULT_MASTER_PORT, Place, host_name, read_int
+from stormo.launch.address import is_loopback_name
+from stormo.launch.rank_info import DEFAULT_MASTER_PORT, Place, host_name, read_int
 
 
 def detect(environ: Mapping[str, str]) -> bool:
@@ -17,7 +17,7 @@ def detect(environ: Mapping[str, str]) -> bool:
     return "RANK" in environ and environ.get("WORLD_SIZE", "1") != "1"
 
 
-def place(environ: Mapping[str, str]) -> Place:
+def rank_info(environ: Mapping[str, str]) -> Place:
     """Who this process is, according to the variables."""
     rank, world_size = read_int(environ, "RANK"), read_int(environ, "WORLD_SIZE")
     address = environ.get("MASTER_ADDR", "")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from stormo.errors import SettingError, counted
 from stormo.launch.environments.slurm import is_step
-from stormo.launch.place import DEFAULT_MASTER_PORT, Place, derived_port, host_name, read_int
+from stormo.launch.rank_info import DEFAULT_MASTER_PORT, Place, derived_port, host_name, read_int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,11 +52,11 @@ def detect(environ: Mapping[str, str]) -> bool:
     return family is not None and environ[family.size] != "1"
 
 
-def place(environ: Mapping[str, str]) -> Place:
+def rank_info(environ: Mapping[str, str]) -> Place:
     """Who this process is, according to mpirun; MASTER_ADDR and MASTER_PORT are the user's."""
     environ = _completed(environ)
     family = _family(environ)
-    assert family is not None, "place() is for environments that detect() accepts"
+    assert family is not None, "rank_info() is for environments that detect() accepts"
     rank, world_size = read_int(environ, family.rank), read_int(environ, family.size)
     local_rank, local_size = read_int(environ, family.local_rank), read_int(environ, family.local_size)
     num_nodes, node_id = _node(rank, world_size, local_rank, local_size)

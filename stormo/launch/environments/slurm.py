@@ -1,4 +1,4 @@
-"""Ranks started as the tasks of one `srun` step: who a task is, from the variables srun's manual page documents.
+"""Ranks started as the tasks of one `srun` step, from the variables that srun documents; and what the job was given.
 
 The body of an sbatch script, a salloc shell and `srun --pty bash` with one task carry SLURM variables too, but nobody
 started several ranks there: they are no launch.
@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from stormo.errors import SettingError, counted
-from stormo.launch.place import Place, derived_port, host_name, read_int
+from stormo.launch.rank_info import Place, derived_port, host_name, read_int
 
 # Slurm numbers the steps nobody asked for (batch script, interactive shell, extern, pending) from the top of 32 bits.
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
@@ -20,6 +20,7 @@ _LIST_NAMES = ("SLURM_STEP_NODELIST", "SLURM_NODELIST")
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+_BATCH_STEP = str(0xFFFF_FFFB)
 
 
 def detect(environ: Mapping[str, str]) -> bool:
@@ -36,7 +37,7 @@ def is_step(environ: Mapping[str, str]) -> bool:
     return step_id.isdecimal() and int(step_id) < _FIRST_SPECIAL_STEP
 
 
-def place(environ: Mapping[str, str]) -> Place:
+def rank_info(environ: Mapping[str, str]) -> Place:
     """Who this process is, according to srun; MASTER_ADDR and MASTER_PORT are taken where the user set them."""
     num_nodes = read_int(environ, _present(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES"))
     node_id = read_int(environ, "SLURM_NODEID")
@@ -212,3 +213,72 @@ def _expand_ranges(ranges: str) -> Iterator[str]:
             )
         for number in range(first, last + 1):
             yield f"{number:0{len(match[1])}d}"  # leading zeros of the first bound are part of the name
+
+
+def check_alone(environ: Mapping[str, str], *, num_gpus: int | None, num_nodes: int | None) -> str | None:
+    """Look at a process that no launcher started, inside a Slurm job; None stands for a flag not given.
+
+    In the body of a batch script a single process of a job of several tasks is a mistake; in a shell it may be meant,
+    and a hint is returned.
+    """
+    if "SLURM_JOB_ID" not in environ:
+        return None
+    num_nodes_given = _sum(environ, "SLURM_JOB_NUM_NODES")
+    if num_nodes is not None and num_nodes_given is not None and num_nodes > num_nodes_given:
+        raise SettingError(
+            f"--num-nodes {num_nodes} was set",
+            f"this Slurm job has {counted(num_nodes_given, 'node')}",
+            f"set --num-nodes {num_nodes_given}, or ask Slurm for --nodes {num_nodes}",
+        )
+    num_tasks = _sum(environ, "SLURM_NTASKS") or num_nodes_given or 1
+    if is_step(environ) or num_tasks == 1 or num_gpus is not None or num_nodes is not None:
+        return None
+    where = f"{counted(num_tasks, 'task')} on {counted(num_nodes_given or 1, 'node')}"
+    if "SLURM_PROCID" in environ and environ.get("SLURM_STEP_ID", _BATCH_STEP) == _BATCH_STEP:
+        raise SettingError(
+            "stormo was started in the body of a Slurm batch script without srun",
+            f"the job asks for {where} and only this one process would train",
+            "write srun in front of it, or set --num-gpus for the workers that it starts on this node by itself",
+        )
+    return f"this Slurm job has {where}, and this is one process; srun in front of the command starts all of them"
+
+
+def hints(environ: Mapping[str, str], place: Place, pid: int) -> list[str]:
+    """Hints for a step that is as it was asked for, but hardly as it was meant."""
+    found = []
+    tasks = step_tasks(environ)
+    if len(set(tasks)) > 1:
+        shown = ", ".join(map(str, tasks[:8])) + (", …" if len(tasks) > 8 else "")
+        each, rest = divmod(place.world_size, place.num_nodes)
+        found.append(
+            f"srun put {shown} tasks on the {place.num_nodes} nodes"
+            + ("" if rest else f"; --ntasks-per-node={each} puts the same number on each")
+        )
+    if "SLURM_PTY_PORT" in environ and environ.get("SLURM_TASK_PID") != str(pid):
+        found.append(
+            f"srun --pty started {counted(place.world_size, 'task')}, of which only this one has a terminal, and waits "
+            "for the others; for a shell, start one task (srun --pty --ntasks 1), and srun --overlap in it"
+        )
+    num_nodes = _sum(environ, "SLURM_JOB_NUM_NODES")
+    if num_groups(environ) > 1 and num_nodes is not None and place.num_nodes < num_nodes:
+        groups = ",".join(str(group) for group in range(num_groups(environ)))
+        found.append(
+            f"srun started tasks on {counted(place.num_nodes, 'node')} of the {num_nodes} of this heterogeneous job; "
+            f"--het-group={groups} takes all"
+        )
+    return found
+
+
+def gpus_on_node(environ: Mapping[str, str]) -> int | None:
+    """GPUs that all tasks of this node have together, where Slurm counts them."""
+    text = environ.get("SLURM_GPUS_ON_NODE", "")
+    return int(text) if text.isdecimal() else None
+
+
+def _sum(environ: Mapping[str, str], name: str) -> int | None:
+    """A count of the job, over all groups of a heterogeneous one; None where Slurm does not tell."""
+    parts = [environ.get(f"{name}_HET_GROUP_{group}", "") for group in range(num_groups(environ))]
+    numbers = [int(text) for text in parts if text.isdecimal()] or [
+        int(text) for text in [environ.get(name, "")] if text.isdecimal()
+    ]
+    return sum(numbers) if numbers else None

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from stormo.errors import SettingError
-from stormo.launch.place import Place, host_name, read_int
+from stormo.launch.rank_info import Place, host_name, read_int
+from stormo.system.process import start_ticks
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where the agent looks for a worker's last word
 _SURVIVOR_LATER_S = 5  # torchrun sees a worker that was killed at most a second or two after its peers
@@ -22,7 +23,7 @@ def detect(environ: Mapping[str, str]) -> bool:
     return "TORCHELASTIC_RUN_ID" in environ and "RANK" in environ and "LOCAL_RANK" in environ
 
 
-def place(environ: Mapping[str, str]) -> Place:
+def rank_info(environ: Mapping[str, str]) -> Place:
     """Who this process is, according to torchrun."""
     return Place(
         launcher="torchrun",
@@ -56,15 +57,13 @@ def launch_id(environ: Mapping[str, str]) -> str | None:
     run_id = environ["TORCHELASTIC_RUN_ID"]
     if run_id != _NO_ID:
         return run_id
-    try:
-        started = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return None
-    return f"{host_name()} {os.getppid()} {started}"
+    agent = os.getppid()
+    started = start_ticks(agent)
+    return None if started is None else f"{host_name()} {agent} {started}"
 
 
 def note_failure(environ: Mapping[str, str], message: str, *, is_cause: bool = True) -> None:
-    """Leave the agent a word on why this worker ends, where it looks for one.
+    """Write why this worker ends to where torchrun's agent looks for it.
 
     torchrun calls the earliest failure the root cause, to the second, so that a survivor's must look later.
     """

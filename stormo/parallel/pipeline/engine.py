@@ -25,7 +25,7 @@ from torch.distributed.pipelining import (
 )
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from stormo.distributed.grid import Line
+from stormo.distributed.parallel_dims import Line
 from stormo.errors import SettingError
 from stormo.parallel.pipeline import orders
 from stormo.parallel.pipeline.batch import Batch

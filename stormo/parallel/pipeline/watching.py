@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
-from stormo.distributed.grid import Line
+from stormo.distributed.parallel_dims import Line
 from stormo.parallel.pipeline.bubble import Span
 
 _KINDS = "FBIW"

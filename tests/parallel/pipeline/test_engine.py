@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stormo.config.mesh import Mesh
-from stormo.distributed.grid import Grid, Line
+from stormo.distributed.parallel_dims import Grid, Line
 from stormo.parallel.pipeline.bubble import Span, idle_share
 from stormo.parallel.pipeline.engine import Engine
 from stormo.parallel.pipeline.orders import Action, orders, stages_of

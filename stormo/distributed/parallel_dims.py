@@ -1,0 +1,123 @@
+"""The workers along the axes of the mesh: with whom this one shares its samples, its weights, its layers.
+
+Built on torch's DeviceMesh. Every set of axes gives a group: the workers that differ from this one along these axes
+alone, with the collectives among them. A group of one worker does not communicate.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from stormo.config.mesh import AXES, Mesh
+
+DATA, MODEL = ("replicate", "shard"), ("pipeline", "shard", "tensor")
+# torch 2.13 renamed both.
+_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Line:
+    """Workers that differ along some axes only: this one's rank among them, and their collectives."""
+
+    def __init__(self, ranks: Sequence[int], rank: int, group: dist.ProcessGroup | None) -> None:
+        self.ranks = tuple(ranks)
+        self.rank = self.ranks.index(rank)
+        self.size = len(self.ranks)
+        self.group = group  # None where there is nobody else
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def max(self, tensor: Tensor) -> Tensor:
+        """Largest value in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
+        return tensor
+
+    def gather(self, received: Tensor, sent: Tensor) -> None:
+        """Every worker's tensor, one after the other, on all."""
+        _gather(received.view(-1), sent.view(-1), group=self.group)  # flat, as Gloo wants them
+
+    def scatter_sum(self, received: Tensor, sent: Tensor) -> dist.Work:
+        """Start a reduce-scatter: every worker receives the sum of its piece."""
+        work: dist.Work = _scatter(received.view(-1), sent.view(-1), group=self.group, async_op=True)
+        return work
+
+
+class Grid:
+    """The mesh of a run, seen from one worker. All workers make it, and ask it for the same groups in one order."""
+
+    def __init__(self, mesh: Mesh, rank: int, device: torch.device, timeout: timedelta | None = None) -> None:
+        self.mesh = mesh
+        self.rank = rank
+        self.at = mesh.coordinates(rank)
+        self._device = device
+        self._timeout = timeout
+        self._devices: DeviceMesh | None = None
+        self._lines: dict[tuple[str, ...], Line] = {}
+
+    @property
+    def devices(self) -> DeviceMesh:
+        """torch's mesh of the axes with several workers and of `shard`, which torch's sharding asks for in any case."""
+        if self._devices is None:
+            axes = tuple(axis for axis in AXES if axis == "shard" or getattr(self.mesh, axis) > 1)
+            ranks = torch.arange(self.mesh.size).view([getattr(self.mesh, axis) for axis in axes])
+            # Groups of our own: those that torch's mesh would make have torch's own timeout.
+            groups = [self._group((axis,)) for axis in axes]
+            self._devices = DeviceMesh.from_group(groups, self._device.type, ranks, mesh_dim_names=axes)
+        return self._devices
+
+    def _group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
+        """A new group of the workers along these axes, or that of all. All workers call it."""
+        groups = [list(self.ranks(axes, dict(zip(AXES, at, strict=True)))) for at in self._corners(axes)]
+        if len(groups) == 1:
+            assert dist.group.WORLD is not None, "the process group exists"
+            return dist.group.WORLD
+        mine: dist.ProcessGroup = dist.new_subgroups_by_enumeration(groups, timeout=self._timeout)[0]
+        return mine
+
+    def line(self, *axes: str) -> Line:
+        """The workers along these axes. All workers call it."""
+        key = tuple(axis for axis in AXES if axis in axes)
+        if key not in self._lines:
+            self._lines[key] = self._make(key)
+        return self._lines[key]
+
+    def _make(self, axes: tuple[str, ...]) -> Line:
+        ranks = self.ranks(axes, self.at)
+        long = [axis for axis in axes if getattr(self.mesh, axis) > 1]
+        if len(ranks) == 1:
+            return Line(ranks, self.rank, None)
+        is_own_axis = len(long) == 1 and len(ranks) < self.mesh.size
+        group = self.devices.get_group(long[0]) if is_own_axis else self._group(axes)
+        return Line(ranks, self.rank, group)
+
+    def ranks(self, axes: Sequence[str], at: dict[str, int]) -> tuple[int, ...]:
+        """The ranks along these axes, through a place in the mesh."""
+        spans = [
+            range(size) if axis in axes else range(at[axis], at[axis] + 1)
+            for axis, size in zip(AXES, self.mesh.sizes, strict=True)
+        ]
+        return tuple(self._rank(place) for place in itertools.product(*spans))
+
+    def _corners(self, axes: Sequence[str]) -> itertools.product[tuple[int, ...]]:
+        return itertools.product(
+            *(range(1 if axis in axes else size) for axis, size in zip(AXES, self.mesh.sizes, strict=True))
+        )
+
+    def _rank(self, place: Sequence[int]) -> int:
+        rank = 0
+        for index, size in zip(place, self.mesh.sizes, strict=True):
+            rank = rank * size + index
+        return rank

@@ -1,0 +1,148 @@
+"""What the user sees of a job: the workers' lines whole, the launcher's own sentences, the cause of a failure first.
+
+LineBuffer on stderr are held for a moment: a survivor often complains before the death that made it complain is seen.
+Bytes stay as they are; only what is kept for a message is decoded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+
+from stormo.launch.failure import Failure
+
+STDOUT, STDERR = 1, 2
+_MAX_LINE_BYTES = 64 * 1024
+_NUM_LAST_LINES = 20
+# How a script begins to say that it does not know a flag. It ends then, and all workers say the same; but the end of a
+# process that has loaded torch takes its time.
+_USAGE = re.compile(rb"(?:\[rank \d+\] )?usage: .*\[", re.IGNORECASE)  # [-h], [OPTIONS]
+_USAGE_HOLD_S = 5.0
+
+
+class LineBuffer:
+    """Puts the lines of one stream together; a prefix names the worker they come from."""
+
+    def __init__(self, prefix: bytes = b"") -> None:
+        self._prefix = prefix
+        self._rest = bytearray()
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """Every line completed by a chunk, ready to be written."""
+        self._rest += chunk
+        end = self._rest.rfind(b"\n") + 1
+        if not self._prefix:
+            end = max(end, self._rest.rfind(b"\r") + 1)  # a progress bar redraws its line without ever ending it
+        if end == 0 and len(self._rest) > _MAX_LINE_BYTES:
+            return self.finish()
+        whole = bytes(self._rest[:end])
+        del self._rest[:end]
+        if not self._prefix:
+            return [whole] if whole else []
+        return [self._shown(line) for line in whole.split(b"\n")[:-1]]
+
+    def finish(self) -> list[bytes]:
+        """What is left of an unfinished line, finished."""
+        rest = bytes(self._rest)
+        self._rest.clear()
+        return [self._shown(rest)] if rest else []
+
+    def _shown(self, line: bytes) -> bytes:
+        # Of a line that was redrawn the last drawing counts.
+        return self._prefix + line.rstrip(b"\r").rpartition(b"\r")[2] + b"\n"
+
+
+class Stream:
+    """One output of a process: the pipe it comes through, and where its lines go."""
+
+    def __init__(self, fd: int, target_fd: int, *, rank: int, prefix: bytes) -> None:
+        os.set_blocking(fd, False)
+        self.fd, self.target_fd, self.rank = fd, target_fd, rank
+        self.closed = False
+        self._lines = LineBuffer(prefix)
+
+    def fileno(self) -> int:
+        """The descriptor to wait on."""
+        return self.fd
+
+    def read(self) -> list[bytes]:
+        """The lines that are there; sets `closed` at the end."""
+        try:
+            chunk = os.read(self.fd, 64 * 1024)
+        except BlockingIOError:
+            return []
+        return self._lines.feed(chunk) if chunk else self.finish()
+
+    def finish(self) -> list[bytes]:
+        """The unfinished line, if there is one; nothing more is read."""
+        self.closed = True
+        return self._lines.finish()
+
+
+class LogMultiplexer:
+    """Writes the lines of all workers of a node; remembers the last ones of each."""
+
+    def __init__(self, hold_s: float) -> None:
+        self._hold_s = hold_s
+        self._held: deque[tuple[float, int, bytes]] = deque()  # until when, whose, what
+        self._last_lines: dict[int, deque[bytes]] = defaultdict(lambda: deque(maxlen=_NUM_LAST_LINES))
+        self._cause_shown = False
+
+    @property
+    def holds_lines(self) -> bool:
+        """Whether lines wait to be shown."""
+        return bool(self._held)
+
+    def take(self, stream: Stream, lines: list[bytes]) -> None:
+        """Write what goes to stdout, hold what goes to stderr."""
+        if stream.target_fd == STDOUT:
+            write_all(STDOUT, b"".join(lines))
+        elif not self._cause_shown:  # afterwards only consequences come
+            hold_s = max(self._hold_s, _USAGE_HOLD_S if any(map(_USAGE.match, lines)) else 0.0)
+            until = time.monotonic() + hold_s
+            self._held.extend((until, stream.rank, line) for line in lines)
+
+    def show_held_lines(self, *, at_once: bool = False) -> None:
+        """Show the lines that have waited long enough."""
+        now = time.monotonic()
+        while self._held and (at_once or now >= self._held[0][0]):
+            _, rank, line = self._held.popleft()
+            self._last_lines[rank].append(line)
+            write_all(STDERR, line)
+
+    def last_lines(self, rank: int) -> str:
+        """What a worker wrote last on stderr: all that is held, or else the last few lines."""
+        held = [line for _, whose, line in self._held if whose == rank]
+        num_lines = max(len(held), _NUM_LAST_LINES)
+        return b"".join([*self._last_lines[rank], *held][-num_lines:]).decode("utf-8", "replace")
+
+    def show_cause(self, failure: Failure, *, and_lines_of: Callable[[int], bool]) -> None:
+        """Show what ended the job, and below it the held lines of some ranks; the others' are dropped."""
+        if os.isatty(STDOUT):
+            # Rank 0 may have been killed while it drew its progress: show the cursor, begin a new line.
+            write_all(STDOUT, b"\x1b[?25h\n")
+        lines = b"".join(line for _, rank, line in self._held if and_lines_of(rank))
+        write_all(STDERR, failure.text().encode() + lines)
+        self._held.clear()
+        self._cause_shown = True
+
+    def say(self, sentence: str) -> None:
+        """One sentence of the agent's own."""
+        fresh = "\r\x1b[K" if os.isatty(STDERR) else ""  # rank 0 may have left its progress in this line
+        write_all(STDERR, f"{fresh}stormo: {sentence}\n".encode())
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Write everything; output whose reader has gone away is dropped."""
+    view = memoryview(data)
+    with contextlib.suppress(OSError):
+        while view:
+            try:
+                view = view[os.write(fd, view) :]
+            except BlockingIOError:  # someone who shares the terminal made it non-blocking
+                select.select([], [fd], [], 1.0)

@@ -1,0 +1,310 @@
+"""The worker processes of one node: starts, hears and watches them, and ends them with all they have started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from stormo.errors import StormoError
+from stormo.launch.control import ChannelTimeouts
+from stormo.launch.environments import local
+from stormo.launch.failure import Failure, printable
+from stormo.launch.json_socket import JsonSocket
+from stormo.launch.output import STDERR, STDOUT, LogMultiplexer, Stream
+from stormo.launch.rendezvous import Rendezvous
+from stormo.launch.root_cause import SettleTimes
+from stormo.system.process import process_stat, process_state
+
+_REAP_S = 5.0  # for the kernel to end what was killed
+_READ_REST_S = 0.3  # for the pipes of killed workers to end
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Patience:
+    """How long the agent waits for what."""
+
+    silent_warning_s: float = 15.0  # without a sign of life from a worker, until a warning
+    stop_s: float = 30.0  # for workers to end after SIGTERM
+    interrupted_s: float | None = None  # for workers to end after Ctrl-C; None for those that first save their work
+    hold_s: float = 0.2  # lines on stderr, so that the cause of a failure comes before its consequences
+    leftover_s: float = 1.0  # for pipes to end after their worker has
+    # For a worker to speak, or the timeout if that is longer: importing torch from a busy file system is no failure.
+    # None for a script, which does other things before.
+    first_sign_s: float | None = 60.0
+    settle: SettleTimes = field(default_factory=SettleTimes)
+    channel: ChannelTimeouts = field(default_factory=ChannelTimeouts)
+
+    @property
+    def is_of_script(self) -> bool:
+        """Whether the workers run a user's own script."""
+        return self.first_sign_s is None
+
+
+class Worker:
+    """A rank of this node; its process group holds whatever it starts in turn."""
+
+    def __init__(
+        self,
+        rank: int,
+        command: Sequence[str],
+        *,
+        environ: Mapping[str, str],
+        channel: socket.socket,
+        pass_fds: Sequence[int],
+    ) -> None:
+        self.rank = rank
+        self.channel = JsonSocket(channel)
+        self.started_at = time.monotonic()
+        self.heard_at: float | None = None  # its reporter's last message; None before the first
+        self.silent_since: float | None = None  # set once a warning about its silence was printed
+        self.step: int | None = None  # of which it has told last
+        self.line = ""  # of its script, in which its main thread was last, where it is a script
+        self.said_bye = False
+        self.channel_closed_at: float | None = None
+        self.failure: Failure | None = None  # what it reported
+        self.exit_code: int | None = None  # negative: the signal that ended it
+        self.ended_at = 0.0
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=None if rank == 0 else subprocess.PIPE,  # rank 0 draws on the terminal itself
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            env=dict(environ),
+            pass_fds=pass_fds,
+            # Ctrl-C reaches the agent only, the whole group can be ended at once, and on a busy machine the scheduler,
+            # which shares it out among sessions, does not starve the workers.
+            start_new_session=True,
+        )
+        prefix = b"" if rank == 0 else b"[rank %d] " % rank
+        self.streams: list[Stream] = []
+        if self._process.stdout is not None:
+            self.streams.append(Stream(self._process.stdout.fileno(), STDOUT, rank=rank, prefix=prefix))
+        assert self._process.stderr is not None
+        self.streams.append(Stream(self._process.stderr.fileno(), STDERR, rank=rank, prefix=prefix))
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether the process had not ended when last looked at."""
+        return self.exit_code is None
+
+    def look(self) -> bool:
+        """Whether the process has just ended; leaves it unreaped, so that its pid stays its own."""
+        if not self.running:
+            return False
+        found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found is None:
+            return False
+        self.exit_code = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        self.ended_at = time.monotonic()
+        return True
+
+    def send_signal(self, number: int) -> None:
+        """Pass a signal on to the worker itself, not to the helpers it has started."""
+        if self.running:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End the worker itself, now; helpers that notice it end by themselves and tidy shared memory up."""
+        self.send_signal(signal.SIGKILL)
+
+    def kill_group(self) -> None:
+        """End everything that the worker has started and that still runs."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def has_helpers(self) -> bool:
+        """Whether something the worker has started still runs; ask before it is reaped, while its pid is its own."""
+        stats = (process_stat(int(entry.name)) for entry in Path("/proc").iterdir() if entry.name.isdecimal())
+        return any(fields[2:3] == [str(self.pid)] and fields[0] != "Z" for fields in stats)
+
+    def reap(self, timeout_s: float) -> bool:
+        """Wait for the end of a killed worker; False if the kernel cannot end it in time."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Let go of the pipes and the channel."""
+        self.channel.close()
+        for pipe in (self._process.stdout, self._process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+    def state(self) -> str:
+        """What the process is doing, in words."""
+        return process_state(self.pid)
+
+
+def start_worker(
+    node: local.Node,
+    local_rank: int,
+    command: Sequence[str],
+    *,
+    environ: Mapping[str, str],
+    rendezvous: Rendezvous,
+) -> Worker:
+    """Start one worker and tell it who it is; rank 0, or every rank of one node, gets the store."""
+    rank = node.rank(local_rank)
+    gets_store = rendezvous.store is not None and (rank == 0 or node.num_nodes == 1)
+    store_fd = rendezvous.store.fileno() if rendezvous.store is not None and gets_store else None
+    own, theirs = socket.socketpair()
+    with theirs:
+        variables = local.environment(
+            node,
+            local_rank,
+            environ=environ,
+            store_addr=rendezvous.store_addr,
+            store_port=rendezvous.store_port,
+            script_port=rendezvous.script_port,
+            channel_fd=theirs.fileno(),
+            store_fd=store_fd,
+            num_cores=len(os.sched_getaffinity(0)),
+        )
+        pass_fds = [theirs.fileno()] if store_fd is None else [theirs.fileno(), store_fd]
+        try:
+            return Worker(rank, command, environ=variables, channel=own, pass_fds=pass_fds)
+        except OSError:
+            own.close()
+            raise
+
+
+class WorkerGroup:
+    """The workers of one node; what they write goes to the log."""
+
+    def __init__(self, selector: selectors.BaseSelector, log: LogMultiplexer, timeouts: Patience) -> None:
+        self._selector = selector
+        self._log = log
+        self._timeouts = timeouts
+        self._workers: list[Worker] = []
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(self._workers)
+
+    def start(
+        self,
+        node: local.Node,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        *,
+        rendezvous: Rendezvous,
+        between: Callable[[], None],
+    ) -> None:
+        """Start every worker of the node; `between` is called after each, as a slow file system takes its time."""
+        for local_rank in range(node.num_workers):
+            try:
+                worker = start_worker(node, local_rank, command, environ=environ, rendezvous=rendezvous)
+            except OSError as error:
+                raise StormoError(f"The worker command {command[0]} could not be started: {error}.") from error
+            self._workers.append(worker)
+            self._selector.register(worker.channel, selectors.EVENT_READ, worker)
+            for stream in worker.streams:
+                self._selector.register(stream, selectors.EVENT_READ, stream)
+            between()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether any worker runs."""
+        return any(worker.running for worker in self._workers)
+
+    @property
+    def may_have_more_to_say(self) -> bool:
+        """Whether all workers have ended a moment ago, and a pipe of theirs has not."""
+        if all(stream.closed for stream in self._streams()):
+            return False
+        return time.monotonic() - max(worker.ended_at for worker in self._workers) < self._timeouts.leftover_s
+
+    @property
+    def is_vanishing(self) -> bool:
+        """Whether a worker has closed its channel without a word, so that its end is about to be seen."""
+        now, within_s = time.monotonic(), self._timeouts.settle.secondary_s
+        return any(
+            worker.running and not worker.said_bye and now - worker.channel_closed_at < within_s
+            for worker in self._workers
+            if worker.channel_closed_at is not None
+        )
+
+    def take_messages(self, worker: Worker) -> Failure | None:
+        """Take a worker's messages; the failure that it reports, once."""
+        now, reported = time.monotonic(), None
+        for message in worker.channel.receive():
+            if worker.silent_since is not None:
+                silent_s = now - worker.silent_since
+                self._log.say(f"rank {worker.rank} (pid {worker.pid}) is back after {silent_s:.0f} s")
+                worker.silent_since = None
+            worker.heard_at = now
+            worker.step = step if isinstance(step := message.get("step"), int) else worker.step
+            worker.line = printable(line, 200) if isinstance(line := message.get("line"), str) else worker.line
+            if message.get("event") == "bye":
+                worker.said_bye = True
+            elif message.get("event") == "failure" and worker.failure is None:
+                worker.failure = reported = Failure.from_message(message)
+        if worker.channel.closed:
+            self._selector.unregister(worker.channel)
+            worker.channel.close()
+            worker.channel_closed_at = now
+        return reported
+
+    def take_output(self, stream: Stream) -> None:
+        """Read the lines that a worker has written."""
+        if not stream.closed:
+            self._log.take(stream, stream.read())
+            if stream.closed:
+                self._selector.unregister(stream)
+
+    def send_signal(self, number: int) -> None:
+        """Pass a signal on to every worker."""
+        for worker in self._workers:
+            worker.send_signal(number)
+
+    def kill(self) -> None:
+        """End every worker, and read what they have left in their pipes."""
+        for worker in self._workers:
+            worker.kill()
+        self._read_rest()
+
+    def close(self) -> None:
+        """Leave no process behind, whatever happened, and no line unshown."""
+        for worker in self._workers:
+            worker.kill()
+        deadline = time.monotonic() + self._timeouts.leftover_s
+        while time.monotonic() < deadline and any(worker.has_helpers() for worker in self._workers):
+            time.sleep(0.02)
+        for worker in self._workers:
+            worker.kill_group()
+        deadline = time.monotonic() + _REAP_S
+        for worker in self._workers:
+            if not worker.reap(max(0.1, deadline - time.monotonic())):
+                self._log.say(f"rank {worker.rank} (pid {worker.pid}) could not be ended: {worker.state()}")
+        self._read_rest()
+        for stream in self._streams():
+            self._log.take(stream, stream.finish())
+        self._log.show_held_lines(at_once=True)
+        for worker in self._workers:
+            worker.close()
+
+    def _read_rest(self) -> None:
+        """Read what ended workers have left in their pipes; a helper that got away may keep one open."""
+        deadline = time.monotonic() + _READ_REST_S
+        while time.monotonic() < deadline and any(not stream.closed for stream in self._streams()):
+            for key, _ in self._selector.select(0.02):
+                if isinstance(key.data, Stream):
+                    self.take_output(key.data)
+
+    def _streams(self) -> list[Stream]:
+        return [stream for worker in self._workers for stream in worker.streams]

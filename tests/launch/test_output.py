@@ -1,0 +1,76 @@
+"""LineBuffer come out whole, whatever pieces they came in."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stormo.launch.output import LineBuffer, write_all
+
+
+@given(text=st.binary(max_size=300), cuts=st.lists(st.integers(0, 300), max_size=8))
+def test_without_prefix_every_byte_passes_in_order(text: bytes, cuts: list[int]) -> None:
+    lines, passed, start = LineBuffer(), b"", 0
+    for cut in sorted(cuts):
+        passed += b"".join(lines.feed(text[start : max(start, cut)]))
+        start = max(start, cut)
+    passed += b"".join(lines.feed(text[start:]) + lines.finish())
+    assert passed in (text, text + b"\n")
+
+
+@given(rows=st.lists(st.binary(max_size=30).map(lambda row: row.replace(b"\n", b"").replace(b"\r", b""))))
+def test_with_prefix_every_line_carries_it_once(rows: list[bytes]) -> None:
+    lines = LineBuffer(b"[rank 1] ")
+    text = b"".join(row + b"\n" for row in rows)
+    passed = [line for position in range(0, len(text), 7) for line in lines.feed(text[position : position + 7])]
+    assert passed == [b"[rank 1] " + row + b"\n" for row in rows]
+    assert lines.finish() == []
+
+
+def test_an_unfinished_line_is_finished_at_the_end() -> None:
+    lines = LineBuffer(b"[rank 1] ")
+    assert lines.feed(b"a\nhalf") == [b"[rank 1] a\n"]
+    assert lines.finish() == [b"[rank 1] half\n"]
+    assert lines.finish() == []
+
+
+def test_a_progress_bar_of_rank_0_moves_and_of_another_rank_shows_its_last_state() -> None:
+    drawn = b"\r 10%\r 50%\r100%\n"
+    assert b"".join(LineBuffer().feed(b"\r 10%\r 50%")) == b"\r 10%\r"
+    assert LineBuffer(b"[rank 1] ").feed(drawn) == [b"[rank 1] 100%\n"]
+    assert LineBuffer(b"[rank 1] ").feed(b"windows\r\n") == [b"[rank 1] windows\n"]
+
+
+def test_a_line_without_end_does_not_grow_for_ever() -> None:
+    lines = LineBuffer(b"[rank 1] ")
+    passed = b"".join(line for _ in range(40) for line in lines.feed(b"x" * 10_000))
+    assert passed.count(b"x") >= 300_000
+
+
+def test_a_full_pipe_that_does_not_block_is_waited_for() -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    text = b"y" * 300_000
+    received = bytearray()
+
+    def read() -> None:
+        while chunk := os.read(reader, 65536):
+            received.extend(chunk)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    write_all(writer, text)
+    os.close(writer)
+    thread.join()
+    os.close(reader)
+    assert received == text
+
+
+def test_a_reader_that_went_away_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    write_all(writer, b"nobody reads this\n")
+    os.close(writer)
