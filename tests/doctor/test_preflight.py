@@ -155,7 +155,7 @@ class _Meeting:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def words(self, prefix: str, *, own_connection: bool) -> Any:
+    def signed(self, prefix: str, *, own_connection: bool) -> Any:
         import torch.distributed as dist
 
         from stormo.distributed.store import SignedStore
