@@ -262,7 +262,7 @@ def test_a_run_of_tokens_and_one_from_before_there_were_units_are_listed_each_in
 
 
 def test_neither_the_verbs_nor_the_sinks_import_torch_or_rich() -> None:
-    telemetry = ", ".join(f"stormo.telemetry.{name}" for name in ("console", "files", "tensorboard"))
+    telemetry = ", ".join(f"stormo.telemetry.{name}" for name in ("console", "folder", "tensorboard"))
     modules = f"stormo.commands.runs, stormo.commands.show, {telemetry}"
     code = f"import sys, {modules}; print(sorted({{'torch', 'rich', 'numpy'}} & set(sys.modules)))"
     root = Path(__file__).parents[2]
