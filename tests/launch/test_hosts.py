@@ -230,7 +230,7 @@ def test_a_dry_run_counts_the_hosts(capsys: pytest.CaptureFixture[str], tmp_path
         ),
         (
             ["--launcher", "ssh", "--hosts", "n1,n2", "--max-restarts", "2"],
-            "--max-restarts 2 was set without --run-name, but every node must find the run to go on with; "
+            "--max-restarts 2 was set without --run-name, but every node must find the run to resume; "
             "set the same --run-name on every node.",
         ),
         (

@@ -83,7 +83,7 @@ def test_a_node_that_is_back_before_the_others_tries_again_to_join_them() -> Non
         (["--max-restarts", "-1"], "--max-restarts -1 was set, but it must be at least 0; set --max-restarts 0 or"),
         (
             ["--max-restarts", "1", "--num-nodes", "2", "--master-addr", "127.0.0.1"],
-            "--max-restarts 1 was set without --run-name, but every node must find the run to go on with; set the same",
+            "--max-restarts 1 was set without --run-name, but every node must find the run to resume; set the same",
         ),
         (["--num-nodes", "1:4"], "--num-nodes 1:4 was set, but stormo starts a fixed number of nodes; let torchrun"),
     ],
