@@ -16,21 +16,22 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from stormo.config.layout import resolve_layout
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.spread_tasks import Words
 from stormo.config import options
+from stormo.config.layout import resolve_layout
 from stormo.config.plan import resolve
 from stormo.data.loaders import Batch
 from stormo.data.order import Pass
 from stormo.distributed.world import World
 from stormo.launch import Place
-from stormo.parallel import composed, hybrid, replicate
-from stormo.parallel.strategy import Strategy
+from stormo.parallel import ddp, fsdp
+from stormo.parallel.base import Strategy
 from stormo.parallel.table import strategy_class
+from stormo.parallel.tensor import hybrid
 from stormo.tasks.gpt_sizes import Size
 from stormo.tasks.task import Task
 
@@ -136,9 +137,9 @@ def stepped(flags: Mapping[str, Any], size: Size, rank: int, num_ranks: int) -> 
         kind, fake = strategy_class(plan.layout), FakeTensorMode(allow_non_fake_inputs=True)
         with (
             warnings.catch_warnings(),
-            mock.patch.object(composed, "blank_model", _blank),
-            mock.patch.object(composed, "DistributedDataParallel", _Copies),
-            mock.patch.object(replicate, "DistributedDataParallel", _Copies),
+            mock.patch.object(fsdp, "blank_model", _blank),
+            mock.patch.object(fsdp, "DistributedDataParallel", _Copies),
+            mock.patch.object(ddp, "DistributedDataParallel", _Copies),
             mock.patch.object(hybrid._Exchange, "_announce", _all_alike),
         ):
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # only compared

@@ -27,7 +27,7 @@ from benchmarks.turns import Times, ratios, take_turns, times_of_workers, work
 
 if TYPE_CHECKING:
     from stormo.distributed.world import World
-    from stormo.parallel.strategy import Strategy
+    from stormo.parallel.base import Strategy
     from stormo.tasks.task import Task
 
 # The step of the run that a side believes to be in: all up to 128 are measured, then one in eight.
@@ -69,9 +69,9 @@ def make_side(
 ) -> tuple[Strategy, Callable[[int], None]]:
     """A strategy and turns of so many steps of it, always over the same batch."""
     import torch
-    from stormo.config.layout import resolve_layout
 
     from stormo.config import options as settings
+    from stormo.config.layout import resolve_layout
     from stormo.config.plan import resolve
     from stormo.data.loaders import ResidentLoader, Share
     from stormo.parallel.table import strategy_class

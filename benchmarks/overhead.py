@@ -67,7 +67,7 @@ def hand_written_side(run: Training, *, is_tuned: bool) -> Callable[[int], None]
     import torch.nn.functional as F
     from torch.nn.parallel import DistributedDataParallel
 
-    from stormo.parallel.replicate import replica
+    from stormo.parallel.ddp import replica
 
     task, rank = run.state.strategy.task, run.world.rank
     global_batch_size = run.plan.global_batch_size
@@ -103,7 +103,6 @@ def measure(run: Training, num_pairs: int, num_steps: int) -> Times:
 def work(folder: Path, flags: Sequence[str], num_pairs: int, num_steps: int) -> int:
     """Be one of the two workers: put a real one together, and measure where it would train."""
     from stormo.config.layout import resolve_layout
-
     from stormo.distributed.store import Store
     from stormo.launch import local, open_lifeline
     from stormo.training import worker

@@ -58,12 +58,11 @@ FIGURES = {"one_server": (1, 0), "two_servers": (2, 0), "stale_now_and_then": (4
 
 def side(world: World, one: Side, options: argparse.Namespace, stack: contextlib.ExitStack) -> Turn:
     """Steps as the loop takes them; what runs beside them runs until the stack is left."""
-    from stormo.config.layout import resolve_layout
-    from stormo.config.schema import Batch, Optimizer, Speed, TrainConfig, Workers
-
     from benchmarks.slow_task import Wide
     from benchmarks.spread_worker import batches
+    from stormo.config.layout import resolve_layout
     from stormo.config.plan import resolve
+    from stormo.config.schema import Batch, Optimizer, Speed, TrainConfig, Workers
     from stormo.distributed.world import Vote
     from stormo.parallel.table import strategy_class
     from stormo.training.worker import make_loader

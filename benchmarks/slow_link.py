@@ -14,7 +14,6 @@ from benchmarks.turns import Times, Turn, take_turns, times_of_workers, work
 
 if TYPE_CHECKING:
     from stormo.config.schema import TrainConfig
-
     from stormo.data.loaders import Batch, Loader
     from stormo.distributed.world import World
     from stormo.training.progress import Progress
@@ -24,9 +23,8 @@ _INSIDE = "STORMO_SLOW_LINK"
 
 def steps_of(world: World, config: TrainConfig, width: int) -> Turn:
     """Steps by these settings, as the loop takes them."""
-    from stormo.config.layout import resolve_layout
-
     from benchmarks.slow_task import Wide
+    from stormo.config.layout import resolve_layout
     from stormo.config.plan import resolve
     from stormo.distributed.world import Vote
     from stormo.parallel.table import strategy_class

@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy
 import torch
-from stormo.config.layout import resolve_layout
-from stormo.config.schema import TrainConfig
 
 from stormo.config import options
+from stormo.config.layout import resolve_layout
 from stormo.config.plan import Plan, resolve
+from stormo.config.schema import TrainConfig
 from stormo.data.loaders import Batch, Loader, ResidentLoader, Share
 from stormo.data.order import derive_seed, seed_generators
 from stormo.data.tensors import TensorData
 from stormo.distributed.world import World
 from stormo.launch import alone
-from stormo.parallel.strategy import Strategy
+from stormo.parallel.base import Strategy
 from stormo.parallel.table import strategy_class
 from stormo.system.hardware import visible_gpus
 from stormo.tasks.task import Task

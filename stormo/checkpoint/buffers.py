@@ -15,7 +15,7 @@ from torch import Tensor
 from stormo.checkpoint.spread import kept_buffers
 from stormo.checkpoint.tensors import DTYPE_NAMES, DTYPES, weights_digest
 from stormo.distributed.world import World
-from stormo.parallel.strategy import Strategy
+from stormo.parallel.base import Strategy
 
 _ABSENT = -(2**62)
 _DIGITS = 15  # hexadecimal ones, which fit a 64-bit number

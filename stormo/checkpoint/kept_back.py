@@ -18,7 +18,7 @@ from stormo.checkpoint.layout import LOCAL
 from stormo.checkpoint.reader import Reader, Wanted
 from stormo.checkpoint.shard import Box, whole_box
 from stormo.distributed.world import World
-from stormo.parallel.strategy import Strategy
+from stormo.parallel.base import Strategy
 
 KEPT_BACK = "kept_back"  # the key among the plain values
 

@@ -23,8 +23,8 @@ from stormo.checkpoint.parts import boxes_of, take_parts
 from stormo.checkpoint.reader import Reader, Wanted
 from stormo.checkpoint.shard import Box, whole_box
 from stormo.distributed.world import World
-from stormo.parallel.bundles import means
-from stormo.parallel.strategy import Strategy
+from stormo.parallel.base import Strategy
+from stormo.parallel.coalesced import means
 
 _OUTER = "outer/"
 
@@ -53,7 +53,7 @@ def local_boxes(world: World, strategy: Strategy) -> list[Box]:
 
 def local_state(world: World, strategy: Strategy) -> dict[str, Any] | None:
     """The plain values of workers that step by themselves, on the main one. Every worker calls it."""
-    scalers = world.gather_json(strategy.scaler_state())
+    scalers = world.gather_json(dict(strategy.scaler.state_dict()))
     return None if scalers is None else {"is_apart": strategy.is_apart, "scalers": scalers}
 
 

@@ -19,7 +19,7 @@ from stormo.checkpoint.shard import Box, whole_box
 from stormo.errors import StormoError
 
 if TYPE_CHECKING:
-    from stormo.parallel.parts import Part
+    from stormo.parallel.parameter_shards import Part
 
 
 class MisfitError(StormoError):

@@ -15,7 +15,7 @@ from stormo.checkpoint.reader import Reader, Wanted
 from stormo.distributed.world import World
 
 if TYPE_CHECKING:
-    from stormo.parallel.strategy import Strategy
+    from stormo.parallel.base import Strategy
 
 
 # Keys among the plain values: every worker's part of the loss, and which rank has stored a buffer that all have alike.

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from stormo.config import schema
 from stormo.config.plan import Plan
 from stormo.distributed.world import World
-from stormo.parallel.bundles import copy, means, share
-from stormo.parallel.strategy import Strategy
+from stormo.parallel.base import Strategy
+from stormo.parallel.coalesced import copy, means, share
 from stormo.profiling.ranges import range_of
 from stormo.tasks.task import Task
 
@@ -26,9 +26,6 @@ _MOST_AHEAD = 4  # steps: a slow round trip is hidden, and a stop signal is hear
 class Local(Strategy):
     """One worker of several that step by themselves."""
 
-    name = "local"
-    saves_apart = True
-    steps_alone = True
     exposed_reason = "workers that step by themselves exchange no gradients"
 
     def __init__(self, world: World, plan: Plan, task: Task, settings: schema.TrainConfig) -> None:
@@ -38,7 +35,7 @@ class Local(Strategy):
         # An averaging waits for all anyway; one worker alone has nobody to be ahead of.
         self.staleness = min(plan.averaging.steps, _MOST_AHEAD) if world.size > 1 else 0
         # Without these two the mean itself is taken, to the last bit.
-        self.outer = OuterStep(self.weights(), rate, momentum) if (rate, momentum) != (1, 0) else None
+        self.outer = OuterOptimizer(self.weights(), rate, momentum) if (rate, momentum) != (1, 0) else None
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         share(self.world, [*model.parameters(), *model.buffers()])
@@ -95,7 +92,7 @@ class Local(Strategy):
             self.outer.begin(self.weights())
 
 
-class OuterStep:
+class OuterOptimizer:
     """Steps from where the workers were equal last, by their mean change since then."""
 
     def __init__(self, weights: Sequence[Tensor], rate: float, momentum: float) -> None:

@@ -18,8 +18,9 @@ from stormo.data.generators import host_states
 from stormo.data.loaders import Batch
 from stormo.errors import SettingError
 from stormo.layers.norm_act import NormAct
-from stormo.parallel.compose import compose
-from stormo.parallel.composed import Composed
+from stormo.parallel.fsdp import Sharded, compose
+from stormo.parallel.loss_weights import Guard
+from stormo.parallel.meta_init import sample_batch
 from stormo.parallel.pipeline.bubble import Span, idle_share, predicted_bubble
 from stormo.parallel.pipeline.capture import model_inputs, with_output
 from stormo.parallel.pipeline.engine import Engine
@@ -28,9 +29,7 @@ from stormo.parallel.pipeline.orders import stages_of
 from stormo.parallel.pipeline.pieces import Pieces, StageModule, find_pieces, keep_only
 from stormo.parallel.pipeline.split import check_same, into_stages, measured_costs
 from stormo.parallel.pipeline.watching import Watch
-from stormo.parallel.sample import sample_batch
-from stormo.parallel.split_layers import Cut
-from stormo.parallel.weighing import Guard
+from stormo.parallel.tensor.layers import ShardSpec
 from stormo.parallel.zero import average
 from stormo.tasks.returned import read_loss
 
@@ -39,16 +38,14 @@ _MOST_CHECKED = 50_000_000  # parameters of a model whose pieces are compared wi
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm, NormAct)
 
 
-class Pipelined(Composed):
+class Pipelined(Sharded):
     """One worker of a mesh with the axis pipeline."""
 
-    name = "pipeline"
-
-    def _transform(self, model: nn.Module) -> dict[str, Cut]:
+    def _transform(self, model: nn.Module) -> dict[str, ShardSpec]:
         plan, grid = self._plan, self.world.grid
         self._line = grid.line("pipeline")
-        self._schedule = "naive" if plan.layout.strategy == "naive" else self._settings.sharding.schedule
-        per_worker = 1 if self._schedule == "naive" else STAGES_PER_WORKER[self._schedule]
+        self._schedule = plan.layout.spec.schedule or self._settings.sharding.schedule
+        per_worker = 1 if plan.layout.spec.schedule else STAGES_PER_WORKER[self._schedule]
         self._num_stages = per_worker * self._line.size
         if self._schedule == "zero-bubble" and self._zero == 3:
             raise SettingError(

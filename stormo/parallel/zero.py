@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stormo.distributed.grid import Line
-from stormo.parallel.parts import chunk
+from stormo.parallel.parameter_shards import chunk
 
 BUCKET_BYTES = 25 * 2**20
 _UNDER_WAY = 2  # buckets whose gradients travel at a time: each takes its own memory

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stormo.errors import SettingError
-from stormo.parallel.blank import make_room, without_memory
+from stormo.parallel.meta_init import make_room, without_memory
 from stormo.tasks.returned import check_model
 from stormo.tasks.task import Task
 

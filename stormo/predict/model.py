@@ -16,13 +16,13 @@ from stormo.config import schema
 from stormo.errors import SettingError
 from stormo.optim.own import own_optimizer
 from stormo.optim.table import make_optimizer
-from stormo.parallel.blocks import blocks_of
+from stormo.parallel.fsdp import _has_statistics
 from stormo.parallel.pipeline.orders import stages_of
 from stormo.parallel.pipeline.pieces import find_pieces
 from stormo.parallel.pipeline.split import into_stages
-from stormo.parallel.shard import _has_statistics
-from stormo.parallel.tensor import KINDS
-from stormo.parallel.tensor_plan import COLUMN, ROW, derive_plan, matched
+from stormo.parallel.tensor.plan import COLUMN, ROW, derive_plan, matched
+from stormo.parallel.tensor.split import KINDS
+from stormo.parallel.units import blocks_of
 from stormo.predict.blank import Blank
 from stormo.predict.terms import Model, Parameter
 from stormo.predict.watching import OTHER, Watch, storage_of

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stormo.errors import SettingError
-from stormo.parallel.classifier import find_classifier
-from stormo.parallel.tensor import KINDS
-from stormo.parallel.tensor_plan import GATHERED, WHOLE_ROW, matched
+from stormo.parallel.tensor.hybrid import find_classifier
+from stormo.parallel.tensor.plan import GATHERED, WHOLE_ROW, matched
+from stormo.parallel.tensor.split import KINDS
 from stormo.tasks.task import Task
 
 

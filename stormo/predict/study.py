@@ -12,7 +12,7 @@ from stormo.config.plan.sharding import STAGES_PER_WORKER
 from stormo.config.schema import TrainConfig
 from stormo.data.fashion_mnist import DataNotFoundError
 from stormo.errors import SettingError, StormoError
-from stormo.parallel.halves import HALVES
+from stormo.parallel.compression import HALVES
 from stormo.predict.blank import Blank
 from stormo.predict.curve import Curve, Rows
 from stormo.predict.forecast import forecast
@@ -131,7 +131,7 @@ class Study:
             return None
         self._base = self._base or max(1, plan.batch_per_pass)
         layout, recomputes = plan.layout, way.config.sharding.checkpoint_activations
-        kind = (recomputes, layout.zero == 3, plan.channels_last, layout.mesh.tensor, layout.strategy == "hybrid")
+        kind = (recomputes, layout.zero == 3, plan.channels_last, layout.mesh.tensor, layout.spec.cuts_classifier)
         if kind not in self._curves:
             try:
                 self._curves[kind] = self._passes.curve(
@@ -160,12 +160,12 @@ class Study:
 
     def _spread(self, way: Way, plan: Plan) -> Spread:
         layout, sharding = plan.layout, way.config.sharding
-        mesh, strategy = layout.mesh, layout.strategy
-        per_worker = 1 if strategy == "naive" else STAGES_PER_WORKER[sharding.schedule]
+        mesh, spec = layout.mesh, layout.spec
+        per_worker = 1 if spec.schedule else STAGES_PER_WORKER[sharding.schedule]
         cut: frozenset[str] = frozenset()
         stages: tuple[frozenset[str], ...] = ()
         if mesh.tensor > 1:
-            cut_by = cut_by_hybrid if strategy == "hybrid" else cut_by_tensor
+            cut_by = cut_by_hybrid if spec.cuts_classifier else cut_by_tensor
             cut = cut_by(self._task, self._blank.model(), mesh.tensor)
         if mesh.pipeline > 1:
             stages = stages_by_pipeline(self._task, self._blank.model(), mesh.pipeline, per_worker)
@@ -189,10 +189,10 @@ class Study:
             data_bytes=self._data_bytes(plan),
             merges=not sharding.checkpoint_activations and sharding.shard_modules is None and not sharding.offload,
             # Local steps and servers need no buckets of DDP; in the hybrid all workers have the trunk.
-            copies={"local": 1, "server": 1, "hybrid": mesh.tensor}.get(strategy, mesh.replicate),
-            averages=strategy == "local" and layout.world_size > 1,
+            copies=(mesh.tensor if spec.cuts_classifier else mesh.replicate) if spec.averages_gradients else 1,
+            averages=spec.local_updates and layout.world_size > 1,
             kept_copies=_kept_copies(way.config, layout),
-            servers=way.config.workers.servers if strategy == "server" else 0,
+            servers=way.config.workers.servers if "servers" in spec.options else 0,
             rooms=1 if way.config.workers.staleness else 3,
             cut=cut,
             stages=stages,
@@ -211,7 +211,7 @@ def _kept_copies(config: TrainConfig, layout: Layout) -> int:
     Of the gradients: what PowerSGD keeps back, little of which small weights have.
     """
     rate, momentum = config.optimizer.outer_lr, config.optimizer.outer_momentum
-    if layout.strategy == "local":
+    if layout.spec.local_updates:
         return 0 if (rate, momentum) == (1, 0) else 1 + (momentum != 0)
     return int(config.workers.compress == "powersgd" and layout.world_size > 1)
 

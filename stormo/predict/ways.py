@@ -12,11 +12,6 @@ from stormo.config.schema import TrainConfig
 from stormo.errors import SettingError
 from stormo.system.hardware import Gpu
 
-# All but dp, which cannot be checked without GPUs.
-KNOWN = (
-    *("single", "ddp", "zero1", "zero2", "fsdp", "hsdp", "tensor", "pipeline", "naive", "mesh"),
-    *("local", "server", "hybrid"),
-)
 _OF_PIPELINE = {"schedule", "micro_batches"}
 OF_ONE = {"servers", "staleness", "average_every", "outer_lr", "outer_momentum"}  # settings of a strategy alone
 OF_COPIES = {"compress", "compress_rank"}
@@ -52,7 +47,7 @@ def every_way(config: TrainConfig, gpus: Sequence[Gpu], facts: Facts) -> list[Wa
     asked = _way("as set", {}, config, gpus, facts)
     if asked.plan is None:
         resolve(config, resolve_layout(config, gpus), facts)  # says why not
-    elif asked.plan.layout.strategy not in KNOWN:
+    elif asked.plan.layout.spec.is_one_process:
         raise SettingError(
             f"--strategy {config.workers.strategy} was set",
             "the memory of several GPUs in one process is not forecast, and the first holds more than the others",
@@ -162,5 +157,7 @@ def _is_same(one: Way, other: Way) -> bool:
 def _essence(config: TrainConfig, plan: Plan) -> tuple[Any, ...]:
     """What tells two ways apart, by whichever flags they were asked for."""
     layout, sharding = plan.layout, config.sharding
-    special = layout.strategy if layout.strategy in ("naive", "local", "server", "hybrid") else ""
+    spec = layout.spec
+    is_special = spec.schedule or spec.cuts_classifier or not spec.averages_gradients
+    special = layout.strategy if is_special else ""
     return layout.mesh, layout.zero, special, sharding.checkpoint_activations, sharding.offload

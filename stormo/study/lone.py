@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stormo.config.layout import OF_SEVERAL
 from stormo.config.mesh import Mesh, parse_mesh
 from stormo.config.options import flat_settings, train_options, without_effect, without_flags
 from stormo.config.schema import TrainConfig
+from stormo.config.strategies import names
 
 
 def lone_note(config: TrainConfig) -> str:
@@ -15,7 +15,9 @@ def lone_note(config: TrainConfig) -> str:
     workers = config.workers
     if workers.mesh is not None:
         return "" if Mesh(**parse_mesh(workers.mesh)).size == 1 else _note(f"--mesh {workers.mesh}")
-    return _note(f"--strategy {workers.strategy}") if workers.strategy in OF_SEVERAL else ""
+    return (
+        _note(f"--strategy {workers.strategy}") if workers.strategy in names(lambda row: row.least_workers > 1) else ""
+    )
 
 
 def _note(asked: str) -> str:

@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_leaves
 from stormo.data.batches import batch_length, cut, rotated
 from stormo.data.loaders import Batch
 from stormo.errors import SettingError, counted
-from stormo.parallel.halves import HALVES
+from stormo.parallel.base import Strategy
+from stormo.parallel.compression import HALVES
 from stormo.parallel.pipeline.trial import trial
-from stormo.parallel.strategy import Strategy
 from stormo.tasks.measured import held_metrics
 from stormo.tasks.task import Task
 

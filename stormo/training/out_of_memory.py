@@ -10,7 +10,7 @@ import torch
 from stormo.config.plan import Plan
 from stormo.config.schema import TrainConfig
 from stormo.errors import SettingError, counted
-from stormo.parallel.fit import is_out_of_memory
+from stormo.parallel.batch_size import is_out_of_memory
 
 _GIB = 2**30
 

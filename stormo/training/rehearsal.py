@@ -29,8 +29,8 @@ from stormo.config.plan.stages import steps_to_come
 from stormo.data.batches import batch_length, cut, tensors_in
 from stormo.data.loaders import Batch, Loader, Share
 from stormo.errors import SettingError, counted
-from stormo.parallel.strategy import Strategy
-from stormo.parallel.undo import Before
+from stormo.parallel.base import Strategy
+from stormo.parallel.batch_size import StateSnapshot
 from stormo.tasks.measured import COUNT_OF, read_metrics
 from stormo.tasks.returned import unused_parameters
 from stormo.tasks.task import Task
@@ -143,7 +143,7 @@ def _check_types(strategy: Strategy) -> None:
 
 def _try_largest(strategy: Strategy, loader: Loader, largest: Share) -> None:
     """Take a step with the largest pass, with the optimizer's state beside it, and undo it."""
-    share, before = loader.share, Before(strategy)
+    share, before = loader.share, StateSnapshot(strategy)
     loader.share = largest
     batch = next(loader.first_and_last())
     try:

@@ -50,7 +50,7 @@ from stormo.config.mesh import Mesh
 from stormo.data.order import derive_seed, seed_generators
 from stormo.distributed.world import World
 from stormo.errors import StormoError, counted
-from stormo.parallel.strategy import Strategy
+from stormo.parallel.base import Strategy
 from stormo.system.files import fits
 from stormo.training.progress import Progress
 
@@ -124,7 +124,7 @@ class RunState:
     ) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
         """This worker's generators as tensors, and all plain values on the main one."""
         strategy = self.strategy
-        noise_scale = strategy.noise_scale.state() if strategy.noise_scale is not None else None
+        own_values = strategy.state_dict()
         random_tensors, random_json = collect_random_state()
         own = {_RANDOM + name: tensor for name, tensor in random_tensors.items()}
         sums = [float(self.loss_sum.detach().double()), float(self.num_items.detach().double())]
@@ -139,9 +139,7 @@ class RunState:
             LOSSES: [loss for _, loss, _ in gathered],
             _ITEMS: [num_items for _, _, num_items in gathered],
             BUFFERS: dict(sources),
-            "scaler": strategy.scaler_state(),
-            "noise_scale": noise_scale,
-            "stale_gradients": {str(age): number for age, number in (strategy.stale_gradients or {}).items()},
+            **own_values,
         }
 
     def take_up(self, world: World, path: Path, seed: int) -> None:
@@ -181,11 +179,7 @@ class RunState:
                 f"The checkpoint is of {counted(state['world_size'], 'worker')} that stepped by themselves: the run "
                 "goes on from the mean of their weights and of the state of their optimizers."
             )
-        if state["scaler"]:
-            strategy.scaler.load_state_dict(dict(state["scaler"]))
-        if strategy.noise_scale is not None and state.get("noise_scale"):
-            strategy.noise_scale.take(state["noise_scale"])
-        strategy.take_stale_gradients(state.get("stale_gradients", {}))
+        strategy.load_state_dict(state)
         self.progress.take(state["progress"])
         self.progress.num_resumes += 1
         if _is_same_mesh(state, world):

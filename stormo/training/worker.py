@@ -30,8 +30,8 @@ from stormo.distributed.world import World
 from stormo.errors import EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_RESUMABLE, SettingError
 from stormo.launch import Lifeline, Place
 from stormo.optim.schedule import make_schedule
-from stormo.parallel.fit import find_passes
-from stormo.parallel.strategy import Strategy
+from stormo.parallel.base import Strategy
+from stormo.parallel.batch_size import find_passes
 from stormo.parallel.table import strategy_class
 from stormo.profiling.ranges import record_for_nsight
 from stormo.profiling.window import ProfileWindow

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import reshard
 from stormo.checkpoint import Snapshot
-from stormo.parallel.composed import Composed
+from stormo.parallel.fsdp import Sharded
 
 Ranks = Callable[..., list[Any]]
 
@@ -46,7 +46,7 @@ def test_two_meshes_take_up_each_other(
 def _forgetful(world: Any, *arguments: Any) -> Any:
     """Workers that do not hear of the rows that others have read."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Composed, "parts_changed", lambda self: None)
+        patch.setattr(Sharded, "parts_changed", lambda self: None)
         return reshard.take_and_save(world, *arguments)
 
 

@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from stormo.config.layout import resolve_layout
-from stormo.config.schema import TrainConfig
 from torch import Tensor, nn
 
 from stormo.config import options
+from stormo.config.layout import resolve_layout
 from stormo.config.plan import Facts, Plan, resolve, with_passes
+from stormo.config.schema import TrainConfig
 from stormo.data import TensorData
 from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.launch import alone
 from stormo.optim.noise_scale import NUM_MOMENTS
-from stormo.parallel.noise_scale import total_norm
+from stormo.parallel.gradient_noise import total_norm
 from tests.tiny_run import assert_same_bits, build, steps, whole_state
 from tests.tiny_task import Tiny
 

@@ -24,7 +24,7 @@ from stormo.energy.keeper import NoKeeper
 from stormo.errors import SettingError
 from stormo.launch import alone
 from stormo.optim.schedule import make_schedule
-from stormo.parallel.graph import _no_synchronisation as no_synchronisation
+from stormo.parallel.cuda_graph import _no_synchronisation as no_synchronisation
 from stormo.profiling.window import ProfileWindow
 from stormo.system.process import SetUp
 from stormo.telemetry.console import PlainConsole
@@ -42,7 +42,7 @@ from stormo.training.metrics import Validation
 from stormo.training.progress import Progress
 from stormo.training.recovery import Recovery
 from stormo.training.summary import make_summary
-from tests.parallel.test_graph import Images, build_on_gpu
+from tests.parallel.test_cuda_graph import Images, build_on_gpu
 from tests.tiny_run import Parts, assert_same_bits, build, whole_state
 from tests.tiny_task import Tiny
 from tests.training.test_loop import prepare

@@ -6,13 +6,13 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from stormo.config.mesh import PRESETS
 from stormo.config.options import left_below
 from stormo.config.schema import EFFECTIVE, Effective
+from stormo.config.strategies import SPECS
 from stormo.errors import SettingError
 from stormo.system.hardware import visible_gpus
 from stormo.telemetry.folder import RunFolder
-from stormo.training.resuming.table import COPIES, OWN_ALGORITHMS
+from stormo.training.resuming.table import COPIES
 
 SPREAD = ("strategy", "servers", "staleness", "mesh", "zero")
 _MOST_PROCESSES = 64
@@ -26,7 +26,7 @@ def inherited_workers(before: dict[str, Any], in_file: Any, flags: dict[str, Any
         kept["num_gpus"] = before["num_gpus"]
     set_now = left_below(in_file if isinstance(in_file, dict) else {}, flags) | flags
     strategy = before.get("strategy")
-    is_kept = strategy in OWN_ALGORITHMS.union(PRESETS, ["server"]) or "mesh" in before
+    is_kept = "mesh" in before or (strategy in SPECS and SPECS[strategy].is_kept_on_resume)
     is_same = "strategy" not in set_now or set_now["strategy"] == strategy != "auto"
     if is_same and "mesh" not in set_now and is_kept:
         kept |= {key: before[key] for key in SPREAD if key in before and key not in set_now}

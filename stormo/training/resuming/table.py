@@ -7,6 +7,8 @@ how the same training runs, when it ends and what it shows. A setting without a 
 
 from __future__ import annotations
 
+from stormo.config.strategies import names
+
 # Why each cannot be another.
 REFUSED = {
     "task": "another task is another run",
@@ -56,8 +58,8 @@ FREE = frozenset(
     )
 )
 # Strategies under which training is not that of one process: to change to one of them, or from it, is said.
-OWN_ALGORITHMS = frozenset(("local",))
+OWN_ALGORITHMS = names(lambda row: row.local_updates)
 # Strategies of copies that bring their gradients together, for which --compress is.
-COPIES = frozenset(("auto", "single", "ddp"))
+COPIES = names(lambda row: row.takes_compression) | {"auto"}
 # Of a task's own options: where its data lies, which its facts tell from other data.
 FREE_TASK_OPTIONS = frozenset(("data_folder",))
