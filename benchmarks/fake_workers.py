@@ -108,8 +108,6 @@ def _without_values(kind: type[Strategy], fake: FakeTensorMode, size: Size) -> t
             for number, stage in zip(self._numbers, self._stages, strict=True):
                 shape = (*tokens.shape, size.width)
                 stage(tokens if number == 0 else torch.zeros(shape, requires_grad=True)).sum().backward()
-            if self._reducer is not None:
-                self._reducer.finish()
             return torch.zeros(())
 
     return Unfilled

@@ -37,7 +37,6 @@ from stormo.parallel.gradient_noise import GradientNoise, NoiseScaleMeter, total
 from stormo.parallel.loss_weights import REASON as REASON_OF_LOSS
 from stormo.parallel.loss_weights import LossWeights
 from stormo.parallel.parameter_shards import Part, whole_part
-from stormo.parallel.units import blocks_of, recompute
 from stormo.tasks.returned import check_model, read_loss, without_gradient
 from stormo.tasks.task import Task
 
@@ -104,6 +103,8 @@ class Strategy:
         """The task's model on this worker's device, and its optimizer."""
         model = self._place(check_model(self.task, self.task.model()))
         if self._settings.sharding.checkpoint_activations:
+            from stormo.parallel.units import blocks_of, recompute  # loads the compiler, which takes seconds
+
             recompute(model, blocks_of(model, self._settings.sharding.shard_modules) or [""])
         self._make_optimizer(model)
         return model

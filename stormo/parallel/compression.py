@@ -47,7 +47,7 @@ class Wire:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.size = group.size()
-        self.blocks = group._get_backend(device).name() != "nccl"
+        self.blocks = f"{device.type}:nccl" not in dist.get_backend_config(group)
         self._group = group
         self._line = Line(range(self.size), group.rank(), group)
         self._through_host = self.blocks and device.type != "cpu"

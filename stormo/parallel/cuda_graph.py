@@ -1,7 +1,7 @@
-"""Forward, loss and backward of a full-size pass as one CUDA graph: recorded once, replayed without Python.
+"""Forward, loss and backward of a full micro-batch as one CUDA graph: recorded once, replayed without Python.
 
 A replay reads static inputs, writes (never adds) static gradients, and draws new random numbers from the device's
-generator. What a pass does on the host happens once, at the capture: a task for which that would show is refused.
+generator. What happens on the host happens once, at the capture: a task for which that would show is refused.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ RunPass = Callable[[Any], Tensor]  # forward and backward of a batch's data; ret
 
 
 class CaptureRefusedError(Exception):
-    """Why a pass cannot be a CUDA graph, as the end of a sentence."""
+    """Why a micro-batch cannot be a CUDA graph, as the end of a sentence."""
 
 
 class MicroBatchGraph:
-    """A captured pass."""
+    """A captured micro-batch."""
 
     def __init__(
         self,

@@ -153,7 +153,7 @@ class Ddp(Strategy):
         return self._exposed.total_s
 
     def forward_backward(self, batch: Batch) -> Tensor:
-        """As on one device; a parameter that the last pass has not reached ends it."""
+        """As on one device; a parameter that DDP waits for in vain is named."""
         with in_own_words(self.task, self.module):
             return super().forward_backward(batch)
 

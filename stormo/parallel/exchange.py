@@ -308,10 +308,7 @@ def _own_group(world: World) -> dist.ProcessGroup:
     """
     group = _groups.get(world)
     if group is None:
-        everyone = dist.group.WORLD
-        assert everyone is not None
-        timeout = everyone._get_backend(world.device).options._timeout
-        group = _groups[world] = dist.new_group(timeout=timeout, group_desc="gradients")
+        group = _groups[world] = dist.new_group(timeout=world.timeout, group_desc="gradients")
     return group
 
 

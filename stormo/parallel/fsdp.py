@@ -31,13 +31,12 @@ from stormo.parallel.base import Strategy
 from stormo.parallel.compression import HALVES
 from stormo.parallel.ddp import check_reached, in_own_words, replica
 from stormo.parallel.meta_init import Values, blank_model, make_room
-from stormo.parallel.parameter_shards import LocalParameter, Part, as_part, local_parameters, plain, values_on_host
+from stormo.parallel.parameter_shards import LocalParameter, Part, as_part, local_parameters, plain
 from stormo.parallel.tensor.hybrid import split_classifier
 from stormo.parallel.tensor.layers import ShardSpec
 from stormo.parallel.tensor.plan import derive_plan
 from stormo.parallel.tensor.split import split_tensor, unequal_gradients
 from stormo.parallel.units import blocks_of, recompute
-from stormo.parallel.zero import Reducer, make_buckets, own_rows, own_span
 from stormo.tasks.returned import without_gradient
 from stormo.tasks.task import Task
 
@@ -49,17 +48,15 @@ class Sharded(Strategy):
 
     def __init__(self, world: World, plan: Plan, task: Task, settings: schema.TrainConfig) -> None:
         self._zero = plan.layout.zero
-        self._shard = world.grid.line("shard")
         self._copy = world.grid.line(*MODEL)  # the workers that hold one copy of the model
         self._replica: DistributedDataParallel | None = None
-        self._reducer: Reducer | None = None
-        self._has_exchanged = True  # whether the pass just done ended with an exchange of gradients
-        if self._zero == 3 and task.find_unused and world.data.size > 1:
+        self._has_exchanged = True  # whether the micro-batch just done ended with an exchange of gradients
+        if self._zero and task.find_unused and world.data.size > 1:
             raise SettingError(
                 f"{type(task).__name__}.find_unused is True and the weights are sharded",
                 "workers gather and sum the weights of a block together, and one whose pass leaves it out would be "
                 "waited for",
-                "set --strategy zero2, or --zero 2 with a --mesh",
+                "set --strategy ddp, or a --mesh without the axis shard",
             )
         super().__init__(world, plan, task, settings)
         self._own_parts()
@@ -85,8 +82,7 @@ class Sharded(Strategy):
 
     def _make_room(self, model: nn.Module) -> None:
         """Give the model memory for its values."""
-        on_host = self._settings.sharding.offload and self._zero == 3
-        make_room(model, torch.device("cpu") if on_host else self.world.device)
+        make_room(model, torch.device("cpu") if self._settings.sharding.offload else self.world.device)
 
     @torch.no_grad()
     def _fill(self, model: nn.Module, values: Values) -> None:
@@ -104,7 +100,7 @@ class Sharded(Strategy):
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         line = self.world.data
-        if self._zero > 1 or line.size == 1:
+        if self._zero or line.size == 1:
             return model
         if self._plan.layout.spec.cuts_classifier:  # these are cut, not copied
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(self._cuts))
@@ -132,8 +128,7 @@ class Sharded(Strategy):
         check_elementwise(self.optimizer)
         grid = self.world.grid
         self._held = local_parameters(self.module.named_parameters(), self._whole_shapes, self._cuts, grid)
-        made = [(one, self._part(one)) for one in self._held]
-        self._pairs = [(one, part) for one, part in made if part is not None]
+        self._pairs = [(one, self._part(one)) for one in self._held]
         own = {part.name: part.local for _, part in self._pairs}
         localise(self.optimizer, {parameter: own.get(name) for name, parameter in self._whole.items()})
         del self._whole
@@ -148,40 +143,18 @@ class Sharded(Strategy):
         )
         if isinstance(self.optimizer, LayerwiseOptimizer) and self._copy.size > 1:
             self.optimizer.whole_squares = self._squares
-        trained = [one.parameter for one in self._held if one.parameter.requires_grad]
-        if self._zero == 2:
-            replicate = grid.line("replicate")
-            self._reducer = Reducer(
-                trained,
-                self._shard,
-                replicate,
-                during_backward=grid.mesh.pipeline == 1,  # micro-batches add up first
-                may_be_unused=self.task.find_unused,
-            )
-        self._buckets = make_buckets(trained, self._shard) if self._zero in (1, 2) and self._shard.size > 1 else []
 
-    def _part(self, one: LocalParameter) -> Part | None:
-        """What this worker steps of a parameter; None where that is nothing."""
-        tensor, offset, whole = one.tensor, one.offset, one.whole_shape
-        if self._zero in (1, 2):
-            start, length = own_span(tensor, self._shard)
-            if not tensor.ndim and not length:
-                return None
-            tensor, offset = own_rows(tensor, self._shard), (*(o + start for o in offset[:1]), *offset[1:])
-        local = one.parameter
-        if self._zero:
-            local = as_part(self._kept(tensor), requires_grad=one.parameter.requires_grad)
+    def _part(self, one: LocalParameter) -> Part:
+        """What this worker steps of a parameter."""
+        is_sharded = self._zero > 0
         return Part(
             name=one.name,
-            whole_shape=whole,
-            offset=offset,
-            local=local,
+            whole_shape=one.whole_shape,
+            offset=one.offset,
+            local=as_part(one.tensor, requires_grad=one.parameter.requires_grad) if is_sharded else one.parameter,
             is_counted=one.is_first,
             is_saved=one.is_first and self.world.grid.at["replicate"] == 0,
         )
-
-    def _kept(self, tensor: Tensor) -> Tensor:
-        return values_on_host(tensor) if self._settings.sharding.offload and self._zero in (1, 2) else tensor
 
     def parts(self) -> list[Part]:
         """What this worker holds of the model."""
@@ -190,13 +163,23 @@ class Sharded(Strategy):
 
     def _follow_torch(self) -> None:
         """Have the parts where torch has its shards, which it may lay anew in their first pass."""
-        for one, part in self._pairs if self._zero == 3 else ():
+        for one, part in self._pairs if self._zero else ():
             if part.local.data_ptr() != one.tensor.data_ptr():
                 part.local.data = one.tensor
 
     def parts_changed(self) -> None:
-        """The tensors of `parts` have been given other values."""
-        self._spread_weights()
+        """The tensors of `parts` have been given other values: what torch has gathered of the old ones is freed."""
+        self._reshard()
+
+    def _roots(self) -> list[nn.Module]:
+        """The modules that were sharded as wholes."""
+        return [self.module]
+
+    def _reshard(self) -> None:
+        for root in self._roots():
+            for module in root.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
 
     def stepped(self) -> list[nn.Parameter]:
         """The parts."""
@@ -205,40 +188,32 @@ class Sharded(Strategy):
     # A step
 
     def _gradient_sync(self, is_last: bool) -> AbstractContextManager[Any]:
-        is_copied = isinstance(self.module, FSDPModule) and self.world.mesh.replicate > 1
-        self._has_exchanged = is_last or not is_copied
-        if isinstance(self.module, FSDPModule) and is_copied:
-            # Every pass sums to the shards, as whole gradients would not fit; copies are averaged once in a step.
-            self.module.set_requires_all_reduce(is_last)
+        if isinstance(self.module, FSDPModule):
+            is_copied = self.world.mesh.replicate > 1
+            self._has_exchanged = is_last or not (is_copied or self._zero == 1)
+            if self._zero < 3:
+                self.module.set_reshard_after_backward(is_last)  # weights are gathered once in a step
+            if self._zero == 1:
+                self.module.set_requires_gradient_sync(is_last)
+            elif is_copied:
+                # Every micro-batch sums to the shards, as whole gradients would not fit; copies are averaged once.
+                self.module.set_requires_all_reduce(is_last)
         if self._replica is not None and not is_last:
             return self._replica.no_sync()
         return nullcontext()
 
     def forward_backward(self, batch: Batch) -> Tensor:
-        """As on one device; a parameter that the last pass has not reached ends it."""
+        """As on one device; a parameter that DDP waits for in vain is named."""
         with in_own_words(self.task, self.module):
             return super().forward_backward(batch)
-
-    def _backward(self, loss: Tensor) -> None:
-        super()._backward(loss)
-        if self._reducer is not None:
-            self._reducer.finish()
 
     def _collect_gradients(self) -> None:
         if self._replica is not None:
             check_reached(self.task, self.module, (one.parameter for one in self._held))
         self._follow_torch()
-        rows = self._reducer.collected() if self._reducer is not None else {}
-        for one, part in self._pairs:
+        for one, part in self._pairs if self._zero else ():
             gradient = one.parameter.grad
-            if self._zero == 1 and gradient is not None:
-                gradient = own_rows(gradient, self._shard)
-            elif self._zero == 2:
-                gradient = rows.get(one.parameter)
-            elif self._zero == 3 and gradient is not None:
-                gradient = plain(gradient)
-            if self._zero:
-                part.local.grad = None if gradient is None else gradient.to(part.local.device)
+            part.local.grad = None if gradient is None else plain(gradient).to(part.local.device)
 
     def _gradient_norm(self) -> Tensor:
         return self._squares.total([part.local.grad for _, part in self._pairs])
@@ -250,31 +225,19 @@ class Sharded(Strategy):
             [(gradient, numbers[part.name], part.whole_shape, part.offset) for gradient, part in boxes], self.clock.step
         )
 
-    @torch.no_grad()
-    def _spread_weights(self) -> None:
-        if self._zero not in (1, 2):
-            return
-        local = {one.parameter: part.local for one, part in self._pairs}
-        if self._settings.sharding.offload:
-            for parameter, part in local.items():
-                own_rows(parameter, self._shard).copy_(part, non_blocking=True)
-        for bucket in self._buckets:
-            bucket.gather([own_rows(parameter, self._shard) for parameter in bucket.parameters])
-
     def clear_gradients(self) -> None:
         """Forget all gradients."""
         super().clear_gradients()
         for one in self._held:
             one.parameter.grad = None
-        if self._reducer is not None:
-            self._reducer.clear()
+        for parameter in self.module.parameters():  # those that torch has gathered, where none were exchanged
+            parameter.grad = None
 
     def check_first_pass(self) -> None:
         """Refuse a plan of the axis tensor under which workers would come to different weights."""
         if self._plan.layout.spec.cuts_classifier or not self._has_exchanged:
             return
-        rows = None if self._reducer is None else self._reducer.gradients
-        gradients = ((one.name, one.parameter.grad if rows is None else rows.get(one.parameter)) for one in self._held)
+        gradients = ((one.name, one.parameter.grad) for one in self._held)
         names = unequal_gradients(gradients, self._cuts, self.world.grid.line("tensor"))
         if names:
             raise SettingError(
@@ -286,11 +249,9 @@ class Sharded(Strategy):
 
     def without_gradient(self) -> list[str]:
         """The trained parameters that the pass just done has not reached, as far as it can be seen."""
-        if self._reducer is not None:
-            return [
-                one.name for one in self._held if one.parameter.requires_grad and not self._reducer.has(one.parameter)
-            ]
-        return without_gradient(self.module) if self._has_exchanged else []
+        if not self._has_exchanged:
+            return without_gradient(self.module) if self._zero == 1 else []
+        return [one.name for one in self._held if one.parameter.requires_grad and one.parameter.grad is None]
 
 
 def _check_dense(model: nn.Module) -> None:
@@ -330,11 +291,13 @@ def compose(
         if plan.compile:
             for path in units or [""]:
                 root.get_submodule(path).compile(dynamic=False)
-        if layout.zero == 3:
-            dtype, on_gpu = HALVES.get(plan.precision), layout.device_type == "cuda"
+        if layout.zero:
+            # ZeRO-1 and 2 gather the weights as they are, once for the whole step.
+            frees = layout.zero == 3 and grid.mesh.shard > 1
+            dtype, on_gpu = HALVES.get(plan.precision) if layout.zero == 3 else None, layout.device_type == "cuda"
             # What computes again in backward does so unit by unit, and what was asked for stays as it is.
             merges = grid.mesh.size == 1 and not sharding.checkpoint_activations and sharding.shard_modules is None
-            shard(root, units, grid, dtype=dtype, offload=sharding.offload, on_gpu=on_gpu, merges=merges)
+            shard(root, units, grid, dtype=dtype, frees=frees, offload=sharding.offload, on_gpu=on_gpu, merges=merges)
     return cuts
 
 
@@ -359,6 +322,7 @@ def shard(
     grid: Grid,
     *,
     dtype: torch.dtype | None,
+    frees: bool,
     offload: bool,
     on_gpu: bool,
     merges: bool,
@@ -370,6 +334,7 @@ def shard(
         units: paths of the modules that are gathered one at a time.
         grid: of the workers.
         dtype: in which weights are gathered and used; gradients are summed in float32 then. None: as they are.
+        frees: free what was gathered of a unit between forward and backward.
         offload: keep what belongs to this worker in host memory.
         on_gpu: whether the workers compute on GPUs.
         merges: let neighbours be one unit, where nothing is freed between them.
@@ -379,14 +344,12 @@ def shard(
             raise SettingError(
                 f"the parameter {name} is a single number",
                 "the axis shard cuts parameters by their rows",
-                "give it the shape [1], or set --strategy zero1 or zero2",
+                "give it the shape [1], or set --strategy ddp",
             )
     both = grid.mesh.replicate > 1
     mesh = grid.devices["replicate", "shard"] if both else grid.devices["shard"]
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else MixedPrecisionPolicy()
     host = CPUOffloadPolicy(pin_memory=on_gpu) if offload else OffloadPolicy()
-    # A lone worker has nothing to free between forward and backward.
-    frees = grid.mesh.shard > 1
     # Weights of batch norm must be of the type of its running statistics, as in one process: small units of their own.
     norms = [path for path, layer in model.named_modules() if path and _has_statistics(layer)] if dtype else []
     groups = [[path] for path in units if path not in norms]

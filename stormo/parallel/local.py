@@ -1,7 +1,7 @@
-"""Workers that step by themselves and average their weights now and then (local SGD: Stich, arXiv 1805.09767).
+"""Local SGD (Stich, arXiv 1805.09767): workers step by themselves and average their weights now and then.
 
-Their mean change since the last averaging may be taken as a gradient for a step of its own, with Nesterov's momentum
-(DiLoCo: Douillard et al., arXiv 2311.08105). The state of a worker's optimizer stays its own.
+An outer optimizer may take their mean change as a gradient, with Nesterov's momentum (DiLoCo: Douillard et al., arXiv
+2311.08105). Each worker keeps the state of its own optimizer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from stormo.parallel.coalesced import copy, means, share
 from stormo.profiling.ranges import range_of
 from stormo.tasks.task import Task
 
-_MOST_AHEAD = 4  # steps: a slow round trip is hidden, and a stop signal is heard while there is time to save
+_MOST_AHEAD = 4  # steps: hides a slow round trip, and a stop signal is heard while there is time to save
 
 
 class Local(Strategy):
@@ -93,7 +93,7 @@ class Local(Strategy):
 
 
 class OuterOptimizer:
-    """Steps from where the workers were equal last, by their mean change since then."""
+    """Steps from the last averaged weights, by the mean change of the workers since then."""
 
     def __init__(self, weights: Sequence[Tensor], rate: float, momentum: float) -> None:
         self._rate = rate
@@ -103,14 +103,14 @@ class OuterOptimizer:
 
     @torch.no_grad()
     def begin(self, weights: Sequence[Tensor]) -> None:
-        """Take these weights for equal, without any momentum."""
+        """Start from these weights, without momentum."""
         torch._foreach_copy_(self.anchors, list(weights))
         for velocity in self.velocities:
             velocity.zero_()
 
     @torch.no_grad()
     def step(self, weights: Sequence[Tensor]) -> None:
-        """Take one, from weights that are the mean of all workers to those that all of them go on with."""
+        """Take a step from weights that are the mean of all workers."""
         if not self.anchors:
             return
         changes = torch._foreach_sub(self.anchors, list(weights))

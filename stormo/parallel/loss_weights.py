@@ -1,8 +1,8 @@
-"""What the loss of a pass is a mean of, and so what it weighs in its step.
+"""The weight of a micro-batch's loss in its step.
 
-A mean over samples weighs by samples, which are known beforehand. A mean over other items (tokens, pixels that are not
-masked) weighs by their count, and how many there are in a step is known only after the last pass of all workers: passes
-add up the gradients of loss × count, and the sum is divided by the total before it is clipped and stepped with.
+A mean over samples is weighed by samples, which are known beforehand. A mean over other items (tokens, unmasked pixels)
+is weighed by their count. Its total in a step is known only after the last micro-batch of all workers, so gradients of
+loss × count add up, and the sum is divided by the total before clipping.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class Guard:
-    """Keeps a pass without a single item out of the gradients: the mean of nothing is 0/0, and so is its gradient."""
+    """Keeps a micro-batch without items out of the gradients: its mean is 0/0, and so is its gradient."""
 
     def __init__(self) -> None:
         self._outputs: list[Tensor] = []

@@ -1,7 +1,7 @@
-"""What a worker holds of the model: for every parameter of its own the tensor that the optimizer steps, and its place.
+"""The shards that a worker holds of the model: the tensor that the optimizer steps, and its place in the parameter.
 
-Whatever the strategy, the optimizer sees plain tensors. A part is a box of a whole parameter: offsets and a shape. The
-axis tensor has cut first, and the axis shard cuts the rows of what is left.
+The optimizer sees plain tensors under every strategy. A shard is a box of a whole parameter: offsets and a shape. The
+axis tensor cuts first, and the axis shard cuts the rows of what is left.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Part:
     whole_shape: tuple[int, ...]
     offset: tuple[int, ...]  # where the box begins, for each dimension
     local: nn.Parameter  # what the optimizer steps: of the shape of the box, perhaps empty
-    is_counted: bool  # whether this worker speaks for it: of equal boxes of one copy of the model, one is counted
-    is_saved: bool  # the same of all workers: one of them writes it
+    is_counted: bool  # true on one rank per replica of the model, so that norms count a shard once
+    is_saved: bool  # true on one rank of all, which writes it
 
     def of(self, whole: Tensor) -> Tensor:
         """The box of a tensor that is as large as the whole parameter."""
@@ -60,12 +60,15 @@ class LocalParameter:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """What this worker holds of a tensor that torch may have spread."""
-    return tensor._local_tensor if _is_spread(tensor) else tensor.detach()
+    """What this worker holds of a tensor, which may be a DTensor."""
+    if not _is_dtensor(tensor):
+        return tensor.detach()
+    with torch.no_grad():  # no function of autograd around it
+        return tensor.to_local()
 
 
-def _is_spread(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether torch has spread a tensor; its module takes a second to import, and without it no tensor is."""
+def _is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Without an import of its module, which takes a second."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -90,14 +93,14 @@ def local_parameters(
     cuts: Mapping[str, ShardSpec],
     grid: Grid,
 ) -> list[LocalParameter]:
-    """The place of every parameter of this worker; those that torch has sharded hold rows of what tensor has left."""
+    """The place of every parameter of this worker; DTensors hold rows of what the axis tensor has left."""
     found = []
     for name, parameter in parameters:
         whole, cut = whole_shapes[name], cuts.get(name)
         offset, shape = [0] * len(whole), list(whole)
         if cut is not None:
             offset[cut.dim], shape[cut.dim] = cut.start, parameter.shape[cut.dim]
-        if _is_spread(parameter):
+        if _is_dtensor(parameter):
             start, shape[0] = chunk(shape[0], grid.at["shard"], grid.mesh.shard)
             offset[0] += start
         found.append(
@@ -123,9 +126,3 @@ def whole_part(name: str, tensor: nn.Parameter, *, is_counted: bool, is_saved: b
 def as_part(tensor: Tensor, *, requires_grad: bool) -> nn.Parameter:
     """A parameter in the memory of a tensor."""
     return nn.Parameter(tensor.detach(), requires_grad=requires_grad)
-
-
-def values_on_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory, pinned where a GPU reads it."""
-    copied = tensor.detach().to("cpu", copy=True)
-    return copied.pin_memory() if tensor.is_cuda and torch.cuda.is_available() else copied

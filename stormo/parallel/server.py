@@ -1,8 +1,8 @@
-"""Parameter servers: workers send their gradients to some of them, which keep a part of the weights each and step.
+"""Parameter servers: workers send their gradients to some of them, which keep and step a part of the weights each.
 
-With `--staleness 0` a step waits for all workers and is that of `ddp`. With K of them a server steps as gradients come
-(stale synchronous parallel, Ho et al., NIPS 2013); what holds the workers together is the loop's vote, read K - 1 steps
-late. Servers keep weights and optimizer state in host memory.
+With `--staleness 0` a step waits for all workers and equals that of `ddp`. With staleness K a server steps as gradients
+come (stale synchronous parallel, Ho et al., NIPS 2013), and the loop's vote, read K - 1 steps late, keeps the workers
+within K steps. Servers keep weights and optimizer state in host memory.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _FOREVER = timedelta(days=365)
 
 
 class ServerTransport:
-    """The way between workers and servers: a process group of its own, on the host, that no collective uses."""
+    """Messages between workers and servers: a process group of its own on the host, which no collective uses."""
 
     def __init__(self, world: World) -> None:
         self.rank, self.size = world.rank, world.size

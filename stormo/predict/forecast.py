@@ -12,7 +12,6 @@ from stormo.predict.curve import Curve, Load, Rows
 from stormo.predict.terms import GIB, MIB, Forecast, Model, Parameter, Spread
 from stormo.system.hardware import GPU_SHARE
 
-_BUCKET_BYTES = 25 * MIB
 _WORKSPACE_BYTES = 64 * MIB
 _CONTEXT_BYTES, _NCCL_BYTES = GIB * 3 // 4, GIB // 2
 _LONE_GROUPS = 4  # units of fsdp on one worker, which has nothing to free between them
@@ -47,16 +46,14 @@ def _of_stage(
     is_captured = spread.graph and spread.accumulate == 1
     own = [one for one in model.parameters if stage is None or one.name in stage]
     zero, trained = spread.zero, [one for one in own if one.is_trained]
-    weights = sum(_bytes(one, one.num_bytes, spread, zero >= 3) for one in own)
-    gradients = sum(_bytes(one, one.num_bytes, spread, zero >= 2) for one in trained)
+    are_cut = zero >= 2 or (zero == 1 and spread.accumulate == 1)  # zero1 sums gradients once in a step
+    weights = sum(_bytes(one, one.num_bytes, spread, zero >= 1) for one in own)
+    gradients = sum(_bytes(one, one.num_bytes, spread, are_cut) for one in trained)
     state = sum(_bytes(one, one.state_bytes, spread, zero >= 1) for one in own)
     rows = sum(_bytes(one, one.num_bytes, spread, cut=True) for one in own)
     part = sum(one.num_bytes for one in own) / max(model.weight_bytes, 1)  # of the layers
     step = model.step_bytes * sum(_bytes(one, one.num_bytes, spread, zero >= 1) for one in own)
     step /= max(model.weight_bytes, 1)
-    buckets = _buckets(own, spread)
-    if zero == 1:  # in which weights travel after a step, when no activations are there
-        step, buckets = step + buckets, 0.0
     host = 0.0
     trained_bytes = float(sum(one.num_bytes for one in trained))
     state += spread.kept_copies * trained_bytes
@@ -65,17 +62,14 @@ def _of_stage(
         state = step = 0.0
     if spread.offload:
         host = rows + state + sum(_bytes(one, one.num_bytes, spread, cut=True) for one in trained)
-        state, step = 0.0, step if zero == 1 else 0.0
-        if zero == 3:
-            weights = gradients = 0.0
-    gathered, falling = _gathered(own, spread) if zero == 3 else (0.0, 0.0)
+        weights = gradients = state = step = 0.0
+    gathered, falling = _gathered(own, spread) if zero else (0.0, 0.0)
     terms = {
         "weights": weights,
         "gradients": gradients,
         "state": state,
         "activations": 0.0,
         "gathered": gathered,
-        "buckets": buckets,
         "buffers": float(model.buffer_bytes),
         "data": float(spread.data_bytes),
         "workspace": float(_WORKSPACE_BYTES),
@@ -90,7 +84,7 @@ def _of_stage(
     load = Load(
         gradient_bytes=gradients,
         # Views of ddp's buckets, or those of the passes before.
-        keeps_gradients=(zero < 2 and spread.copies * spread.shard > 1) or spread.accumulate > 1 or spread.pipeline > 1,
+        keeps_gradients=(zero == 0 and spread.copies > 1) or spread.accumulate > 1 or spread.pipeline > 1,
         falling_bytes=falling,
         cast_share=0.0 if zero == 3 else part,
         share=spread.in_flight / spread.pipeline,
@@ -164,11 +158,11 @@ def _bytes(one: Parameter, num_bytes: float, spread: Spread, cut: bool) -> float
 
 
 def _gathered(own: Sequence[Parameter], spread: Spread) -> tuple[float, float]:
-    """Whole weights that fsdp has on the device: what stays, and what goes as backward goes on."""
+    """Whole weights that sharding has on the device: what stays, and what goes as backward goes on."""
     blocks: dict[str, float] = {}
     values: dict[str, float] = {}
     for one in own:
-        narrowed = spread.half_bytes is not None and not one.keeps_format
+        narrowed = spread.zero == 3 and spread.half_bytes is not None and not one.keeps_format
         per_value = spread.half_bytes if narrowed and spread.half_bytes else one.num_bytes / max(one.num_values, 1)
         parts = spread.tensor if one.name in spread.cut else 1
         blocks[one.block] = blocks.get(one.block, 0.0) + one.num_values * per_value / parts
@@ -176,19 +170,14 @@ def _gathered(own: Sequence[Parameter], spread: Spread) -> tuple[float, float]:
         values[one.block] = values.get(one.block, 0.0) + one.is_trained * one.num_values * (per_value + 4) / parts
     root, root_values = blocks.pop("", 0.0), values.pop("", 0.0)
     sizes, on_their_way = list(blocks.values()), list(values.values())
-    if spread.shard > 1:
+    if spread.zero < 3 and spread.accumulate > 1:
+        return root + sum(sizes) + max([*on_their_way, root_values]), 0.0
+    if spread.zero == 3 and spread.shard > 1:
         return root + 2 * max(sizes, default=0.0) + max([*on_their_way, root_values]), 0.0
-    if spread.merges and sizes:
+    if spread.merges and spread.num_workers == 1 and sizes:
         count = -(-len(sizes) // _LONE_GROUPS)
         on_their_way = [sum(on_their_way[start : start + count]) for start in range(0, len(sizes), count)]
     return max([*on_their_way, root_values]), root + sum(sizes)
-
-
-def _buckets(own: Sequence[Parameter], spread: Spread) -> float:
-    if spread.zero not in (1, 2) or spread.shard * spread.copies == 1:
-        return 0.0
-    largest = max((one.num_bytes for one in own), default=0)
-    return float(max(_BUCKET_BYTES, largest) * (2 if spread.zero == 1 else 4))
 
 
 def gpus_needed(model: Model, spread: Spread, one: Forecast) -> int | None:

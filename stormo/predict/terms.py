@@ -11,8 +11,8 @@ RULES = {
     "context": "0.75 GiB for CUDA and its kernels, and 0.5 GiB more for NCCL where there are several workers",
     "captured": "a second workspace, and other passes (a short last batch, a validation) beside the memory that one "
     "replayed as a CUDA graph keeps (--no-graph)",
-    "buckets": "under zero2 four of 25 MiB each, or of the largest parameter",
-    "gathered": "under fsdp what lies outside of blocks, two blocks, and one block's gradients on their way",
+    "gathered": "under fsdp what lies outside of blocks, two blocks, and one block's gradients on their way; under "
+    "zero1 and zero2 those gradients, and with --accumulate all weights",
 }
 
 

@@ -76,10 +76,10 @@ def test_layers_are_measured_whole(run_ranks: Ranks, optimizer: str, mesh: dict[
     ],
     ids=str,
 )
-@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "fsdp"])
 def test_settings_hold_under_sharding(run_ranks: Ranks, strategy: str, more: dict[str, Any]) -> None:
-    if strategy == "zero2" and "shard_modules" in more:
-        return  # it has no units
+    if strategy != "fsdp" and "shard_modules" in more:
+        return  # it is refused
     own = {key: value for key, value in more.items() if key in ("offload", "shard_modules", "checkpoint_activations")}
     shared = {key: value for key, value in more.items() if key not in own}
     _check(run_ranks, 2, Words, {**SGD, **shared}, {"strategy": strategy, **own})
@@ -291,3 +291,21 @@ def test_weights_given_after_a_first_pass_are_trained(run_ranks: Ranks, size: in
     expected = _given_after_a_pass(World(alone(), torch.device("cpu")), {})
     for losses in run_ranks(_given_after_a_pass, size, mesh):
         np.testing.assert_allclose(losses, expected, rtol=1e-11)
+
+
+def _loss_of_zeros(world: World, strategy: str) -> float:
+    parts = build(world, {"dropout": 0.0}, precision="fp64", global_batch_size=16, strategy=strategy)
+    batch, model = next(parts.loader.first_and_last()), parts.strategy.validated.eval()
+    with torch.no_grad():
+        parts.task.loss(model, batch.data)
+        for part in parts.strategy.parts():
+            part.local.zero_()
+        parts.strategy.parts_changed()
+        return float(parts.task.loss(model, batch.data))
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_weights_that_a_validation_has_gathered_are_not_used_once_others_are_read(
+    run_ranks: Ranks, strategy: str
+) -> None:
+    assert run_ranks(_loss_of_zeros, 2, strategy) == pytest.approx([np.log(3)] * 2)

@@ -77,6 +77,12 @@ def _check_pipeline(config: TrainConfig, layout: Layout) -> None:
             f"{layout.strategy} has one micro-batch and so one order",
             "set --strategy pipeline, or leave it out",
         )
+    if layout.zero and sharding.schedule == "zero-bubble":
+        raise SettingError(
+            "--schedule zero-bubble was set with the axis shard",
+            "it takes the gradients of weights apart from backward, in which torch's sharding sums them",
+            "leave out the axis shard, or set another --schedule",
+        )
     if sharding.checkpoint_activations and sharding.schedule == "zero-bubble" and not layout.spec.schedule:
         raise SettingError(
             "--checkpoint-activations was set with --schedule zero-bubble",
@@ -149,6 +155,6 @@ def sharding_lines(config: TrainConfig, layout: Layout, pass_samples: int, micro
     if sharding.checkpoint_activations:
         lines.append(("activations", "computed again in backward, block by block"))
     if sharding.offload:
-        kept = "weights, gradients" if layout.zero == 3 else "the stepped copy of the weights, gradients"
-        lines.append(("offload", f"{kept} and optimizer state of the shards are kept in host memory and stepped there"))
+        kept = "weights, gradients and optimizer state of the shards"
+        lines.append(("offload", f"{kept} are kept in host memory and stepped there"))
     return lines
