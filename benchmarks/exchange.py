@@ -53,7 +53,7 @@ def stormo_side(world: World, model: nn.Module, batch: Tensor) -> Turn:
 
 def ddp_side(world: World, model: nn.Module, batch: Tensor) -> Turn:
     """Steps of the same model inside DDP."""
-    from stormo.parallel.replicate import replica
+    from stormo.parallel.ddp import replica
 
     wrapped = replica(model, gradient_as_bucket_view=True)
     return _steps(model, wrapped, batch, lambda loss: loss.backward())

@@ -28,9 +28,10 @@ from stormo.data.loaders import Batch
 from stormo.data.order import Pass
 from stormo.distributed.world import World
 from stormo.launch import Place
-from stormo.parallel import composed, hybrid, replicate
-from stormo.parallel.strategy import Strategy
+from stormo.parallel import ddp, fsdp
+from stormo.parallel.base import Strategy
 from stormo.parallel.table import strategy_class
+from stormo.parallel.tensor import hybrid
 from stormo.tasks.gpt_sizes import Size
 from stormo.tasks.task import Task
 
@@ -107,8 +108,6 @@ def _without_values(kind: type[Strategy], fake: FakeTensorMode, size: Size) -> t
             for number, stage in zip(self._numbers, self._stages, strict=True):
                 shape = (*tokens.shape, size.width)
                 stage(tokens if number == 0 else torch.zeros(shape, requires_grad=True)).sum().backward()
-            if self._reducer is not None:
-                self._reducer.finish()
             return torch.zeros(())
 
     return Unfilled
@@ -136,9 +135,9 @@ def stepped(flags: Mapping[str, Any], size: Size, rank: int, num_ranks: int) -> 
         kind, fake = strategy_class(plan.layout), FakeTensorMode(allow_non_fake_inputs=True)
         with (
             warnings.catch_warnings(),
-            mock.patch.object(composed, "blank_model", _blank),
-            mock.patch.object(composed, "DistributedDataParallel", _Copies),
-            mock.patch.object(replicate, "DistributedDataParallel", _Copies),
+            mock.patch.object(fsdp, "blank_model", _blank),
+            mock.patch.object(fsdp, "DistributedDataParallel", _Copies),
+            mock.patch.object(ddp, "DistributedDataParallel", _Copies),
             mock.patch.object(hybrid._Exchange, "_announce", _all_alike),
         ):
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # only compared

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from stormo.parallel.strategy import Strategy
+from stormo.parallel.base import Strategy
 
 Storages = dict[int, UntypedStorage]  # by their address, which no two living ones share
 

@@ -3,12 +3,12 @@
     python -m benchmarks.memory [--world-sizes 1,2,4,8] [--layers 8] [--width 512] [--quick]
 
 A GPT in float32 under AdamW on Gloo ranks; for each of its P parameters there are 4 bytes of weight, 4 of gradient and
-8 of state. ZeRO-0 (ddp) holds 16 P, ZeRO-1 8 P + 8 P / N, ZeRO-2 4 P + 12 P / N, ZeRO-3 (fsdp) 16 P / N on each of N
-ranks (Rajbhandari et al., arXiv 1910.02054).
+8 of state. ZeRO-0 (ddp) holds 16 P, ZeRO-1, 2 and 3 (zero1, zero2, fsdp) hold 16 P / N on each of N ranks between two
+passes. In a pass ZeRO-1 and 2 have 4 P more, of weights that are gathered once in a step and freed as backward goes on.
 Counted is the memory of every tensor that lives in the process when backward is done and the optimizer is about to
 step, when all three are there; only the data set is left out. The rank that holds most is shown. `peak` is the most
-over a whole step with all that comes and goes: activations and their gradients, the buckets in which gradients and
-weights travel (25 MiB each, a few at a time), the unit that fsdp has gathered and the one that it gathers meanwhile.
+over a whole step with all that comes and goes: activations and their gradients, the weights that are gathered, and the
+gradients on their way.
 That does not shrink with the ranks and is no part of the formula. The command fails above 5 %.
 """
 
@@ -46,8 +46,7 @@ class Held:
 
 def formula(zero: int, num_parameters: int, num_ranks: int) -> float:
     """Bytes of weights, gradients and AdamW's state of a rank, in float32."""
-    cut = (8 if zero >= 1 else 0) + (4 if zero >= 2 else 0) + (4 if zero >= 3 else 0)
-    return num_parameters * (16 - cut + cut / num_ranks)
+    return num_parameters * 16 / (num_ranks if zero else 1)
 
 
 def measure(world: World, strategy_name: str, size: Size) -> Held:

@@ -27,7 +27,7 @@ from benchmarks.turns import Times, ratios, take_turns, times_of_workers, work
 
 if TYPE_CHECKING:
     from stormo.distributed.world import World
-    from stormo.parallel.strategy import Strategy
+    from stormo.parallel.base import Strategy
     from stormo.tasks.task import Task
 
 # The step of the run that a side believes to be in: all up to 128 are measured, then one in eight.

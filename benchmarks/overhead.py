@@ -67,7 +67,7 @@ def hand_written_side(run: Training, *, is_tuned: bool) -> Callable[[int], None]
     import torch.nn.functional as F
     from torch.nn.parallel import DistributedDataParallel
 
-    from stormo.parallel.replicate import replica
+    from stormo.parallel.ddp import replica
 
     task, rank = run.state.strategy.task, run.world.rank
     global_batch_size = run.plan.global_batch_size

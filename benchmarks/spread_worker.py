@@ -18,7 +18,7 @@ from stormo.data.order import derive_seed, seed_generators
 from stormo.data.tensors import TensorData
 from stormo.distributed.world import World
 from stormo.launch import alone
-from stormo.parallel.strategy import Strategy
+from stormo.parallel.base import Strategy
 from stormo.parallel.table import strategy_class
 from stormo.system.hardware import visible_gpus
 from stormo.tasks.task import Task

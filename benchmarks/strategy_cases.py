@@ -129,7 +129,7 @@ def _products(size: int) -> Iterator[Way]:
             yield from (_mesh(4, mesh, zero=zero) for zero in (1, 2, 3))
         yield from (_mesh(4, f"{mesh}=2,tensor=2") for mesh in ("replicate", "pipeline"))
         yield _mesh(4, "pipeline=2,replicate=2")
-        yield _mesh(4, "pipeline=2,shard=2", zero=2, schedule="zero-bubble")
+        yield _mesh(4, "pipeline=2,shard=2", zero=2, schedule="interleaved")
     if size == 8:
         for zero in (1, 2, 3):
             yield _mesh(8, "replicate=2,shard=2,tensor=2", zero=zero)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from benchmarks.spread_worker import Box
     from stormo.distributed.world import World
-    from stormo.parallel.strategy import Strategy
+    from stormo.parallel.base import Strategy
 
     Arrays = Mapping[str, numpy.ndarray[Any, Any]]
 
@@ -72,7 +72,7 @@ def _parts_alone(strategy: Strategy) -> None:
 
 def _clip_alone(strategy: Strategy) -> None:
     """Clip by the norm of what this rank holds."""
-    from stormo.parallel.noise_scale import total_norm
+    from stormo.parallel.gradient_noise import total_norm
 
     strategy._gradient_norm = lambda: total_norm(strategy._gradients())  # type: ignore[method-assign]
 

@@ -19,7 +19,7 @@ from stormo.data.loaders import Batch, Loader, ResidentLoader, Share, StreamedLo
 from stormo.data.order import derive_seed
 from stormo.data.tensors import TensorData
 from stormo.distributed.world import World
-from stormo.parallel.strategy import Strategy
+from stormo.parallel.base import Strategy
 from stormo.parallel.table import strategy_class
 from stormo.system.hardware import visible_gpus
 from stormo.tasks.task import Task
@@ -140,7 +140,7 @@ def whole_state(parts: Parts) -> dict[str, Any]:
         "loss_sum": float(parts.state.loss_sum),
         "torch_rng": torch.get_rng_state().numpy().copy(),
         "lr": [group["lr"] for group in parts.strategy.optimizer.param_groups],
-        "scaler": dict(parts.strategy.scaler_state()),
+        "scaler": dict(parts.strategy.scaler.state_dict()),
     }
 
 

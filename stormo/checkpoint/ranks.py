@@ -30,8 +30,8 @@ from stormo.checkpoint.writer import Chunk, whole_box
 from stormo.distributed.store import PeerFailedError
 from stormo.distributed.world import World
 from stormo.errors import EXIT_FAILURE, SettingError, StormoError
-from stormo.parallel.bundles import means
-from stormo.parallel.strategy import Strategy
+from stormo.parallel.base import Strategy
+from stormo.parallel.coalesced import means
 
 # Keys of the plain values: every rank's part of the loss, and which rank has stored a replicated buffer.
 LOSSES, BUFFERS = "losses", "buffers"
@@ -182,7 +182,7 @@ def local_boxes(world: World, strategy: Strategy) -> list[Chunk]:
 
 def local_state(world: World, strategy: Strategy) -> dict[str, Any] | None:
     """The plain values of local SGD, on rank 0. Every rank calls it."""
-    scalers = world.gather_json(strategy.scaler_state())
+    scalers = world.gather_json(dict(strategy.scaler.state_dict()))
     return None if scalers is None else {"is_apart": strategy.is_apart, "scalers": scalers}
 
 

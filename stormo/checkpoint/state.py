@@ -17,8 +17,8 @@ from stormo.checkpoint.tensors import DTYPE_NAMES, DTYPES, weights_digest
 from stormo.checkpoint.writer import Chunk, whole_box
 from stormo.distributed.world import World
 from stormo.errors import StormoError, counted
-from stormo.parallel.parts import Part
-from stormo.parallel.strategy import Strategy
+from stormo.parallel.base import Strategy
+from stormo.parallel.parameter_shards import Part
 
 Names = Mapping[Tensor, str] | Sequence[str]
 

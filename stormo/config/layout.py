@@ -5,11 +5,13 @@ Pure functions; every check of them is here, so that it fails before any process
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stormo.config.mesh import CUTS, PRESETS, ZERO_STAGES, Mesh, mesh_of, parse_mesh, preset_mesh
+from stormo.config.mesh import CUTS, Mesh, mesh_of, parse_mesh, preset_mesh
 from stormo.config.schema import TrainConfig
+from stormo.config.strategies import DDP, MESH, SINGLE, SPECS, StrategySpec, names
 from stormo.errors import SettingError, counted
 from stormo.system.hardware import Gpu
 
@@ -17,8 +19,6 @@ _PORTS = (1024, 49151)
 _MAX_TIMEOUT_S = 2_592_000.0
 _MOST_STALE = 1000
 DEFAULT_PORT = 29500
-# Strategies that one worker cannot have.
-OF_SEVERAL = frozenset(("server", "pipeline", "naive", "tensor", "hybrid", "hsdp"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,19 +49,24 @@ class Layout:
     explanation: tuple[tuple[str, str], ...]
 
     @property
+    def spec(self) -> StrategySpec:
+        """The row of its strategy."""
+        return SPECS[self.strategy]
+
+    @property
     def is_spread(self) -> bool:
         """Whether no worker need hold the whole model with all that belongs to it."""
-        return self.strategy not in ("single", "dp", "ddp", "local", "server")
+        return self.spec.is_sharded
 
     @property
     def data_axes(self) -> tuple[str, ...]:
         """The axes along which workers take different samples."""
-        return ("tensor",) if self.strategy == "hybrid" else ("replicate", "shard")
+        return self.spec.data_axes
 
     @property
     def data_size(self) -> int:
         """Parts into which the workers cut a batch."""
-        return self.mesh.tensor if self.strategy == "hybrid" else self.mesh.data_size
+        return math.prod(getattr(self.mesh, axis) for axis in self.spec.data_axes)
 
     @property
     def sharer(self) -> str:
@@ -74,7 +79,7 @@ def resolve_layout(config: TrainConfig, gpus: Sequence[Gpu], launched: Launched 
     workers = config.workers
     _check_workers(config)
     device_type, device_reason = _device(config, gpus)
-    strategy_is_dp = workers.strategy == "dp"
+    is_one_process = workers.strategy in names(lambda row: row.is_one_process)
     if launched:
         per_node, num_nodes, world_size = launched.local_size, launched.num_nodes, launched.world_size
         origin = f"started by {launched.launcher}"
@@ -88,7 +93,7 @@ def resolve_layout(config: TrainConfig, gpus: Sequence[Gpu], launched: Launched 
     if device_type == "cuda":
         _check_gpus(config, per_node, len(gpus), launched)
     devices_per_worker = 1
-    if strategy_is_dp:
+    if is_one_process:
         _check_data_parallel(config, device_type, num_nodes, launched)
         devices_per_worker, per_node, world_size = per_node, 1, 1
     backend, backend_reason = _backend(config, device_type, world_size)
@@ -96,7 +101,7 @@ def resolve_layout(config: TrainConfig, gpus: Sequence[Gpu], launched: Launched 
     unit = "GPU" if device_type == "cuda" else "CPU process"
     count = per_node * devices_per_worker
     total = f"{world_size} = {counted(num_nodes, 'node')} × {counted(count, unit)}"
-    if strategy_is_dp:
+    if is_one_process:
         total = f"1 process that drives {counted(count, 'GPU')}"
     elif world_size != per_node * num_nodes:
         total = f"{world_size} on {counted(num_nodes, 'node')}, {per_node} of them on this one"
@@ -188,19 +193,20 @@ def _fewer_workers(num_gpus: int, launched: Launched | None) -> str:
 
 
 def _check_data_parallel(config: TrainConfig, device_type: str, num_nodes: int, launched: Launched | None) -> None:
+    asked = f"--strategy {config.workers.strategy}"
     if config.speed.sync_batch_norm:
         raise SettingError(
-            "--strategy dp was set with --sync-batch-norm",
+            f"{asked} was set with --sync-batch-norm",
             "DataParallel's threads cannot exchange statistics",
             "set --strategy ddp",
         )
     if device_type == "cpu":
         raise SettingError(
-            "--strategy dp was set", "DataParallel splits a batch over GPUs and none is used", "set --strategy ddp"
+            f"{asked} was set", "DataParallel splits a batch over GPUs and none is used", "set --strategy ddp"
         )
     if num_nodes > 1 or (launched is not None and launched.world_size > 1):
         raise SettingError(
-            "--strategy dp was set for several processes",
+            f"{asked} was set for several processes",
             "DataParallel is one process that drives the GPUs of one node",
             "set --strategy ddp, or start one process",
         )
@@ -231,22 +237,23 @@ def _strategy(
             "it says what the axis shard of a mesh cuts",
             "set --strategy zero1, zero2 or fsdp, or --mesh shard=…",
         )
-    if workers.strategy in PRESETS:
-        if world_size == 1 and workers.strategy in OF_SEVERAL - {"hsdp"}:  # which wants several nodes besides
+    spec = SPECS.get(workers.strategy, SPECS[SINGLE if world_size == 1 else DDP])  # auto has none of its own
+    if spec.axis is not None:
+        if world_size < spec.least_workers and not spec.replicates_nodes:  # which wants several nodes besides
             raise SettingError(
                 f"--strategy {workers.strategy} was set",
                 f"there is one worker ({origin}) and it spreads a model over several",
                 "set --num-gpus 2 or more, or --strategy single",
             )
-        mesh, reason = preset_mesh(workers.strategy, world_size, per_node)
-        return workers.strategy, mesh, ZERO_STAGES.get(workers.strategy, 0), f"{reason}: {_lengths(mesh)}"
-    if workers.strategy == "server":
+        mesh = preset_mesh(spec, world_size, per_node)
+        return spec.name, mesh, spec.zero, f"{spec.meaning}: {_lengths(mesh)}"
+    if "servers" in spec.options:
         if world_size == 1 and _may_become_one(config) and not workers.staleness:
             at_least("--servers", workers.servers, 1)
-            return "single", Mesh(), 0, "one worker for now, which keeps and steps by itself what servers would"
-        return "server", Mesh(replicate=world_size), 0, _server_reason(config, world_size, origin)
-    strategy, reason = _plain(config, world_size, devices_per_worker)
-    return strategy, Mesh(replicate=world_size), 0, reason
+            return SINGLE, Mesh(), 0, "one worker for now, which keeps and steps by itself what servers would"
+        return spec.name, Mesh(replicate=world_size), 0, _server_reason(config, world_size, origin)
+    reason = _plain_reason(config, spec, world_size, devices_per_worker)
+    return spec.name, Mesh(replicate=world_size), 0, reason
 
 
 def _lengths(mesh: Mesh) -> str:
@@ -269,10 +276,10 @@ def _by_mesh(config: TrainConfig, text: str, world_size: int, origin: str) -> tu
             why, instead = "the mesh has no axis shard, of which it says what that cuts", "leave --zero out"
         raise SettingError(f"--zero {workers.zero} was set with --mesh {text}", why, instead)
     if set(axes) == {"replicate"}:
-        return "single" if world_size == 1 else "ddp", mesh, 0, f"copies of the model: {_lengths(mesh)}"
+        return SINGLE if world_size == 1 else DDP, mesh, 0, f"copies of the model: {_lengths(mesh)}"
     zero = (workers.zero or 3) if "shard" in axes else 0
     reason = f"{_lengths(mesh)}, as set"
-    return "mesh", mesh, zero, reason + (f"; shard cuts {CUTS[zero]}" if zero else "")
+    return MESH, mesh, zero, reason + (f"; shard cuts {CUTS[zero]}" if zero else "")
 
 
 def _may_become_one(config: TrainConfig) -> bool:
@@ -294,7 +301,9 @@ def _server_reason(config: TrainConfig, world_size: int, origin: str) -> str:
         why = f"there is one worker ({origin}) and it would send its gradients to itself"
         if _may_become_one(config):
             why = f"there is one worker ({origin}), whose gradients cannot be as old as --staleness {staleness} allows"
-        raise SettingError("--strategy server was set", why, "set --num-gpus 2 or more, or --strategy single")
+        raise SettingError(
+            f"--strategy {config.workers.strategy} was set", why, "set --num-gpus 2 or more, or --strategy single"
+        )
     if servers > world_size:
         raise SettingError(
             f"--servers {servers} was set",
@@ -306,21 +315,21 @@ def _server_reason(config: TrainConfig, world_size: int, origin: str) -> str:
     return f"{world_size} workers send their gradients to {which}; {pace}"
 
 
-def _plain(config: TrainConfig, world_size: int, devices_per_worker: int) -> tuple[str, str]:
-    asked = config.workers.strategy
-    if asked == "single" and world_size > 1:
-        raise SettingError(
-            f"--strategy single was set with {world_size} workers",
-            "single trains on one device",
-            "set --strategy ddp, or --num-gpus 1 --num-nodes 1",
-        )
-    if asked == "dp":
-        gpus = counted(devices_per_worker, "GPU")
-        return "dp", f"DataParallel, threads of one process over {gpus}, as set; ddp is faster"
-    if asked == "ddp":
-        return "ddp", "as set" if world_size > 1 else "as set; with one worker there is nothing to average"
-    if asked == "local":
-        return "local", "every worker steps by itself, with the gradient of its own samples"
-    if world_size == 1:
-        return "single", "one worker, nothing to average"
-    return "ddp", f"the model is copied to {world_size} workers, their gradients are averaged during backward"
+def _plain_reason(config: TrainConfig, spec: StrategySpec, world_size: int, devices_per_worker: int) -> str:
+    """Why every worker has the whole model."""
+    is_asked = config.workers.strategy == spec.name
+    if spec.name == SINGLE:
+        if world_size > 1:
+            raise SettingError(
+                f"--strategy {spec.name} was set with {world_size} workers",
+                f"{spec.name} trains on one device",
+                f"set --strategy {DDP}, or --num-gpus 1 --num-nodes 1",
+            )
+        return "one worker, nothing to average"
+    if spec.is_one_process:
+        return f"{spec.meaning} over {counted(devices_per_worker, 'GPU')}, as set; {DDP} is faster"
+    if spec.name != DDP:
+        return spec.meaning
+    if is_asked:
+        return "as set" if world_size > 1 else "as set; with one worker there is nothing to average"
+    return f"the model is copied to {world_size} workers, their gradients are averaged during backward"

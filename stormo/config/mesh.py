@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from stormo.config.strategies import StrategySpec
 from stormo.errors import SettingError, counted, unknown_name
 
 AXES = ("pipeline", "replicate", "shard", "tensor")
@@ -19,19 +20,7 @@ MEANINGS: dict[str, str] = {
     "shard": "weights, gradients and optimizer state cut into parts",
     "tensor": "every large layer cut into parts that compute together",
 }
-# The axis that takes all workers of a preset; hsdp has two, see `preset_mesh`.
-PRESETS: dict[str, str] = {
-    "zero1": "shard",
-    "zero2": "shard",
-    "fsdp": "shard",
-    "hsdp": "shard",
-    "tensor": "tensor",
-    "hybrid": "tensor",
-    "pipeline": "pipeline",
-    "naive": "pipeline",
-}
-# How much a preset with the axis `shard` cuts, and in words.
-ZERO_STAGES: dict[str, int] = {"zero1": 1, "zero2": 2, "fsdp": 3, "hsdp": 3}
+# What --zero makes the axis shard cut.
 CUTS = {1: "optimizer state", 2: "optimizer state and gradients", 3: "optimizer state, gradients and weights"}
 
 
@@ -120,23 +109,18 @@ def _nearest(axes: Mapping[str, int], mesh: Mesh, world_size: int) -> str:
     return start
 
 
-def preset_mesh(strategy: str, world_size: int, workers_per_node: int) -> tuple[Mesh, str]:
-    """The mesh of a strategy that was named, with the reason for its shape."""
-    if strategy == "hsdp":
+def preset_mesh(spec: StrategySpec, world_size: int, workers_per_node: int) -> Mesh:
+    """The mesh of a strategy that was named."""
+    assert spec.axis is not None
+    if spec.replicates_nodes:
         if world_size % workers_per_node or world_size == workers_per_node:
             why = f"there is one node, of {counted(workers_per_node, 'worker')}"
             if world_size % workers_per_node:
                 why = f"{world_size} workers do not divide into nodes of {workers_per_node}"
             raise SettingError(
-                "--strategy hsdp was set",
+                f"--strategy {spec.name} was set",
                 f"it shards within a node and copies between nodes, and {why}",
                 "set --strategy fsdp, or say the shape with --mesh replicate=…,shard=…",
             )
-        mesh = Mesh(replicate=world_size // workers_per_node, shard=workers_per_node)
-        return mesh, "shards within a node, copies between nodes"
-    axis = PRESETS[strategy]
-    if strategy == "hybrid":
-        return Mesh(**{axis: world_size}), "copies of all layers but the classifier, which is cut into parts"
-    if strategy in ("zero1", "zero2"):
-        return Mesh(**{axis: world_size}), f"{CUTS[ZERO_STAGES[strategy]]} cut into parts"
-    return Mesh(**{axis: world_size}), MEANINGS[axis]
+        return Mesh(replicate=world_size // workers_per_node, **{spec.axis: workers_per_node})
+    return Mesh(**{spec.axis: world_size})

@@ -10,23 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from stormo.config.strategies import StrategyName
+
 Precision = Literal["auto", "fp32", "tf32", "bf16", "fp16", "fp64"]
-Strategy = Literal[
-    "auto",
-    "single",
-    "dp",
-    "ddp",
-    "local",
-    "server",
-    "zero1",
-    "zero2",
-    "fsdp",
-    "hsdp",
-    "tensor",
-    "hybrid",
-    "pipeline",
-    "naive",
-]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
 
@@ -91,7 +77,7 @@ class Workers:
     device: Literal["auto", "cpu", "cuda"] = option("auto", "device of the workers")
     backend: Literal["auto", "nccl", "gloo"] = option("auto", "communication library")
     timeout: float = option(600.0, "seconds that a worker waits for the others before it gives up")
-    strategy: Strategy = option(
+    strategy: StrategyName = option(
         "auto", "how the model is spread over the workers, see docs/strategies.md", metavar="NAME"
     )
     servers: int = option(1, "with --strategy server: workers that also keep a part of the weights each, and step it")

@@ -264,7 +264,7 @@ def join_after_preflight(
         backend=layout.backend,
         limits=Limits(arrival_s=config.workers.timeout),
         runs_folder=Path(config.run.runs_folder),
-        needs_shared_folder=layout.is_spread or layout.strategy in ("local", "server"),
+        needs_shared_folder=layout.spec.saves_apart,
         on_hang=lambda trouble: end_process(trouble, lifeline),
     )
     try:

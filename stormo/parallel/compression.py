@@ -1,15 +1,15 @@
 """Gradients that travel between workers in fewer bytes than they have, while backward still runs.
 
-Every worker hands over its buckets of gradients in the same order, and in that order they are exchanged: whatever a
-method sends, all workers are at the same message. Where sending makes a thread wait, it is a thread beside backward;
-where the device does it, a stream of its own.
+Every worker hands over its buckets in the same order, and in that order they are exchanged: whatever a method sends,
+all workers are at the same message. Where sending makes a thread wait, it is a thread beside backward; where the device
+does it, a stream of its own.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -17,15 +17,16 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from stormo.data.order import derive_seed
 from stormo.distributed.parallel_dims import Line
 from stormo.distributed.world import World
-from stormo.parallel.noise_scale import NoiseScaleMeter, begin_sum
+from stormo.parallel.gradient_noise import NoiseScaleMeter, begin_sum
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Parcel:
+class GradBucket:
     """One bucket: this worker's part of the gradient of some parameters, as views of one flat tensor."""
 
     flat: Tensor
@@ -37,7 +38,7 @@ class Parcel:
 class Method(Protocol):
     """A way to exchange gradients."""
 
-    def exchange(self, parcel: Parcel, wire: Wire) -> None:
+    def exchange(self, bucket: GradBucket, wire: Wire) -> None:
         """Put the sum over all workers in the place of this worker's part, to the same bits on all of them."""
 
 
@@ -46,7 +47,7 @@ class Wire:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.size = group.size()
-        self.blocks = group._get_backend(device).name() != "nccl"
+        self.blocks = f"{device.type}:nccl" not in dist.get_backend_config(group)
         self._group = group
         self._line = Line(range(self.size), group.rank(), group)
         self._through_host = self.blocks and device.type != "cpu"
@@ -102,14 +103,14 @@ class Compression:
             self._meter.see(flat)
         parameters = bucket.parameters()
         gradients = [_by_strides(*pair) for pair in zip(bucket.gradients(), parameters, strict=True)]
-        return self.begin(Parcel(flat=flat, gradients=gradients, parameters=parameters))
+        return self.begin(GradBucket(flat=flat, gradients=gradients, parameters=parameters))
 
-    def begin(self, parcel: Parcel) -> torch.futures.Future[Tensor]:
+    def begin(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Begin with a bucket; the sum over all workers comes to where it lies."""
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[self._device] if self._stream else None)
         ready = torch.cuda.current_stream(self._device).record_event() if self._stream else None
         if self._stream is not None:
-            parcel.flat.record_stream(self._stream)  # whoever lets go of it, it is written there
+            bucket.flat.record_stream(self._stream)  # whoever lets go of it, it is written there
 
         def exchange() -> None:
             try:
@@ -117,10 +118,10 @@ class Compression:
                     if ready is not None:
                         assert self._stream is not None
                         self._stream.wait_event(ready)
-                    self._method.exchange(parcel, self._wire)
-                    if parcel.counts is not None:
-                        self._wire.sum(parcel.counts)
-                    future.set_result(parcel.flat)  # at this place of the stream
+                    self._method.exchange(bucket, self._wire)
+                    if bucket.counts is not None:
+                        self._wire.sum(bucket.counts)
+                    future.set_result(bucket.flat)  # at this place of the stream
             except Exception as error:
                 self.failure = error
                 future.set_exception(error)  # type: ignore[arg-type]
@@ -146,3 +147,168 @@ def _by_strides(values: Tensor, parameter: Tensor) -> Tensor:
     """The values of a bucket, each where the parameter has it: they lie there in the order of its memory."""
     is_dense = torch.ops.aten.is_non_overlapping_and_dense.default(parameter)
     return values.as_strided(parameter.shape, parameter.stride()) if is_dense else values
+
+
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_HEAD_BYTES = 4  # of a row: the power of two its numbers were multiplied with
+_LARGEST = 14  # the largest number of a row lies below 2 to this, whose double fp16 can hold
+_MOST = 100  # powers of two that float32 can be multiplied with
+
+
+class HalfPrecision:
+    """16-bit numbers that are summed in 32 bits: bf16, or fp16 with a power of two for each row.
+
+    An all-reduce of 16-bit numbers rounds every partial sum, and the more workers there are the more it loses. Here
+    every worker gets one piece of the gradient from all others, adds it up in 32 bits, and gives the sum, rounded once,
+    back to all: as many bytes, and two roundings however many workers there are.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def exchange(self, bucket: GradBucket, wire: Wire) -> None:
+        """Sum the pieces where they meet."""
+        flat = bucket.flat
+        if not flat.numel():
+            return
+        if flat.is_complex():
+            flat = torch.view_as_real(flat).flatten()
+        wide = torch.promote_types(flat.dtype, torch.float32)
+        length = -(-flat.numel() // wire.size)
+        length += length % 2  # the head of every row begins at a multiple of its size
+        came = wire.swap(self._packed(flat, wire.size, length))
+        total = self._unpacked(came, wide).sum(dim=0)
+        whole = wire.gather(self._packed(total, 1, length).flatten())
+        flat.copy_(self._unpacked(whole, wide).flatten()[: flat.numel()])
+
+    def _packed(self, values: Tensor, num_rows: int, length: int) -> Tensor:
+        """The values in rows of bytes, filled up with zeros."""
+        rows = torch.zeros(num_rows, _HEAD_BYTES + 2 * length, dtype=torch.uint8, device=values.device)
+        scale = _scale(values) if self._dtype is torch.float16 else torch.ones((), device=values.device)
+        rows[:, :_HEAD_BYTES].view(torch.float32).copy_(scale)
+        numbers = torch.zeros(num_rows * length, dtype=self._dtype, device=values.device)
+        # A GPU would round the scale to 16 bits for values of 16 bits, of which it may lie out of range.
+        wide = torch.promote_types(values.dtype, torch.float32)
+        numbers[: values.numel()] = values if self._dtype is torch.bfloat16 else values.to(wide) * scale
+        rows[:, _HEAD_BYTES:].view(self._dtype).copy_(numbers.view(num_rows, length))
+        return rows
+
+    def _unpacked(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        numbers = rows[:, _HEAD_BYTES:].view(self._dtype).to(dtype)
+        return numbers if self._dtype is torch.bfloat16 else numbers.div_(rows[:, :_HEAD_BYTES].view(torch.float32))
+
+
+def _scale(values: Tensor) -> Tensor:
+    """A power of two that brings the largest value near the top of fp16's range; 1 where it is not finite."""
+    largest = torch.linalg.vector_norm(values, torch.inf).float()
+    power = torch.frexp(largest).exponent.clamp(_LARGEST - _MOST, _LARGEST + _MOST)
+    scale = torch.ldexp(torch.ones_like(largest), _LARGEST - power)
+    return torch.where(torch.isfinite(largest) & (largest > 0), scale, torch.ones_like(scale))
+
+
+_LEAST_SAVING = 2  # a matrix travels as it is unless that takes this many times fewer numbers
+
+
+class PowerSgd:
+    """Two thin matrices for each gradient (PowerSGD: Vogels et al., arXiv 1905.13727), with error feedback.
+
+    What a worker's gradient M has beyond the rank that travels stays with it, and is added to its next one. One step of
+    power iteration, begun where the last one ended: P = M Q, summed over the workers and made orthonormal; Q = Mᵀ P,
+    summed; the mean gradient is P Qᵀ. Here a worker keeps what its own M has beside P: the sum over the workers is that
+    of the paper, whose errors also hold how workers differ from their mean, which adds up without end.
+    """
+
+    def __init__(self, module: nn.Module, rank: int, seed: int) -> None:
+        self.rank = rank
+        trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        self._names = {id(parameter): name for name, parameter in trained.items()}
+        # Both are written in place: on a GPU another stream than that of their making may still have to read them.
+        self.errors: dict[str, Tensor] = {}
+        self.bases: dict[str, Tensor] = {}
+        self._first: dict[str, Tensor] = {}  # where the power iteration begins, the same on all workers
+        for name, parameter in trained.items():
+            if _is_cut(parameter, rank):
+                rows, columns = _matrix_of(parameter).shape
+                wide = torch.promote_types(parameter.dtype, torch.float32)
+                self.errors[name] = torch.zeros(rows, columns, dtype=wide, device=parameter.device)
+                generator = torch.Generator().manual_seed(derive_seed(seed, "low rank", name))
+                first = torch.randn(columns, rank, generator=generator, dtype=torch.float64)
+                self._first[name] = first.to(self.errors[name])
+                self.bases[name] = self._first[name].clone()
+        self.is_rehearsal = False  # whether the passes under way belong to no step
+
+    def exchange(self, bucket: GradBucket, wire: Wire) -> None:
+        """Send what changes most, and the small tensors as they are."""
+        pairs = [(self._names[id(p)], g) for p, g in zip(bucket.parameters, bucket.gradients, strict=True)]
+        cut = [(name, gradient) for name, gradient in pairs if name in self.errors]
+        if not cut:  # also complex numbers, which have buckets of their own and are all there in the flat tensor alone
+            wire.sum(bucket.flat)
+            return
+        plain = [gradient for name, gradient in pairs if name not in self.errors]
+        matrices = [_matrix_of(gradient) + self.errors[name] for name, gradient in cut]
+        # The first message is small tensors, P, and who has a gradient at all; the second one is Q.
+        lefts = [matrix @ self.bases[name] for matrix, (name, _) in zip(matrices, cut, strict=True)]
+        used = torch.stack([gradient.any() for _, gradient in cut]).to(lefts[0].dtype)
+        _sum_together(wire, [*plain, *lefts, used])
+        for index, left in enumerate(lefts):
+            # DDP leaves out what no worker has used: what was kept back of it would travel to nowhere.
+            left.mul_(used[index] > 0)
+            orthonormalise(left)
+        owns = [matrix.t() @ left for matrix, left in zip(matrices, lefts, strict=True)]
+        rights = [own.clone() for own in owns]
+        _sum_together(wire, rights)
+        for index, (name, gradient) in enumerate(cut):
+            left, right, basis = lefts[index], rights[index], self.bases[name]
+            gradient.copy_((left @ right.t()).view(gradient.shape))
+            if not self.is_rehearsal:
+                torch.addmm(matrices[index], left, owns[index].t(), alpha=-1, out=self.errors[name])
+                # A direction in which nothing came begins anew.
+                came = torch.where(right.any(dim=0), right, self._first[name])
+                basis.copy_(torch.where(used[index] > 0, came, basis))
+
+    def take(self, errors: Mapping[str, Tensor], bases: Mapping[str, Tensor]) -> None:
+        """Go on from these; what is missing begins anew."""
+        for name, error in self.errors.items():
+            error.copy_(errors[name]) if name in errors else error.zero_()
+            basis, first = bases.get(name), self._first[name]
+            self.bases[name].copy_(first if basis is None or basis.shape != first.shape else basis)
+
+
+def _matrix_of(tensor: Tensor) -> Tensor:
+    """A weight as a matrix: what belongs to one output is one row."""
+    return tensor.reshape(tensor.shape[0], -1)
+
+
+def _is_cut(parameter: Tensor, rank: int) -> bool:
+    """Whether two thin matrices are enough smaller."""
+    if parameter.ndim < 2 or parameter.is_complex() or not parameter.numel():
+        return False
+    rows, columns = _matrix_of(parameter).shape
+    return rows * columns >= _LEAST_SAVING * (rows + columns) * rank
+
+
+def _sum_together(wire: Wire, tensors: Sequence[Tensor]) -> None:
+    """Sum each over the workers, in place, as one message for each type."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for group in by_dtype.values():
+        flat = wire.sum(torch.cat([tensor.reshape(-1) for tensor in group]))
+        for tensor, values in zip(group, flat.split([tensor.numel() for tensor in group]), strict=True):
+            tensor.copy_(values.view(tensor.shape))
+
+
+def orthonormalise(matrix: Tensor) -> None:
+    """Make the columns orthonormal, in place; one that lies in the span of those before it becomes nothing."""
+    tiny = torch.finfo(matrix.dtype).tiny
+    for index in range(matrix.shape[1]):
+        column = matrix[:, index]
+        length = torch.linalg.vector_norm(column)
+        for _ in range(2):  # twice is enough: once leaves rounding errors of the length it had
+            if index:
+                before = matrix[:, :index]
+                column -= before @ (before.t() @ column)
+        left_over = torch.linalg.vector_norm(column)
+        # What is left of it is rounding alone: a direction of noise would be sent as if it meant something.
+        is_new = left_over > length * (torch.finfo(matrix.dtype).eps * matrix.shape[0] ** 0.5)
+        column *= torch.where(is_new, 1.0 / left_over.clamp_min(tiny), torch.zeros_like(left_over))

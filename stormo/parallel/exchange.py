@@ -22,8 +22,7 @@ from torch.nn.parameter import is_lazy
 from stormo.distributed.world import World
 from stormo.errors import StormoError, counted
 from stormo.parallel.buckets import Bucket, make_buckets, put_mark, take_mark
-from stormo.parallel.compression import Compression, Parcel
-from stormo.parallel.halves import HALVES, Halves
+from stormo.parallel.compression import HALVES, Compression, GradBucket, HalfPrecision
 
 _PARTS_OF_A_STEP = "world.backward(loss, more=True) for all but the last backward of a step"
 _groups: weakref.WeakKeyDictionary[World, dist.ProcessGroup] = weakref.WeakKeyDictionary()
@@ -254,7 +253,7 @@ class GradientExchange:
         if self._compression is None:
             bucket.work = dist.all_reduce(flat, group=self._group, async_op=True)
         else:
-            bucket.work = self._compression.begin(Parcel(flat=flat[:num_values], counts=flat[num_values:]))
+            bucket.work = self._compression.begin(GradBucket(flat=flat[:num_values], counts=flat[num_values:]))
         self._num_sent += 1
 
     def _chain_streams(self, device: torch.device) -> None:
@@ -309,10 +308,7 @@ def _own_group(world: World) -> dist.ProcessGroup:
     """
     group = _groups.get(world)
     if group is None:
-        everyone = dist.group.WORLD
-        assert everyone is not None
-        timeout = everyone._get_backend(world.device).options._timeout
-        group = _groups[world] = dist.new_group(timeout=timeout, group_desc="gradients")
+        group = _groups[world] = dist.new_group(timeout=world.timeout, group_desc="gradients")
     return group
 
 
@@ -320,5 +316,5 @@ def _own_compression(world: World, name: str) -> Compression:
     """One for all models as well: it keeps nothing of them, and what is sent by one thread keeps its order."""
     made = _compressions.setdefault(world, {})
     if name not in made:
-        made[name] = Compression(world, Halves(HALVES[name]))
+        made[name] = Compression(world, HalfPrecision(HALVES[name]))
     return made[name]

@@ -1,7 +1,7 @@
-"""Workers that step by themselves and average their weights now and then (local SGD: Stich, arXiv 1805.09767).
+"""Local SGD (Stich, arXiv 1805.09767): workers step by themselves and average their weights now and then.
 
-Their mean change since the last averaging may be taken as a gradient for a step of its own, with Nesterov's momentum
-(DiLoCo: Douillard et al., arXiv 2311.08105). The state of a worker's optimizer stays its own.
+An outer optimizer may take their mean change as a gradient, with Nesterov's momentum (DiLoCo: Douillard et al., arXiv
+2311.08105). Each worker keeps the state of its own optimizer.
 """
 
 from __future__ import annotations
@@ -15,20 +15,17 @@ from torch import Tensor, nn
 from stormo.config import schema
 from stormo.config.plan import Plan
 from stormo.distributed.world import World
-from stormo.parallel.bundles import copy, means, share
-from stormo.parallel.strategy import Strategy
+from stormo.parallel.base import Strategy
+from stormo.parallel.coalesced import copy, means, share
 from stormo.profiling.ranges import range_of
 from stormo.tasks.task import Task
 
-_MOST_AHEAD = 4  # steps: a slow round trip is hidden, and a stop signal is heard while there is time to save
+_MOST_AHEAD = 4  # steps: hides a slow round trip, and a stop signal is heard while there is time to save
 
 
 class Local(Strategy):
     """One worker of several that step by themselves."""
 
-    name = "local"
-    saves_apart = True
-    steps_alone = True
     exposed_reason = "workers that step by themselves exchange no gradients"
 
     def __init__(self, world: World, plan: Plan, task: Task, settings: schema.TrainConfig) -> None:
@@ -38,7 +35,7 @@ class Local(Strategy):
         # An averaging waits for all anyway; one worker alone has nobody to be ahead of.
         self.staleness = min(plan.averaging.steps, _MOST_AHEAD) if world.size > 1 else 0
         # Without these two the mean itself is taken, to the last bit.
-        self.outer = OuterStep(self.weights(), rate, momentum) if (rate, momentum) != (1, 0) else None
+        self.outer = OuterOptimizer(self.weights(), rate, momentum) if (rate, momentum) != (1, 0) else None
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         share(self.world, [*model.parameters(), *model.buffers()])
@@ -95,8 +92,8 @@ class Local(Strategy):
             self.outer.begin(self.weights())
 
 
-class OuterStep:
-    """Steps from where the workers were equal last, by their mean change since then."""
+class OuterOptimizer:
+    """Steps from the last averaged weights, by the mean change of the workers since then."""
 
     def __init__(self, weights: Sequence[Tensor], rate: float, momentum: float) -> None:
         self._rate = rate
@@ -106,14 +103,14 @@ class OuterStep:
 
     @torch.no_grad()
     def begin(self, weights: Sequence[Tensor]) -> None:
-        """Take these weights for equal, without any momentum."""
+        """Start from these weights, without momentum."""
         torch._foreach_copy_(self.anchors, list(weights))
         for velocity in self.velocities:
             velocity.zero_()
 
     @torch.no_grad()
     def step(self, weights: Sequence[Tensor]) -> None:
-        """Take one, from weights that are the mean of all workers to those that all of them go on with."""
+        """Take a step from weights that are the mean of all workers."""
         if not self.anchors:
             return
         changes = torch._foreach_sub(self.anchors, list(weights))

@@ -1,7 +1,7 @@
-"""How much memory a worker's passes may take, and how much one has taken: on its GPUs, or on the host.
+"""How much memory a worker may take, and how much it has taken: on its GPUs, or on the host.
 
-A GPU says when it is full, so every size can be tried there. A host does not: the kernel ends a process that takes too
-much, so a size is tried there only if the last one lets expect that it is safe.
+A GPU says when it is full, so every size can be tried there. On a host the kernel kills a process that takes too much,
+so a size is tried only if the last one suggests that it is safe.
 """
 
 from __future__ import annotations

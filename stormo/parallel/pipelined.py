@@ -1,25 +1,29 @@
-"""Models whose layers are spread over stages, which micro-batches go through one after the other.
+"""Pipeline parallelism: layers in stages, which micro-batches go through one after the other.
 
 The task's `loss(model, batch)` stays what it is: it is called up to the model for the inputs of the first stage, and
-around the output of the last one for the loss. Along the other axes a stage is what a whole model is in `composed`.
+around the output of the last one for the loss. Along the other axes a stage is sharded as a whole model is in `fsdp`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from stormo.config.plan.sharding import STAGES_PER_WORKER
 from stormo.data.batches import batch_length, cut
 from stormo.data.generators import host_states
 from stormo.data.loaders import Batch
+from stormo.distributed.parallel_dims import Line
 from stormo.errors import SettingError
 from stormo.layers.norm_act import NormAct
-from stormo.parallel.compose import compose
-from stormo.parallel.composed import Composed
+from stormo.parallel.fsdp import Sharded, compose
+from stormo.parallel.loss_weights import Guard
+from stormo.parallel.meta_init import sample_batch
 from stormo.parallel.pipeline.bubble import Span, idle_share, predicted_bubble
 from stormo.parallel.pipeline.capture import model_inputs, with_output
 from stormo.parallel.pipeline.engine import Engine
@@ -28,34 +32,24 @@ from stormo.parallel.pipeline.orders import stages_of
 from stormo.parallel.pipeline.pieces import Pieces, StageModule, find_pieces, keep_only
 from stormo.parallel.pipeline.split import check_same, into_stages, measured_costs
 from stormo.parallel.pipeline.watching import Watch
-from stormo.parallel.sample import sample_batch
-from stormo.parallel.split_layers import Cut
-from stormo.parallel.weighing import Guard
-from stormo.parallel.zero import average
+from stormo.parallel.tensor.layers import ShardSpec
 from stormo.tasks.returned import read_loss
 
 _WATCHED_PASS = 3  # the first ones are slower than all later ones
 _MOST_CHECKED = 50_000_000  # parameters of a model whose pieces are compared with it: it is whole in memory then
+_BUCKET_BYTES = 25 * 2**20  # of gradients that are averaged together
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm, NormAct)
 
 
-class Pipelined(Composed):
+class Pipelined(Sharded):
     """One worker of a mesh with the axis pipeline."""
 
-    name = "pipeline"
-
-    def _transform(self, model: nn.Module) -> dict[str, Cut]:
+    def _transform(self, model: nn.Module) -> dict[str, ShardSpec]:
         plan, grid = self._plan, self.world.grid
         self._line = grid.line("pipeline")
-        self._schedule = "naive" if plan.layout.strategy == "naive" else self._settings.sharding.schedule
-        per_worker = 1 if self._schedule == "naive" else STAGES_PER_WORKER[self._schedule]
+        self._schedule = plan.layout.spec.schedule or self._settings.sharding.schedule
+        per_worker = 1 if plan.layout.spec.schedule else STAGES_PER_WORKER[self._schedule]
         self._num_stages = per_worker * self._line.size
-        if self._schedule == "zero-bubble" and self._zero == 3:
-            raise SettingError(
-                "--schedule zero-bubble was set with fully sharded stages",
-                "it takes the gradients of weights apart from backward, in which torch's sharding sums them",
-                "set --zero 1 or 2, or another --schedule",
-            )
         pieces = self._find_pieces(model)
         stages = into_stages(pieces, self._num_stages, lambda: self._costs(pieces))
         self._numbers = stages_of(self._line.rank, self._line.size, self._num_stages)
@@ -84,11 +78,11 @@ class Pipelined(Composed):
             with lent([model], self.world.device):
                 check_same(model, pieces, self._call, self.world.device)
         own = [place for piece in pieces.items for place in piece.own]
-        if self._zero == 3 and any(attribute in module._parameters for module, attribute in own):
+        if self._zero and any(attribute in module._parameters for module, attribute in own):
             raise SettingError(
                 f"{name}.model() has parameters that forward takes from the model itself",
-                "fully sharded stages gather the weights of the modules that they call",
-                f"put them into a module, or set --zero 1 or 2, or give {name} a pieces(model)",
+                "sharded stages gather the weights of the modules that they call",
+                f"put them into a module, or leave out the axis shard, or give {name} a pieces(model)",
             )
         return pieces
 
@@ -113,9 +107,15 @@ class Pipelined(Composed):
             return []
         return [f"In a pipeline batch norm takes its statistics over micro-batches, here of {size} samples."]
 
+    def _roots(self) -> list[nn.Module]:
+        return list(self._stages)
+
     def _wrap(self, model: nn.Module) -> nn.Module:
         # Where stages speak with those of other samples in every micro-batch, all must have equally many.
-        self._is_in_step = self.world.data.size > 1 and (self._zero == 3 or self._settings.speed.sync_batch_norm)
+        self._is_in_step = self.world.data.size > 1 and (self._zero > 0 or self._settings.speed.sync_batch_norm)
+        for stage in self._stages if self._zero in (1, 2) else ():
+            assert isinstance(stage, FSDPModule)
+            stage.set_reshard_after_backward(False)
         self._engine = Engine(
             self._stages,
             self._numbers,
@@ -168,8 +168,8 @@ class Pipelined(Composed):
         with self.autocast():
             self._engine.forward_backward(args, loss_of, kwargs, count=count)
         self._see_pass()
-        if self._reducer is not None:
-            self._reducer.finish()
+        if self._zero in (1, 2):
+            self._reshard()  # weights stay gathered for the micro-batches of a pass
         # Only the last stage has seen the losses and their counts.
         has_counts = torch.full_like(seen, float(bool(self.weighing.has_counts)))
         told = self._line.sum(torch.stack([seen, self.weighing.own - before, has_counts]))
@@ -179,7 +179,7 @@ class Pipelined(Composed):
         return told[0] * self._loss_share
 
     def _collect_gradients(self) -> None:
-        if self._zero < 2:
+        if not self._zero:
             average(self._reached(), self.world.data)
         super()._collect_gradients()
 
@@ -195,8 +195,6 @@ class Pipelined(Composed):
 
     def without_gradient(self) -> list[str]:
         """The trained parameters of this worker's stages that the pass just done has not reached."""
-        if self._reducer is not None:
-            return super().without_gradient()
         return [one.name for one in self._held if one.parameter.requires_grad and one.parameter.grad is None]
 
     # What the schedule came to
@@ -234,3 +232,19 @@ def _through(engine: Engine, model: nn.Module, count: int | None) -> nn.Module:
     found: nn.Module = object.__new__(kind)
     object.__setattr__(found, "__dict__", model.__dict__)
     return found
+
+
+@torch.no_grad()
+def average(gradients: Sequence[Tensor], line: Line) -> None:
+    """The mean of every gradient over the workers of a line, in place, some at a time."""
+    if line.size == 1:
+        return
+    waiting = list(gradients)
+    while waiting:
+        first, some, num_bytes = waiting[0], list[Tensor](), 0
+        while waiting and waiting[0].dtype == first.dtype and (not some or num_bytes < _BUCKET_BYTES):
+            some.append(waiting.pop(0))
+            num_bytes += some[-1].nbytes
+        flat = line.sum(torch.cat([gradient.reshape(-1) for gradient in some])).div_(line.size)
+        for gradient, mean in zip(some, flat.split([g.numel() for g in some]), strict=True):
+            gradient.copy_(mean.view_as(gradient))

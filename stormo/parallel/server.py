@@ -1,8 +1,8 @@
-"""Parameter servers: workers send their gradients to some of them, which keep a part of the weights each and step.
+"""Parameter servers: workers send their gradients to some of them, which keep and step a part of the weights each.
 
-With `--staleness 0` a step waits for all workers and is that of `ddp`. With K of them a server steps as gradients come
-(stale synchronous parallel, Ho et al., NIPS 2013); what holds the workers together is the loop's vote, read K - 1 steps
-late. Servers keep weights and optimizer state in host memory.
+With `--staleness 0` a step waits for all workers and equals that of `ddp`. With staleness K a server steps as gradients
+come (stale synchronous parallel, Ho et al., NIPS 2013), and the loop's vote, read K - 1 steps late, keeps the workers
+within K steps. Servers keep weights and optimizer state in host memory.
 """
 
 from __future__ import annotations
@@ -26,21 +26,25 @@ from stormo.errors import SettingError, counted
 from stormo.layers.sync_batch_norm import local_statistics
 from stormo.optim.local import check_elementwise, localise
 from stormo.optim.table import start_momentum
-from stormo.parallel.bundles import share
-from stormo.parallel.noise_scale import total_norm
-from stormo.parallel.parcels import FAILED, Parcel, deal
-from stormo.parallel.parts import Part, whole_part
-from stormo.parallel.serving import AsTheyCome, Kept, Post, Together
-from stormo.parallel.sparse import has_sparse
-from stormo.parallel.strategy import Strategy
+from stormo.parallel.base import Strategy
+from stormo.parallel.coalesced import share
+from stormo.parallel.gradient_noise import total_norm
+from stormo.parallel.parameter_shards import Part, whole_part
+from stormo.parallel.server_transport import (
+    FAILED,
+    AsyncServer,
+    ServerMessage,
+    ServerState,
+    ServerTransport,
+    SyncServer,
+    deal,
+)
 from stormo.tasks.task import Task
 
 
 class Server(Strategy):
     """A worker, which may be a server too."""
 
-    name = "server"
-    saves_apart = True  # only servers have the optimizer's state
     exposed_reason = "it is watched under ddp alone"
 
     def __init__(self, world: World, plan: Plan, task: Task, settings: schema.TrainConfig) -> None:
@@ -58,11 +62,11 @@ class Server(Strategy):
         share(world, [*self.module.parameters(), *self.module.buffers()])
         dealt = deal([parameter.nbytes for _, parameter in trained], workers.servers)
         self._dealt = [[trained[number] for number in numbers] for numbers in dealt]
-        self._parcels = [
-            Parcel([parameter for _, parameter in named], is_pinned=world.device.type == "cuda")
+        self._messages = [
+            ServerMessage([parameter for _, parameter in named], is_pinned=world.device.type == "cuda")
             for named in self._dealt
         ]
-        self._post = Post(world)
+        self._post = ServerTransport(world)
         self._server = self._make_server()
         self._ages_before: Counter[int] = Counter()  # of attempts of the run before this one
         self._ages: Counter[int] = Counter()  # of all servers since, on the main worker, as far as they are told
@@ -72,7 +76,7 @@ class Server(Strategy):
             return
         check_elementwise(self.optimizer, "each server would step some of the tensors", "tensor", "set --servers 1")
 
-    def _make_server(self) -> Kept | None:
+    def _make_server(self) -> ServerState | None:
         """This worker as a server, where it is one, and its optimizer over what it keeps."""
         kept: dict[Tensor, nn.Parameter] = {}
         if self.world.rank < len(self._dealt):
@@ -82,7 +86,7 @@ class Server(Strategy):
         localise(self.optimizer, {parameter: kept.get(parameter) for parameter in self.module.parameters()})
         if not kept:
             return None
-        kind = AsTheyCome if self.staleness else Together
+        kind = AsyncServer if self.staleness else SyncServer
         return kind(self._post, list(kept.values()), self._step_kept)
 
     @torch.no_grad()
@@ -96,7 +100,7 @@ class Server(Strategy):
 
     def forward_backward(self, batch: Batch) -> Tensor:
         """As on one device."""
-        if isinstance(self._server, AsTheyCome):
+        if isinstance(self._server, AsyncServer):
             self._server.wake()
         return super().forward_backward(batch)
 
@@ -104,16 +108,16 @@ class Server(Strategy):
         """Send the gradients to the servers, and take the weights that they answer with."""
         works: list[dist.Work] = []
         self._divide_by_items([p.grad for p in self.module.parameters() if p.grad is not None])
-        for server, (named, parcel) in enumerate(zip(self._dealt, self._parcels, strict=True)):
-            parcel.pack([parameter.grad for _, parameter in named], learning_rate)
+        for server, (named, message) in enumerate(zip(self._dealt, self._messages, strict=True)):
+            message.pack([parameter.grad for _, parameter in named], learning_rate)
             if server != self.world.rank:
-                works += self._post.push(parcel, server)
+                works += self._post.push(message, server)
         self.clear_gradients()
         if self._server is not None:
-            self._server.answer(self._parcels[self.world.rank])
+            self._server.answer(self._messages[self.world.rank])
         self._post.wait(works)
-        for server, parcel in enumerate(self._parcels):
-            if parcel.mark == FAILED:
+        for server, message in enumerate(self._messages):
+            if message.mark == FAILED:
                 raise PeerFailedError(f"rank {server} failed as a server while rank {self.world.rank} waited for it.")
         self._take_weights()
 
@@ -125,8 +129,8 @@ class Server(Strategy):
                 self._pass(self._alone(), data, 1.0)
 
     def _take_weights(self) -> None:
-        for named, parcel in zip(self._dealt, self._parcels, strict=True):
-            parcel.unpack([parameter.detach() for _, parameter in named])
+        for named, message in zip(self._dealt, self._messages, strict=True):
+            message.unpack([parameter.detach() for _, parameter in named])
 
     def clear_gradients(self) -> None:
         """Forget all gradients."""
@@ -156,8 +160,7 @@ class Server(Strategy):
         self._noise.add_to_boxes(boxes, self.clock.step)
 
     def _look_for_sparse(self) -> None:
-        seen = torch.tensor([float(has_sparse(self.module))])
-        if self.world.max(seen).item():
+        if self._any_has_sparse():
             raise SettingError(
                 "the model has sparse gradients with --strategy server",
                 "what travels to a server is whole tensors",
@@ -184,14 +187,14 @@ class Server(Strategy):
         try:
             yield
         except Exception as error:
-            failure = self._server.failure if isinstance(self._server, AsTheyCome) else None
+            failure = self._server.failure if isinstance(self._server, AsyncServer) else None
             if failure is not None and is_secondary(error):
                 raise failure from None
             raise
         if self.staleness:
-            for server, parcel in enumerate(self._parcels):
+            for server, message in enumerate(self._messages):
                 if server != self.world.rank:
-                    self._post.end(parcel, server)
+                    self._post.end(message, server)
         if self._server is not None:
             self._server.end()
 
@@ -201,7 +204,7 @@ class Server(Strategy):
             return
         self.world.barrier()  # a worker comes here when its last gradients were answered
         ages: Mapping[int, int] = {}
-        if isinstance(self._server, AsTheyCome):
+        if isinstance(self._server, AsyncServer):
             self._server.rest()
             ages = self._server.ages
         self.parts_changed()
@@ -209,10 +212,10 @@ class Server(Strategy):
 
     def parts_changed(self) -> None:
         """The tensors of `parts` have been given other values."""
-        for server, parcel in enumerate(self._parcels):
+        for server, message in enumerate(self._messages):
             if server == self.world.rank:
-                parcel.pack(self.stepped())
-            dist.broadcast(parcel.buffer, src=server)
+                message.pack(self.stepped())
+            dist.broadcast(message.buffer, src=server)
         self._take_weights()
 
     def parts(self) -> list[Part]:
@@ -231,10 +234,11 @@ class Server(Strategy):
         """Of the whole run, how many gradients were stepped with at which age; on the main worker, once settled."""
         return dict(sorted((self._ages_before + self._ages).items())) if self.staleness else None
 
-    def take_stale_gradients(self, seen: Mapping[Any, int]) -> None:
-        """Go on counting from what was seen before."""
-        self._ages_before, self._ages = _added([seen]), Counter()
-        if isinstance(self._server, AsTheyCome):
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume, and go on counting ages from those that were seen before."""
+        super().load_state_dict(state)
+        self._ages_before, self._ages = _added([state.get("stale_gradients", {})]), Counter()
+        if isinstance(self._server, AsyncServer):
             self._server.forget()
 
 

@@ -1,15 +1,20 @@
-"""The strategies by name."""
+"""The class of each strategy; its row is in `stormo.config.strategies`."""
 
 from __future__ import annotations
 
 from stormo.config.layout import Layout
-from stormo.parallel.data_parallel import DataParallel
+from stormo.parallel.base import Strategy
+from stormo.parallel.ddp import DataParallel, Ddp
 from stormo.parallel.local import Local
-from stormo.parallel.replicate import Replicate
 from stormo.parallel.server import Server
-from stormo.parallel.strategy import Strategy
 
-STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in (Strategy, DataParallel, Replicate, Local, Server)}
+STRATEGIES: dict[str, type[Strategy]] = {
+    "single": Strategy,
+    "dp": DataParallel,
+    "ddp": Ddp,
+    "local": Local,
+    "server": Server,
+}
 
 
 def strategy_class(layout: Layout) -> type[Strategy]:
@@ -21,6 +26,6 @@ def strategy_class(layout: Layout) -> type[Strategy]:
         from stormo.parallel.pipelined import Pipelined
 
         return Pipelined
-    from stormo.parallel.composed import Composed
+    from stormo.parallel.fsdp import Sharded
 
-    return Composed
+    return Sharded

@@ -15,11 +15,6 @@ from stormo.config.schema import TrainConfig
 from stormo.errors import SettingError
 from stormo.system.hardware import Gpu
 
-# All but dp, which torch has on GPUs only.
-KNOWN = (
-    *("single", "ddp", "zero1", "zero2", "fsdp", "hsdp", "tensor", "pipeline", "naive", "mesh"),
-    *("local", "server", "hybrid"),
-)
 _PIPELINE_SETTINGS = {"schedule", "micro_batches"}
 STRATEGY_SETTINGS = {"servers", "staleness", "average_every", "outer_lr", "outer_momentum"}  # of one strategy
 COPY_SETTINGS = {"compress", "compress_rank"}
@@ -50,7 +45,7 @@ def list_candidates(config: TrainConfig, gpus: Sequence[Gpu], facts: Facts) -> l
     asked = _candidate("as set", {}, config, gpus, facts)
     if asked.plan is None:
         resolve(config, resolve_layout(config, gpus), facts)  # raises the reason
-    elif asked.plan.layout.strategy not in KNOWN:
+    elif asked.plan.layout.spec.is_one_process:
         raise SettingError(
             f"--strategy {config.workers.strategy} was set",
             "several GPUs in one process hold different amounts, which is not forecast",
@@ -157,7 +152,9 @@ def _is_same(one: Candidate, other: Candidate) -> bool:
 def _identity(config: TrainConfig, plan: Plan) -> tuple[Any, ...]:
     """What distinguishes two candidates, whatever flags led to them."""
     layout, sharding = plan.layout, config.sharding
-    special = layout.strategy if layout.strategy in ("naive", "local", "server", "hybrid") else ""
+    spec = layout.spec
+    is_special = spec.schedule or spec.cuts_classifier or not spec.averages_gradients
+    special = layout.strategy if is_special else ""
     return layout.mesh, layout.zero, special, sharding.checkpoint_activations, sharding.offload
 
 

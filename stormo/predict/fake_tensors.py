@@ -19,7 +19,7 @@ from stormo.data.batches import tensors_in
 from stormo.errors import SettingError
 from stormo.layers.max_pool import MaxPool2x2
 from stormo.layers.norm_act import NormAct, add_residual
-from stormo.parallel.blank import make_room, without_memory
+from stormo.parallel.meta_init import make_room, without_memory
 from stormo.tasks.returned import check_model
 from stormo.tasks.task import Task
 

@@ -17,8 +17,8 @@ RULES = {
     "context": "0.75 GiB for CUDA and its kernels, and 0.5 GiB for NCCL with several workers",
     "captured": "a second workspace, and what a short last batch or a validation needs beside the memory of the CUDA "
     "graph (--no-graph)",
-    "buckets": "with zero2 four of 25 MiB each, or of the largest parameter",
-    "gathered": "with fsdp what is outside of blocks, two blocks, and the gradients of one block",
+    "gathered": "with fsdp what is outside of blocks, two blocks, and the gradients of one block; with zero1 and zero2 "
+    "those gradients, and with --accumulate all weights",
 }
 
 
@@ -205,7 +205,6 @@ def _line(sizes: tuple[int, int], values: tuple[float, float], size: float) -> f
     return values[0] + slope * (size - sizes[0])
 
 
-_BUCKET_BYTES = 25 * MIB
 _WORKSPACE_BYTES = 64 * MIB
 _CONTEXT_BYTES, _NCCL_BYTES = GIB * 3 // 4, GIB // 2
 _SINGLE_WORKER_UNITS = 4  # FSDP units on one worker, which frees nothing between them
@@ -242,16 +241,14 @@ def _stage_forecast(
     is_captured = spec.graph and spec.accumulate == 1
     own = [one for one in model.parameters if stage is None or one.name in stage]
     zero, trained = spec.zero, [one for one in own if one.is_trained]
-    weights = sum(_bytes(one, one.num_bytes, spec, zero >= 3) for one in own)
-    gradients = sum(_bytes(one, one.num_bytes, spec, zero >= 2) for one in trained)
+    are_sharded = zero >= 2 or (zero == 1 and spec.accumulate == 1)  # zero1 sums gradients once in a step
+    weights = sum(_bytes(one, one.num_bytes, spec, zero >= 1) for one in own)
+    gradients = sum(_bytes(one, one.num_bytes, spec, are_sharded) for one in trained)
     state = sum(_bytes(one, one.state_bytes, spec, zero >= 1) for one in own)
     rows = sum(_bytes(one, one.num_bytes, spec, cut=True) for one in own)
     part = sum(one.num_bytes for one in own) / max(model.weight_bytes, 1)  # of the layers
     step = model.step_bytes * sum(_bytes(one, one.num_bytes, spec, zero >= 1) for one in own)
     step /= max(model.weight_bytes, 1)
-    buckets = _buckets(own, spec)
-    if zero == 1:  # buckets carry weights after a step, when no activations are left
-        step, buckets = step + buckets, 0.0
     host = 0.0
     trained_bytes = float(sum(one.num_bytes for one in trained))
     state += spec.extra_copies * trained_bytes
@@ -260,17 +257,14 @@ def _stage_forecast(
         state = step = 0.0
     if spec.offload:
         host = rows + state + sum(_bytes(one, one.num_bytes, spec, cut=True) for one in trained)
-        state, step = 0.0, step if zero == 1 else 0.0
-        if zero == 3:
-            weights = gradients = 0.0
-    gathered, falling = _gathered(own, spec) if zero == 3 else (0.0, 0.0)
+        weights = gradients = state = step = 0.0
+    gathered, falling = _gathered(own, spec) if zero else (0.0, 0.0)
     terms = {
         "weights": weights,
         "gradients": gradients,
         "state": state,
         "activations": 0.0,
         "gathered": gathered,
-        "buckets": buckets,
         "buffers": float(model.buffer_bytes),
         "data": float(spec.data_bytes),
         "workspace": float(_WORKSPACE_BYTES),
@@ -285,7 +279,7 @@ def _stage_forecast(
     load = Load(
         gradient_bytes=gradients,
         # Views of DDP's buckets, or gradients of earlier micro-batches.
-        keeps_gradients=(zero < 2 and spec.copies * spec.shard > 1) or spec.accumulate > 1 or spec.pipeline > 1,
+        keeps_gradients=(zero == 0 and spec.copies > 1) or spec.accumulate > 1 or spec.pipeline > 1,
         falling_bytes=falling,
         cast_share=0.0 if zero == 3 else part,
         share=spec.in_flight / spec.pipeline,
@@ -354,11 +348,11 @@ def _bytes(one: ParameterSize, num_bytes: float, spec: ParallelSpec, cut: bool) 
 
 
 def _gathered(own: Sequence[ParameterSize], spec: ParallelSpec) -> tuple[float, float]:
-    """Weights that FSDP has gathered: what stays, and what is freed during backward."""
+    """Weights that sharding has gathered: what stays, and what is freed during backward."""
     blocks: dict[str, float] = {}
     values: dict[str, float] = {}
     for one in own:
-        narrowed = spec.half_bytes is not None and not one.keeps_format
+        narrowed = spec.zero == 3 and spec.half_bytes is not None and not one.keeps_format
         per_value = spec.half_bytes if narrowed and spec.half_bytes else one.num_bytes / max(one.num_values, 1)
         parts = spec.tensor if one.name in spec.cut else 1
         blocks[one.block] = blocks.get(one.block, 0.0) + one.num_values * per_value / parts
@@ -366,19 +360,14 @@ def _gathered(own: Sequence[ParameterSize], spec: ParallelSpec) -> tuple[float, 
         values[one.block] = values.get(one.block, 0.0) + one.is_trained * one.num_values * (per_value + 4) / parts
     root, root_values = blocks.pop("", 0.0), values.pop("", 0.0)
     sizes, on_their_way = list(blocks.values()), list(values.values())
-    if spec.shard > 1:
+    if spec.zero < 3 and spec.accumulate > 1:
+        return root + sum(sizes) + max([*on_their_way, root_values]), 0.0
+    if spec.zero == 3 and spec.shard > 1:
         return root + 2 * max(sizes, default=0.0) + max([*on_their_way, root_values]), 0.0
     if spec.merge_blocks and sizes:
         count = -(-len(sizes) // _SINGLE_WORKER_UNITS)
         on_their_way = [sum(on_their_way[start : start + count]) for start in range(0, len(sizes), count)]
     return max([*on_their_way, root_values]), root + sum(sizes)
-
-
-def _buckets(own: Sequence[ParameterSize], spec: ParallelSpec) -> float:
-    if spec.zero not in (1, 2) or spec.shard * spec.copies == 1:
-        return 0.0
-    largest = max((one.num_bytes for one in own), default=0)
-    return float(max(_BUCKET_BYTES, largest) * (2 if spec.zero == 1 else 4))
 
 
 def gpus_needed(model: ModelSize, spec: ParallelSpec, one: Forecast) -> int | None:

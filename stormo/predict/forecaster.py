@@ -12,7 +12,7 @@ from stormo.config.plan.sharding import STAGES_PER_WORKER
 from stormo.config.schema import TrainConfig
 from stormo.data.fashion_mnist import DataNotFoundError
 from stormo.errors import SettingError, StormoError
-from stormo.parallel.halves import HALVES
+from stormo.parallel.compression import HALVES
 from stormo.predict.candidates import Candidate
 from stormo.predict.fake_tensors import FakeModel
 from stormo.predict.forecast import Forecast, MemoryCurve, ModelSize, ParallelSpec, Rows, forecast
@@ -128,7 +128,7 @@ class Forecaster:
             return None
         self._base = self._base or max(1, plan.batch_per_pass)
         layout, recomputes = plan.layout, candidate.config.sharding.checkpoint_activations
-        kind = (recomputes, layout.zero == 3, plan.channels_last, layout.mesh.tensor, layout.strategy == "hybrid")
+        kind = (recomputes, layout.zero == 3, plan.channels_last, layout.mesh.tensor, layout.spec.cuts_classifier)
         if kind not in self._curves:
             try:
                 self._curves[kind] = self._tracer.curve(
@@ -157,12 +157,12 @@ class Forecaster:
 
     def _parallel_spec(self, candidate: Candidate, plan: Plan) -> ParallelSpec:
         layout, sharding = plan.layout, candidate.config.sharding
-        mesh, strategy = layout.mesh, layout.strategy
-        per_worker = 1 if strategy == "naive" else STAGES_PER_WORKER[sharding.schedule]
+        mesh, strategy = layout.mesh, layout.spec
+        per_worker = 1 if strategy.schedule else STAGES_PER_WORKER[sharding.schedule]
         cut: frozenset[str] = frozenset()
         stages: tuple[frozenset[str], ...] = ()
         if mesh.tensor > 1:
-            cut_by = hybrid_sharded if strategy == "hybrid" else tensor_sharded
+            cut_by = hybrid_sharded if strategy.cuts_classifier else tensor_sharded
             cut = cut_by(self._task, self._fake_model.model(), mesh.tensor)
         if mesh.pipeline > 1:
             stages = pipeline_stages(self._task, self._fake_model.model(), mesh.pipeline, per_worker)
@@ -188,10 +188,10 @@ class Forecaster:
             and sharding.shard_modules is None
             and not sharding.offload,
             # local and server have no DDP buckets; in the hybrid all workers have the convolutions.
-            copies={"local": 1, "server": 1, "hybrid": mesh.tensor}.get(strategy, mesh.replicate),
-            averages_weights=strategy == "local" and layout.world_size > 1,
+            copies=(mesh.tensor if strategy.cuts_classifier else mesh.replicate) if strategy.averages_gradients else 1,
+            averages_weights=strategy.local_updates and layout.world_size > 1,
             extra_copies=_extra_copies(candidate.config, layout),
-            servers=candidate.config.workers.servers if strategy == "server" else 0,
+            servers=candidate.config.workers.servers if "servers" in strategy.options else 0,
             server_buffers=1 if candidate.config.workers.staleness else 3,
             cut=cut,
             stages=stages,
@@ -207,7 +207,7 @@ class Forecaster:
 def _extra_copies(config: TrainConfig, layout: Layout) -> int:
     """Copies of the weights for an outer step (the last average and a velocity), or PowerSGD's error feedback."""
     rate, momentum = config.optimizer.outer_lr, config.optimizer.outer_momentum
-    if layout.strategy == "local":
+    if layout.spec.local_updates:
         return 0 if (rate, momentum) == (1, 0) else 1 + (momentum != 0)
     return int(config.workers.compress == "powersgd" and layout.world_size > 1)
 

@@ -18,14 +18,14 @@ from stormo.data.batches import tensors_in
 from stormo.errors import SettingError
 from stormo.optim.own import own_optimizer
 from stormo.optim.table import make_optimizer
-from stormo.parallel.blocks import blocks_of
-from stormo.parallel.classifier import find_classifier
+from stormo.parallel.fsdp import _has_statistics
 from stormo.parallel.pipeline.orders import stages_of
 from stormo.parallel.pipeline.pieces import find_pieces
 from stormo.parallel.pipeline.split import into_stages
-from stormo.parallel.shard import _has_statistics
-from stormo.parallel.tensor import KINDS
-from stormo.parallel.tensor_plan import COLUMN, GATHERED, ROW, WHOLE_ROW, derive_plan, matched
+from stormo.parallel.tensor.hybrid import find_classifier
+from stormo.parallel.tensor.plan import COLUMN, GATHERED, ROW, WHOLE_ROW, derive_plan, matched
+from stormo.parallel.tensor.split import KINDS
+from stormo.parallel.units import blocks_of
 from stormo.predict.fake_tensors import OTHER, FakeModel, MemoryTrace, storage_of
 from stormo.predict.forecast import ModelSize, ParameterSize
 from stormo.tasks.task import Task

@@ -17,10 +17,9 @@ from torch.autograd.graph import _engine_run_backward
 from stormo.data.batches import repeat_rows, tensors_in
 from stormo.errors import StormoError
 from stormo.layers.ghost_batch_norm import convert_ghost_batch_norm
-from stormo.parallel.blocks import blocks_of
-from stormo.parallel.halves import HALVES
-from stormo.parallel.recompute import Recomputed, recompute
-from stormo.parallel.sample import sample_batch
+from stormo.parallel.compression import HALVES
+from stormo.parallel.meta_init import sample_batch
+from stormo.parallel.units import Recomputed, blocks_of, recompute
 from stormo.predict.fake_tensors import OTHER, FakeModel, GpuKernels, MemoryTrace, fuse_layers
 from stormo.predict.forecast import MemoryCurve, Rows
 from stormo.predict.model import keep_hybrid_shard, keep_tensor_shard

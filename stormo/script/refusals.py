@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stormo.errors import SettingError, counted
-from stormo.parallel.halves import HALVES
+from stormo.parallel.compression import HALVES
 from stormo.script.agreement import Agreement, call_site
 
 if TYPE_CHECKING:

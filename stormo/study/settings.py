@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from stormo.config import options
-from stormo.config.layout import OF_SEVERAL
 from stormo.config.mesh import Mesh, parse_mesh
 from stormo.config.schema import EFFECTIVE, OF_ONE_CALL, Command, TrainConfig
+from stormo.config.strategies import names
 from stormo.errors import SettingError, counted
 from stormo.launch.nodes import find_place
 from stormo.system.hardware import visible_gpus
@@ -278,7 +278,8 @@ def _needs_flag(key: str, path: str, why: str) -> SettingError:
 def _single_worker_note(config: TrainConfig) -> str:
     """Why one worker trains with the strategy single; empty where it can have what was set."""
     workers = config.workers
-    asked = f"--strategy {workers.strategy}" if workers.strategy in OF_SEVERAL else ""
+    needs_several = names(lambda row: row.least_workers > 1)
+    asked = f"--strategy {workers.strategy}" if workers.strategy in needs_several else ""
     if workers.mesh is not None:
         asked = "" if Mesh(**parse_mesh(workers.mesh)).size == 1 else f"--mesh {workers.mesh}"
     return f"strategy single, as one worker cannot have {asked}" if asked else ""

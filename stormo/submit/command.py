@@ -14,6 +14,7 @@ from stormo.config.layout import Launched, resolve_layout
 from stormo.config.plan import check_settings, resolve
 from stormo.config.plan.checks import check_run_name
 from stormo.config.schema import SECTIONS, NodeRange, TrainConfig, least_nodes
+from stormo.config.strategies import names
 from stormo.errors import SettingError
 from stormo.submit import sbatch
 from stormo.submit.script import SCRIPT, Job, render
@@ -76,7 +77,7 @@ def read_job(arguments: Sequence[str]) -> Job:
         setup=_setup(slurm),
         least_nodes=least_nodes(workers.num_nodes),
         most_nodes=int(workers.num_nodes),
-        workers_per_node=1 if workers.strategy == "dp" else per_node,
+        workers_per_node=1 if workers.strategy in names(lambda row: row.is_one_process) else per_node,
         gpus_per_node=per_node if workers.device != "cpu" else 0,
         folder=Path.cwd(),
         runs_folder=Path.cwd() / config.run.runs_folder,
@@ -124,7 +125,7 @@ def _check_training(config: TrainConfig, task_class: type[Task]) -> None:
     workers, per_node = config.workers, _workers_per_node(config)
     num_nodes = int(workers.num_nodes)
     launched = Launched(launcher="srun", world_size=per_node * num_nodes, local_size=per_node, num_nodes=num_nodes)
-    is_one = workers.strategy == "dp" or launched.world_size == 1
+    is_one = workers.strategy in names(lambda row: row.is_one_process) or launched.world_size == 1
     gpus = [] if workers.device == "cpu" else [_SOME_GPU] * per_node
     layout = resolve_layout(config, gpus, None if is_one else launched)
     check_settings(config, layout)

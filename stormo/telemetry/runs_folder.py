@@ -85,7 +85,7 @@ def find_run(folder: Path, name_or_path: str) -> RunFolder:
         raise SettingError(
             f"run {name_or_path!r} was asked for",
             "it was submitted and has not begun",
-            f"see stormo status {name_or_path}",
+            "squeue --me shows its job",
         )
     runs = list_runs(folder)
     if not runs:

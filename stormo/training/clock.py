@@ -16,7 +16,7 @@ from stormo.data.loaders import Loader
 from stormo.distributed.world import World
 from stormo.energy.keeper import Mark
 from stormo.energy.meter import MAX_ERROR
-from stormo.parallel.strategy import Strategy
+from stormo.parallel.base import Strategy
 from stormo.training.measuring import AnyKeeper
 from stormo.training.progress import Progress
 

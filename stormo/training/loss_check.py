@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from stormo.data.batches import batch_length, cut, rotated, tensors_in
 from stormo.data.loaders import Batch
 from stormo.errors import SettingError, counted
-from stormo.parallel.halves import HALVES
+from stormo.parallel.base import Strategy
+from stormo.parallel.compression import HALVES
 from stormo.parallel.pipeline.trial import trial
-from stormo.parallel.strategy import Strategy
 from stormo.tasks.metrics import held_metrics
 from stormo.tasks.task import Task
 

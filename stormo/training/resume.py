@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from stormo.config import options
-from stormo.config.mesh import PRESETS
 from stormo.config.schema import EFFECTIVE, OPTIMIZER_DEFAULTS, Change, Effective
+from stormo.config.strategies import SPECS, names
 from stormo.errors import EXIT_DIVERGED, SettingError, StormoError
 from stormo.launch.environments.torchrun import launch_id
 from stormo.system.files import is_own
@@ -56,9 +56,9 @@ SAID = frozenset(
     )
 )
 _FREE_TASK_OPTIONS = frozenset(("data_folder",))  # a task's facts tell other data
-_OWN_ALGORITHMS = frozenset(("local",))  # strategies that do not compute what one process would
+_OWN_ALGORITHMS = names(lambda row: row.local_updates)  # strategies that do not compute what one process would
 _SPREAD = ("strategy", "servers", "staleness", "mesh", "zero")
-_COPIES = frozenset(("auto", "single", "ddp"))  # strategies that take --compress
+_COPIES = names(lambda row: row.takes_compression) | {"auto"}  # strategies that take --compress
 _OF_COPIES = ("compress", "compress_rank")
 _LOCATION = ("run_name", "runs_folder", "resume")  # they say which run
 _MOST_PROCESSES = 64
@@ -201,7 +201,7 @@ def _kept_workers(before: Mapping[str, Any], in_file: Any, flags: Mapping[str, A
         kept["num_gpus"] = before["num_gpus"]
     set_now = options.left_below(in_file if isinstance(in_file, dict) else {}, flags) | dict(flags)
     strategy = before.get("strategy")
-    is_kept = strategy in _OWN_ALGORITHMS.union(PRESETS, ["server"]) or "mesh" in before
+    is_kept = "mesh" in before or (strategy in SPECS and SPECS[strategy].is_kept_on_resume)
     is_same = "strategy" not in set_now or set_now["strategy"] == strategy != "auto"
     if is_same and "mesh" not in set_now and is_kept:
         kept |= {key: before[key] for key in _SPREAD if key in before and key not in set_now}

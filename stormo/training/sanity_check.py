@@ -32,9 +32,8 @@ from stormo.data.loaders import Batch, Loader, Share
 from stormo.data.sample_check import require_same_start
 from stormo.distributed.world import World
 from stormo.errors import SettingError, counted
-from stormo.parallel.fit import is_out_of_memory
-from stormo.parallel.strategy import Strategy
-from stormo.parallel.undo import Before
+from stormo.parallel.base import Strategy
+from stormo.parallel.batch_size import StateSnapshot, is_out_of_memory
 from stormo.tasks.metrics import COUNT_OF, read_metrics
 from stormo.tasks.returned import unused_parameters
 from stormo.tasks.task import Task
@@ -133,7 +132,7 @@ def _check_types(strategy: Strategy) -> None:
 
 def _try_largest(strategy: Strategy, loader: Loader, largest: Share) -> None:
     """Take a step with the largest micro-batch, with the optimizer's state in memory, and undo it."""
-    share, before = loader.share, Before(strategy)
+    share, before = loader.share, StateSnapshot(strategy)
     loader.share = largest
     batch = next(loader.first_and_last())
     try:

@@ -48,7 +48,7 @@ from stormo.config.mesh import Mesh
 from stormo.data.order import derive_seed, seed_generators
 from stormo.distributed.world import World
 from stormo.errors import StormoError, counted
-from stormo.parallel.strategy import Strategy
+from stormo.parallel.base import Strategy
 from stormo.system.files import fits
 from stormo.training.progress import Progress
 
@@ -122,7 +122,7 @@ class RunState:
     ) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
         """This rank's generators as tensors, and all plain values on rank 0."""
         strategy = self.strategy
-        noise_scale = strategy.noise_scale.state() if strategy.noise_scale is not None else None
+        own_values = strategy.state_dict()
         random_tensors, random_json = collect_random_state()
         own = {_RANDOM + name: tensor for name, tensor in random_tensors.items()}
         sums = [float(self.loss_sum.detach().double()), float(self.num_items.detach().double())]
@@ -137,9 +137,7 @@ class RunState:
             LOSSES: [loss for _, loss, _ in gathered],
             _ITEMS: [num_items for _, _, num_items in gathered],
             BUFFERS: dict(sources),
-            "scaler": strategy.scaler_state(),
-            "noise_scale": noise_scale,
-            "stale_gradients": {str(age): number for age, number in (strategy.stale_gradients or {}).items()},
+            **own_values,
         }
 
     def take_up(self, world: World, path: Path, seed: int) -> None:
@@ -179,11 +177,7 @@ class RunState:
                 f"The checkpoint is of {counted(state['world_size'], 'worker')} that stepped by themselves: the run "
                 "resumes from the mean of their weights and of the state of their optimizers."
             )
-        if state["scaler"]:
-            strategy.scaler.load_state_dict(dict(state["scaler"]))
-        if strategy.noise_scale is not None and state.get("noise_scale"):
-            strategy.noise_scale.take(state["noise_scale"])
-        strategy.take_stale_gradients(state.get("stale_gradients", {}))
+        strategy.load_state_dict(state)
         self.progress.take(state["progress"])
         self.progress.num_resumes += 1
         if _is_same_mesh(state, world):

@@ -28,7 +28,7 @@ from stormo.errors import EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_RESUMABLE
 from stormo.launch import Lifeline, Place
 from stormo.launch.signals import StopFlag, stop_flag
 from stormo.optim.schedule import make_schedule
-from stormo.parallel.fit import find_passes
+from stormo.parallel.batch_size import find_passes
 from stormo.parallel.table import strategy_class
 from stormo.profiling.ranges import record_for_nsight
 from stormo.profiling.window import ProfileWindow

@@ -12,7 +12,8 @@ import torch
 
 from benchmarks import reshard
 from stormo.checkpoint import Snapshot
-from stormo.parallel.composed import Composed
+from stormo.parallel.base import Strategy
+from stormo.parallel.fsdp import Sharded
 
 Ranks = Callable[..., list[Any]]
 
@@ -44,9 +45,9 @@ def test_two_meshes_take_up_each_other(
 
 
 def _forgetful(world: Any, *arguments: Any) -> Any:
-    """Workers that do not hear of the rows that others have read."""
+    """Workers that compute with other weights than they have read."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Composed, "parts_changed", lambda self: None)
+        patch.setattr(Sharded, "forward_backward", lambda self, batch: 2 * Strategy.forward_backward(self, batch))
         return reshard.restore_and_save(world, *arguments)
 
 

@@ -12,7 +12,7 @@ from stormo.checkpoint.reader import Reader, ReadItem
 from stormo.config.mesh import Mesh
 from stormo.distributed.world import World
 from stormo.optim.novograd import NovoGrad
-from stormo.parallel.parts import Part, chunk
+from stormo.parallel.parameter_shards import Part, chunk
 
 MESHES: dict[str, Mesh] = {
     "one": Mesh(),
@@ -50,11 +50,10 @@ class FakeSpread:
 
     is_spread = saves_apart = True
     steps_alone = False
-    noise_scale = low_rank = None
-    stale_gradients = None
+    low_rank = None
 
-    def take_stale_gradients(self, counts: object) -> None:
-        """There are none."""
+    def load_state_dict(self, state: object) -> None:
+        """There is none."""
 
     def __init__(self, world: World, mesh: str, optimizer: str = "adamw", module: nn.Module | None = None) -> None:
         world.arrange(MESHES[mesh])
@@ -138,8 +137,8 @@ class FakeSpread:
             if name == "table" or self.world.grid.at["pipeline"] == 0:
                 yield name, buffer
 
-    def scaler_state(self) -> dict[str, float]:
-        return {}
+    def state_dict(self) -> dict[str, Any]:
+        return {"scaler": {}, "noise_scale": None, "stale_gradients": {}}
 
 
 def _keys(values: State, name: str) -> list[tuple[str, Tensor]]:

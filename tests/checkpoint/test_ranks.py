@@ -37,7 +37,7 @@ from stormo.checkpoint.index import StoredChunk
 from stormo.checkpoint.writer import write_file
 from stormo.distributed.world import World
 from stormo.errors import SettingError, StormoError
-from stormo.parallel.parts import Part
+from stormo.parallel.parameter_shards import Part
 from stormo.training.progress import Progress
 from stormo.training.state import RunState
 from tests.checkpoint.fake_spread import MESHES, FakeSpread, Model, read_chunk, read_tensor, require_whole, whole_values

@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from stormo.config.mesh import AXES, Mesh, mesh_of, parse_mesh, preset_mesh
+from stormo.config.strategies import SPECS
 from stormo.errors import SettingError
 
 
@@ -45,11 +46,11 @@ def test_a_mesh_that_cannot_be_is_answered_with_its_arithmetic(text: str, world_
 
 
 def test_presets_give_all_workers_to_their_axis() -> None:
-    assert preset_mesh("fsdp", 8, 4)[0] == Mesh(shard=8)
-    assert preset_mesh("zero1", 3, 3)[0] == Mesh(shard=3)
-    assert preset_mesh("hsdp", 8, 4)[0] == Mesh(replicate=2, shard=4)
-    assert preset_mesh("pipeline", 2, 2)[0] == preset_mesh("naive", 2, 2)[0] == Mesh(pipeline=2)
-    assert preset_mesh("tensor", 2, 2)[0] == preset_mesh("hybrid", 2, 2)[0] == Mesh(tensor=2)
+    assert preset_mesh(SPECS["fsdp"], 8, 4) == Mesh(shard=8)
+    assert preset_mesh(SPECS["zero1"], 3, 3) == Mesh(shard=3)
+    assert preset_mesh(SPECS["hsdp"], 8, 4) == Mesh(replicate=2, shard=4)
+    assert preset_mesh(SPECS["pipeline"], 2, 2) == preset_mesh(SPECS["naive"], 2, 2) == Mesh(pipeline=2)
+    assert preset_mesh(SPECS["tensor"], 2, 2) == preset_mesh(SPECS["hybrid"], 2, 2) == Mesh(tensor=2)
 
 
 @pytest.mark.parametrize(
@@ -57,4 +58,4 @@ def test_presets_give_all_workers_to_their_axis() -> None:
 )
 def test_hsdp_needs_equal_nodes(world_size: int, per_node: int, why: str) -> None:
     with pytest.raises(SettingError, match=why):
-        preset_mesh("hsdp", world_size, per_node)
+        preset_mesh(SPECS["hsdp"], world_size, per_node)

@@ -103,6 +103,7 @@ def test_the_formula_is_what_the_schedule_comes_to(schedule: str) -> None:
         ({"strategy": "naive", "micro_batches": 2}, "naive sends a whole pass"),
         ({"strategy": "naive", "schedule": "gpipe"}, "one order"),
         ({"strategy": "pipeline", "schedule": "zero-bubble", "compile": True}, "the two halves of backward"),
+        ({"mesh": "pipeline=2,shard=2", "zero": 1, "schedule": "zero-bubble", "num_gpus": 4}, "torch's sharding sums"),
         (
             {"strategy": "pipeline", "batch_size": 32, "micro_batches": 5},
             "a pass of 32 samples cannot be cut into 5 equal parts; set one of 1, 2, 4, 8, 16, 32",

@@ -320,7 +320,7 @@ def test_no_compiler_is_loaded_for_a_run_that_does_not_compile() -> None:
         "import sys\nimport torch\nfrom stormo.config import schema\n"
         "from stormo.optim.table import OPTIMIZERS, make_optimizer\n"
         "from stormo.optim.own import own_optimizer\n"
-        "from stormo.parallel.replicate import replica\n"
+        "from stormo.parallel.ddp import replica\n"
         "torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)\n"
         "for name in OPTIMIZERS:\n"
         "    model = replica(torch.nn.Linear(2, 2))\n"

@@ -12,7 +12,7 @@ import pytest
 from stormo import checkpoint
 from stormo.distributed.world import World
 from tests.optim.layers import KINDS
-from tests.parallel.test_overflow import _two_steps
+from tests.parallel.test_base import _two_steps
 from tests.tiny_run import arrays, assert_same_bits, build, optimizer_arrays, steps
 
 OPTIONS: dict[str, Any] = {"num_train": 40, "dropout": 0.0, "norm": False}

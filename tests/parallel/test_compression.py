@@ -14,12 +14,10 @@ from torch import Tensor, nn
 
 from stormo.distributed.world import World
 from stormo.errors import SettingError
-from stormo.parallel.compression import Parcel, Wire
-from stormo.parallel.halves import Halves
-from stormo.parallel.low_rank import LowRank, orthonormalise
-from stormo.parallel.replicate import Replicate
+from stormo.parallel.compression import GradBucket, HalfPrecision, PowerSgd, Wire, orthonormalise
+from stormo.parallel.ddp import Ddp
+from tests.parallel.test_base import SparseLayer
 from tests.parallel.test_server import Odd
-from tests.parallel.test_sparse import SparseLayer
 from tests.tiny_run import Parts, arrays, assert_same_bits, build, save, steps, whole_state
 from tests.tiny_task import Tiny
 
@@ -37,7 +35,7 @@ def _wire(world: World) -> Wire:
 
 def _halved(world: World, dtype: torch.dtype, parts: list[Tensor]) -> Tensor:
     flat = parts[world.rank].clone()
-    Halves(dtype).exchange(Parcel(flat=flat, gradients=[], parameters=[]), _wire(world))
+    HalfPrecision(dtype).exchange(GradBucket(flat=flat, gradients=[], parameters=[]), _wire(world))
     return flat
 
 
@@ -104,12 +102,12 @@ def _gradients(rank: int, step: int) -> dict[str, Tensor]:
 def _sent(world: World, num_steps: int, rank: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     torch.set_default_dtype(torch.float64)
     module = _Pair()
-    method, wire, found = LowRank(module, rank, seed=3), _wire(world), []
+    method, wire, found = PowerSgd(module, rank, seed=3), _wire(world), []
     for step in range(num_steps):
         own = _gradients(world.rank, step)
         gradients = [own[name].clone() for name, _ in module.named_parameters()]
         flat = torch.zeros(0)
-        method.exchange(Parcel(flat=flat, gradients=gradients, parameters=list(module.parameters())), wire)
+        method.exchange(GradBucket(flat=flat, gradients=gradients, parameters=list(module.parameters())), wire)
         found.append(arrays((name, g) for (name, _), g in zip(module.named_parameters(), gradients, strict=True)))
     return found, arrays(method.errors.items())
 
@@ -117,7 +115,7 @@ def _sent(world: World, num_steps: int, rank: int) -> tuple[list[dict[str, Any]]
 def _transcribed(num_workers: int, num_steps: int, rank: int) -> list[dict[str, Tensor]]:
     """The paper's algorithm for all workers at once, by a QR decomposition."""
     torch.set_default_dtype(torch.float64)
-    bases = {name: basis.clone() for name, basis in LowRank(_Pair(), rank, seed=3).bases.items()}
+    bases = {name: basis.clone() for name, basis in PowerSgd(_Pair(), rank, seed=3).bases.items()}
     assert set(bases) == {"wide", "turned"}
     errors = {name: [torch.zeros(())] * num_workers for name in bases}
     found = []
@@ -158,13 +156,13 @@ def test_low_rank_is_the_power_iteration_of_the_paper_and_loses_nothing(run_rank
 def _of_one_direction(world: World) -> tuple[Any, Any, Any]:
     torch.set_default_dtype(torch.float64)
     module = nn.Linear(20, 30, bias=False)
-    method, wire = LowRank(module, 3, seed=0), _wire(world)
+    method, wire = PowerSgd(module, 3, seed=0), _wire(world)
     generator = torch.Generator().manual_seed(1)  # the same directions on both
     left, right = torch.randn(30, 1, generator=generator), torch.randn(1, 20, generator=generator)
     found = []
     for gradient in (torch.zeros(30, 20), (1 + world.rank) * left @ right, (2 - world.rank) * left @ right):
-        parcel = Parcel(flat=torch.zeros(0), gradients=[gradient], parameters=[module.weight])
-        method.exchange(parcel, wire)
+        bucket = GradBucket(flat=torch.zeros(0), gradients=[gradient], parameters=[module.weight])
+        method.exchange(bucket, wire)
         found.append(gradient.numpy().copy())
     return found, (3 * left @ right).numpy(), method.errors["weight"].abs().max().item()
 
@@ -180,11 +178,11 @@ def test_what_has_less_than_the_rank_travels_whole_also_after_a_step_without_gra
 def _skipped(world: World) -> list[Any]:
     torch.set_default_dtype(torch.float64)
     module = nn.Linear(20, 30, bias=False)
-    method, wire, found = LowRank(module, 1, seed=0), _wire(world), []
+    method, wire, found = PowerSgd(module, 1, seed=0), _wire(world), []
     gradient = torch.randn(30, 20, generator=torch.Generator().manual_seed(1))
     for factor in (1 - world.rank, 0, world.rank):  # used by the first worker, by none, by the second
         sent = factor * gradient
-        method.exchange(Parcel(flat=torch.zeros(0), gradients=[sent], parameters=[module.weight]), wire)
+        method.exchange(GradBucket(flat=torch.zeros(0), gradients=[sent], parameters=[module.weight]), wire)
         found.append([each.numpy().copy() for each in (sent, method.errors["weight"], method.bases["weight"])])
     return found
 
@@ -286,7 +284,7 @@ def test_low_rank_is_the_same_however_weights_lie_in_memory(run_ranks: Ranks) ->
 
 def _failed(world: World) -> str:
     parts = build(world, OPTIONS, global_batch_size=16, compress="bf16")
-    assert isinstance(parts.strategy, Replicate)
+    assert isinstance(parts.strategy, Ddp)
     assert parts.strategy._compression is not None
     parts.strategy._compression._method = _Failing()
     with pytest.raises(LookupError) as failure:
@@ -295,7 +293,7 @@ def _failed(world: World) -> str:
 
 
 class _Failing:
-    def exchange(self, parcel: Parcel, wire: Wire) -> None:
+    def exchange(self, bucket: GradBucket, wire: Wire) -> None:
         raise LookupError("it went wrong")
 
 
@@ -364,7 +362,7 @@ def _whole_and_resumed(world: World, folder: str, flags: dict[str, Any]) -> tupl
     resumed = build(world, OPTIONS, global_batch_size=16, **flags)
     resumed.state.take_up(world, Path(path), 0)
     resumed.strategy.warm_up(resumed.loader)  # passes of no step
-    assert isinstance(resumed.strategy, Replicate)
+    assert isinstance(resumed.strategy, Ddp)
     assert_same_bits(_kept(resumed), kept)
     losses_again = steps(resumed, 4)
     return losses, losses_again, {**whole_state(whole), **_kept(whole)}, {**whole_state(resumed), **_kept(resumed)}

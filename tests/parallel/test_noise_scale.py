@@ -20,7 +20,7 @@ from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.launch import alone
 from stormo.optim.noise_scale import NUM_MOMENTS
-from stormo.parallel.noise_scale import total_norm
+from stormo.parallel.gradient_noise import total_norm
 from tests.tiny_run import assert_same_bits, build, steps, whole_state
 from tests.tiny_task import Tiny
 

@@ -21,9 +21,8 @@ from stormo.config.plan.servers import most_stale
 from stormo.distributed.store import PeerFailedError
 from stormo.distributed.world import World
 from stormo.errors import SettingError
-from stormo.parallel.parcels import Parcel, deal
 from stormo.parallel.server import Server
-from stormo.parallel.serving import AsTheyCome
+from stormo.parallel.server_transport import AsyncServer, ServerMessage, deal
 from stormo.tasks.task import Task
 from stormo.telemetry.record import EpochDone
 from stormo.training.loop import Outcome, train
@@ -164,12 +163,12 @@ def _run_apart(world: World, servers: int) -> dict[str, Any]:
     strategy = run.parts.strategy
     assert isinstance(strategy, Server)
     server = strategy._server
-    if isinstance(server, AsTheyCome):
+    if isinstance(server, AsyncServer):
         step_with = server._step_with
 
-        def noted(rank: int, parcel: Parcel) -> None:
+        def noted(rank: int, message: ServerMessage) -> None:
             applied.append(rank)
-            step_with(rank, parcel)
+            step_with(rank, message)
 
         server._step_with = noted  # type: ignore[method-assign]
     return {
@@ -217,9 +216,9 @@ def _breaks(world: World, is_other_gone: bool) -> None:
     strategy = run.parts.strategy
     assert isinstance(strategy, Server)
     server, wait = strategy._server, strategy._post.wait
-    if isinstance(server, AsTheyCome):
+    if isinstance(server, AsyncServer):
 
-        def fails(rank: int, parcel: Parcel) -> None:
+        def fails(rank: int, message: ServerMessage) -> None:
             if rank:
                 raise ValueError("a step that fails on purpose")
 
@@ -286,7 +285,7 @@ def test_tensors_are_dealt_evenly_by_their_bytes_and_none_is_cut() -> None:
 
 def test_a_parcel_carries_tensors_of_any_type_and_what_is_missing() -> None:
     tensors = [torch.randn(3, 5), torch.randn((), dtype=torch.float64), torch.randn(7).bfloat16(), torch.randn(0, 2)]
-    sent, got = Parcel(tensors), Parcel(tensors)
+    sent, got = ServerMessage(tensors), ServerMessage(tensors)
     sent.pack([*tensors[:2], None, tensors[3]], 0.25)
     got.take(sent)
     assert (got.number, got.mark) == (0.25, 0)

@@ -58,8 +58,12 @@ def test_weights_gradients_and_state_are_those_of_zero(zero: int, shard: int) ->
     terms = held(ParallelSpec(num_workers=shard, shard=shard if zero else 1, zero=zero)).terms
     parts = shard if zero else 1
     assert terms["state"] == 8 * TOTAL / parts
-    assert terms["gradients"] == 4 * TOTAL / (parts if zero >= 2 else 1)
-    assert terms["weights"] == 4 * TOTAL / (parts if zero == 3 else 1)
+    assert terms["gradients"] == 4 * TOTAL / parts
+    assert terms["weights"] == 4 * TOTAL / parts
+    again = held(ParallelSpec(num_workers=shard, shard=parts, zero=zero, accumulate=2)).terms
+    assert again["gradients"] == 4 * TOTAL / (parts if zero >= 2 else 1)
+    if zero in (1, 2):
+        assert again["gathered"] == 4 * TOTAL + 8 * VALUES  # all weights, and the gradients of a block
 
 
 def test_a_pass_counts_at_its_worst_moment() -> None:
@@ -170,7 +174,8 @@ def test_without_a_pass_the_rest_is_known() -> None:
 def test_what_a_step_or_a_validation_needs_counts_where_it_is_more() -> None:
     model = ModelSize(parameters=MODEL.parameters, buffer_bytes=0, step_bytes=8 * TOTAL, optimizer="LAMB")
     assert forecast(model, ParallelSpec(), CURVE, GIB).terms["activations"] == 8 * TOTAL
-    bucketed = held(ParallelSpec(num_workers=2, shard=2, zero=1, batch=0))
-    assert bucketed.terms["activations"] == max(2 * 4 * VALUES, 2 * TOTAL)  # in which weights travel after the step
+    gathered = held(ParallelSpec(num_workers=2, shard=2, zero=1, batch=0))
+    # When backward begins: whole weights, and their copies in 16 bits; all gradients are still to come.
+    assert gathered.terms["activations"] == 4 * TOTAL + 2 * TOTAL - 2 * TOTAL
     judged = forecast(MODEL, ParallelSpec(), CURVE, GIB, [(9 * TOTAL, TOTAL, 0)])
     assert judged.terms["activations"] == (9 + 1 - 4) * TOTAL

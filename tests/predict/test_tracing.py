@@ -11,8 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from stormo.data.batches import repeat_rows, tensors_in
 from stormo.layers.norm_act import NormAct
-from stormo.parallel.blocks import blocks_of
-from stormo.parallel.recompute import recompute
+from stormo.parallel.units import blocks_of, recompute
 from stormo.predict.fake_tensors import FakeModel, MemoryTrace
 from stormo.predict.forecast import Load
 from stormo.predict.tracing import Tracer, UntraceableError, few_samples, forbid_fetching

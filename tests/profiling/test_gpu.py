@@ -16,7 +16,7 @@ from stormo.data.loaders import Batch
 from stormo.data.order import Pass
 from stormo.distributed.world import World
 from stormo.launch import alone
-from stormo.parallel.exposed import ExposedWait
+from stormo.parallel.ddp import ExposedWait
 from stormo.profiling.ranges import range_of
 from stormo.profiling.window import ProfileWindow
 

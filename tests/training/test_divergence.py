@@ -24,7 +24,7 @@ from stormo.errors import SettingError
 from stormo.launch import alone
 from stormo.launch.signals import StopFlag
 from stormo.optim.schedule import make_schedule
-from stormo.parallel.graph import _no_synchronisation as no_synchronisation
+from stormo.parallel.cuda_graph import _no_synchronisation as no_synchronisation
 from stormo.profiling.window import ProfileWindow
 from stormo.system.process import SetUp
 from stormo.telemetry.console import PlainConsole

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Set
 from typing import Any
 
-from stormo.config.mesh import ZERO_STAGES
 from stormo.config.schema import NESTEROV_OPTIMIZERS, OPTIMIZER_DEFAULTS
+from stormo.config.strategies import names, with_option
 
 Settings = Mapping[str, Any]
 
@@ -40,7 +40,7 @@ def _spread(*strategies: str, axis: str | None = None) -> Callable[[Settings], b
 
 def _has_units(settings: Settings) -> bool:
     """Whether modules are named for something: shards, activations that are computed again, parts that are compiled."""
-    is_sharded = _spread("fsdp", "hsdp", axis="shard")(settings)
+    is_sharded = _spread(*names(lambda row: row.zero == 3), axis="shard")(settings)
     return bool(is_sharded or settings.get("checkpoint_activations") or settings.get("compile"))
 
 
@@ -49,15 +49,15 @@ _ALWAYS = ("offload", "shard_modules", "ghost_batch_size", "max_batch_size", "ne
 # What is refused even where nobody has named it now, or, of some, beside what.
 _REFUSED_UNASKED: dict[str, Callable[[Settings], bool]] = {
     **dict.fromkeys(_ALWAYS, lambda settings: True),
-    "micro_batches": _is("strategy", "naive"),
+    "micro_batches": _is("strategy", *names(lambda row: row.schedule)),
 }
 # Settings that only some choices have: which settings make the choice, and whether it is one of these.
 _OF_A_CHOICE: dict[str, tuple[tuple[str, ...], Callable[[Settings], bool]]] = {
-    **dict.fromkeys(("servers", "staleness"), (_HOW, _spread("server"))),
-    **dict.fromkeys(("average_every", "outer_lr", "outer_momentum"), (_HOW, _spread("local"))),
-    **dict.fromkeys(("schedule", "micro_batches"), (_HOW, _spread("pipeline", axis="pipeline"))),
+    **dict.fromkeys(("servers", "staleness"), (_HOW, _spread(*with_option("servers")))),
+    **dict.fromkeys(("average_every", "outer_lr", "outer_momentum"), (_HOW, _spread(*with_option("average_every")))),
+    **dict.fromkeys(("schedule", "micro_batches"), (_HOW, _spread(*with_option("schedule"), axis="pipeline"))),
     "zero": (_HOW, _spread(axis="shard")),
-    "offload": (_HOW, _spread(*ZERO_STAGES, axis="shard")),
+    "offload": (_HOW, _spread(*names(lambda row: row.zero), axis="shard")),
     "shard_modules": ((*_HOW, "checkpoint_activations", "compile"), _has_units),
     "compress_rank": (("compress",), _is("compress", "powersgd")),
     "ghost_batch_size": (("sync_batch_norm",), _is("sync_batch_norm", False, None)),

@@ -17,7 +17,7 @@ _OWN = ("average_every", "outer_lr", "outer_momentum")
 def check_averaging(config: TrainConfig, layout: Layout) -> None:
     """Refuse what workers that step by themselves cannot have, and what only they have."""
     optimizer = config.optimizer
-    if layout.strategy != "local":
+    if not layout.spec.local_updates:
         for name in sorted({*_OWN} & config.given):
             raise SettingError(
                 f"--{name.replace('_', '-')} {getattr(optimizer, name)} was set with strategy {layout.strategy}",
@@ -47,7 +47,7 @@ def choose_averaging(
     config: TrainConfig, layout: Layout, stages: Sequence[Stage], steps_per_epoch: int
 ) -> tuple[Every | None, dict[str, str]]:
     """How often weights are averaged, None where they are not, and a line of the explanation."""
-    if layout.strategy != "local":
+    if not layout.spec.local_updates:
         return None, {}
     asked = config.optimizer.average_every
     total = num_steps(stages, config.stop.epochs)

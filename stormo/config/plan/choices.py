@@ -8,6 +8,7 @@ from stormo.config.layout import Layout
 from stormo.config.plan.every import read_every
 from stormo.config.plan.facts import Facts
 from stormo.config.schema import TrainConfig
+from stormo.config.strategies import with_option
 from stormo.errors import SettingError, counted
 from stormo.system.hardware import peak_tflops
 
@@ -37,7 +38,7 @@ def choose_precision(config: TrainConfig, layout: Layout) -> tuple[str, str]:
     if gpu.has_bf16:
         return "bf16", f"fast on {gpu.name}{speed}, range of fp32; weights stay fp32"
     # On one worker too, for now.
-    takers = "servers take" * (config.workers.strategy == "server") or (
+    takers = "servers take" * (config.workers.strategy in with_option("servers")) or (
         "PowerSGD takes" * (config.workers.compress == "powersgd")
     )
     if gpu.has_fp16_matrix_units and takers:
@@ -105,14 +106,14 @@ def choose_graph(
     if asked is False:
         return False, "as set"
     single = f"only strategy single is captured and it is {layout.strategy}", "set --strategy single"
-    if layout.world_size > 1 and layout.strategy != "local":
+    if layout.world_size > 1 and not layout.spec.local_updates:
         single = f"{layout.world_size} workers exchange gradients during a step", "leave it out, or set --num-gpus 1"
     is_auto = config.batch.batch_size == "auto"
     # What stands against it, why, and what to set instead; the first one holds.
     obstacles = (
         (layout.device_type == "cpu", "a CUDA graph runs on a GPU and the workers run on CPUs", "leave it out"),
         (layout.is_spread, "workers that share a model speak with each other during a step", "leave it out"),
-        (layout.strategy != "single", *single),
+        (not layout.spec.takes_cuda_graph, *single),
         (
             config.batch.grow_batch is not None,
             "one size of batch is replayed and it is to grow",

@@ -25,7 +25,7 @@ def check_compression(config: TrainConfig, layout: Layout) -> None:
     if method == "none":
         return
     at_least("--compress-rank", rank, 1)
-    if layout.strategy not in ("single", "ddp"):
+    if not layout.spec.takes_compression:
         raise SettingError(
             f"--compress {method} was set with strategy {layout.strategy}",
             "it is for copies of the model, which send their whole gradients to one another",

@@ -85,13 +85,9 @@ def choose_noise_scale(
 
 def _noise_obstacle(config: TrainConfig, layout: Layout) -> tuple[str, str, str] | None:
     """With what it cannot be measured, why, and what to set instead."""
-    if layout.strategy == "local":
-        return " with --strategy local", "workers that step by themselves never bring their gradients together", _DDP
-    if layout.strategy == "server":
-        reason = "gradients are brought together by servers, each of which sees its own part of them alone"
-        return " with --strategy server", reason, _DDP
-    if layout.is_spread:
-        return "", "a model that is spread has no gradient of one worker's samples to compare", _DDP
+    if layout.spec.no_noise_scale:
+        said = "" if layout.is_spread else f" with --strategy {layout.strategy}"
+        return said, layout.spec.no_noise_scale, _DDP
     if config.workers.compress == "powersgd" and layout.world_size > 1:
         reason = "what travels of the gradients is not their mean, against which each would be held"
         return " with --compress powersgd", reason, "--compress bf16"

@@ -34,7 +34,7 @@ def one_worker_line(
     num_sharers = layout.data_size * layout.devices_per_worker
     if num_sharers == 1:
         return {}
-    if layout.strategy == "local" or (layout.strategy == "server" and config.workers.staleness):
+    if layout.spec.local_updates or ("staleness" in layout.spec.options and config.workers.staleness):
         return {LABEL: f"no: strategy {layout.strategy} is another algorithm than one worker's steps"}
     if loss_reduction == "local":
         return {LABEL: "no: the task's loss_reduction is \"local\", a loss of each worker's own samples"}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from stormo.config.layout import Layout
 from stormo.config.schema import TrainConfig
+from stormo.config.strategies import with_option
 from stormo.errors import SettingError
 
 
 def check_servers(config: TrainConfig, layout: Layout) -> None:
     """Refuse what servers cannot have, and what only they have."""
     workers = config.workers
-    if workers.strategy != "server":
+    if workers.strategy not in with_option("servers"):
         for name in sorted({"servers", "staleness"} & config.given):
             raise SettingError(
                 f"--{name} {getattr(workers, name)} was set with strategy {layout.strategy}",
@@ -20,7 +21,7 @@ def check_servers(config: TrainConfig, layout: Layout) -> None:
         return
     if config.speed.precision == "fp16":
         raise SettingError(
-            "--precision fp16 was set with --strategy server",
+            f"--precision fp16 was set with --strategy {workers.strategy}",
             "losses would be scaled, and each server would judge by itself whether that has overflowed",
             "set --precision bf16 or fp32, or --strategy ddp",
         )

@@ -65,19 +65,25 @@ def _check_pipeline(config: TrainConfig, layout: Layout) -> None:
             "it is put on the output of the whole model, which a pipeline computes in micro-batches",
             "leave it out, or set --strategy fsdp",
         )
-    if layout.strategy == "naive" and (sharding.micro_batches or 1) > 1:
+    if layout.spec.schedule and (sharding.micro_batches or 1) > 1:
         raise SettingError(
-            f"--micro-batches {sharding.micro_batches} was set with --strategy naive",
-            "naive sends a whole pass from layer to layer",
+            f"--micro-batches {sharding.micro_batches} was set with --strategy {layout.strategy}",
+            f"{layout.strategy} sends a whole pass from layer to layer",
             "set --strategy pipeline, or leave it out",
         )
-    if layout.strategy == "naive" and "schedule" in config.given:
+    if layout.spec.schedule and "schedule" in config.given:
         raise SettingError(
-            f"--schedule {sharding.schedule} was set with --strategy naive",
-            "naive has one micro-batch and so one order",
+            f"--schedule {sharding.schedule} was set with --strategy {layout.strategy}",
+            f"{layout.strategy} has one micro-batch and so one order",
             "set --strategy pipeline, or leave it out",
         )
-    if sharding.checkpoint_activations and sharding.schedule == "zero-bubble" and layout.strategy != "naive":
+    if layout.zero and sharding.schedule == "zero-bubble":
+        raise SettingError(
+            "--schedule zero-bubble was set with the axis shard",
+            "it takes the gradients of weights apart from backward, in which torch's sharding sums them",
+            "leave out the axis shard, or set another --schedule",
+        )
+    if sharding.checkpoint_activations and sharding.schedule == "zero-bubble" and not layout.spec.schedule:
         raise SettingError(
             "--checkpoint-activations was set with --schedule zero-bubble",
             "it takes the gradients of weights one by one and would compute a block again for each",
@@ -94,7 +100,7 @@ def _check_pipeline(config: TrainConfig, layout: Layout) -> None:
 def choose_micro_batches(config: TrainConfig, layout: Layout, pass_samples: int) -> int:
     """Parts of a pass in a pipeline, all of one size; 1 without a pipeline."""
     stages, asked = layout.mesh.pipeline, config.sharding.micro_batches
-    if stages == 1 or layout.strategy == "naive":
+    if stages == 1 or layout.spec.schedule:
         return 1
     is_looped = STAGES_PER_WORKER[config.sharding.schedule] > 1
     unit = stages if is_looped else 1  # such schedules go through the workers in full rounds
@@ -137,11 +143,11 @@ def sharding_lines(config: TrainConfig, layout: Layout, pass_samples: int, micro
     """Lines of the explanation, where there is something to explain."""
     lines, sharding, stages = list[tuple[str, str]](), config.sharding, layout.mesh.pipeline
     if stages > 1:
-        schedule = "naive" if layout.strategy == "naive" else sharding.schedule
-        per_worker = 1 if schedule == "naive" else STAGES_PER_WORKER[schedule]
+        schedule = layout.spec.schedule or sharding.schedule
+        per_worker = 1 if layout.spec.schedule else STAGES_PER_WORKER[schedule]
         text = f"{counted(stages * per_worker, 'stage')} on {counted(stages, 'worker')}, {schedule}, "
         text += f"{micro_batches} × {counted(-(-pass_samples // micro_batches), 'sample')} a pass"
-        bubble = even_bubble("gpipe" if schedule == "naive" else schedule, stages, micro_batches)
+        bubble = even_bubble("gpipe" if layout.spec.schedule else schedule, stages, micro_batches)
         if bubble is not None:
             below = f"{per_worker} × {micro_batches}" if per_worker > 1 else f"{micro_batches}"
             text += f"; bubble {bubble:.0%} = ({stages} - 1) / ({below} + {stages} - 1)"
@@ -149,6 +155,6 @@ def sharding_lines(config: TrainConfig, layout: Layout, pass_samples: int, micro
     if sharding.checkpoint_activations:
         lines.append(("activations", "computed again in backward, block by block"))
     if sharding.offload:
-        kept = "weights, gradients" if layout.zero == 3 else "the stepped copy of the weights, gradients"
-        lines.append(("offload", f"{kept} and optimizer state of the shards are kept in host memory and stepped there"))
+        kept = "weights, gradients and optimizer state of the shards"
+        lines.append(("offload", f"{kept} are kept in host memory and stepped there"))
     return lines

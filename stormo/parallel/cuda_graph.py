@@ -1,0 +1,235 @@
+"""Forward, loss and backward of a full micro-batch as one CUDA graph: recorded once, replayed without Python.
+
+A replay reads static inputs, writes (never adds) static gradients, and draws new random numbers from the device's
+generator. What happens on the host happens once, at the capture: a task for which that would show is refused.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import traceback
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+_NOT_A_PLACE = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_PLAIN = (bool, int, float, str, type(None))
+_CONTAINERS = (list, dict, set, deque)
+
+RunPass = Callable[[Any], Tensor]  # forward and backward of a batch's data; returns the detached loss
+
+
+class CaptureRefusedError(Exception):
+    """Why a micro-batch cannot be a CUDA graph, as the end of a sentence."""
+
+
+class MicroBatchGraph:
+    """A captured micro-batch."""
+
+    def __init__(
+        self,
+        graph: torch.cuda.CUDAGraph,
+        inputs: Sequence[Tensor],
+        structure: TreeSpec,
+        loss: Tensor,
+        parameters: Sequence[nn.Parameter],
+    ) -> None:
+        self._graph = graph
+        self._inputs = tuple(inputs)
+        self._structure = structure
+        self._loss = loss
+        # LocalParameter here, so that clearing `grad` after a step does not free what the next replay writes.
+        self._gradients = tuple((p, p.grad) for p in parameters if p.grad is not None)
+
+    def replay(self, data: Any) -> Tensor | None:
+        """Set the gradients of this batch and return its loss; None, and nothing done, for a batch of another shape."""
+        leaves, structure = tree_flatten(data)
+        if structure != self._structure or not all(map(_is_alike, leaves, self._inputs)):
+            return None
+        for static, leaf in zip(self._inputs, leaves, strict=True):
+            static.copy_(leaf)
+        self._graph.replay()
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        return self._loss.clone()  # the next replay overwrites it
+
+
+def _is_alike(leaf: Any, static: Tensor) -> bool:
+    return (
+        isinstance(leaf, Tensor)
+        and leaf.shape == static.shape
+        and leaf.dtype == static.dtype
+        and leaf.device == static.device
+    )
+
+
+def capture(run_pass: RunPass, data: Any, module: nn.Module, owners: Mapping[str, Any]) -> MicroBatchGraph:
+    """Record a pass over a batch like this one; `CaptureRefusedError` where that cannot be, with the process unharmed.
+
+    It moves buffers and random generators as three passes do, which the caller undoes.
+
+    Args:
+        run_pass: as it runs in a step; it must add to `grad` where there is one.
+        data: a batch on the device.
+        module: its parameters get the gradients.
+        owners: objects whose plain attributes a pass must leave as they are, by name.
+    """
+    leaves, structure = tree_flatten(data)
+    for leaf in leaves:
+        _check_leaf(leaf)
+    if not leaves:
+        raise CaptureRefusedError("a batch holds no tensor")
+    device = leaves[0].device
+    inputs = [leaf.clone() for leaf in leaves]
+    static = tree_unflatten(inputs, structure)
+    parameters = list(module.parameters())
+    main, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    side.wait_stream(main)
+    torch.cuda.empty_cache()  # a stream does not take what another has left: a whole pass would be held twice
+    try:
+        with torch.cuda.stream(side):
+            run_pass(static)  # whatever is made at first use is made now: handles, workspaces, tuned kernels
+            _rehearse(run_pass, static, {"model": module, **owners})
+            clear_gradients(parameters)  # so that the captured pass writes gradients instead of adding to some
+            graph, loss = _record(run_pass, static, device)
+        return MicroBatchGraph(graph, inputs, structure, loss, parameters)
+    except CaptureRefusedError:
+        raise
+    except Exception as error:
+        raise CaptureRefusedError(_reason(error)) from None
+    finally:
+        main.wait_stream(side)
+        clear_gradients(parameters)
+
+
+def clear_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Let go of all gradients."""
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def _check_leaf(leaf: Any) -> None:
+    if not isinstance(leaf, Tensor):
+        raise CaptureRefusedError(f"a batch holds a value of type {type(leaf).__name__}, which a replay would freeze")
+    if leaf.device.type != "cuda":
+        raise CaptureRefusedError(f"a batch holds a tensor on the {leaf.device.type}")
+    if leaf.requires_grad:
+        raise CaptureRefusedError("a batch holds a tensor that needs a gradient of its own")
+
+
+def _rehearse(run_pass: RunPass, data: Any, owners: Mapping[str, Any]) -> None:
+    """Run a pass and see whether the host took part in it: torch does not recover well from a capture that fails."""
+    before = host_state(owners)
+    with _no_synchronisation():
+        loss = run_pass(data)
+    after = host_state(owners)
+    changed = sorted(name for name in before.keys() | after.keys() if _differ(before.get(name), after.get(name)))
+    if changed:
+        raise CaptureRefusedError(f"a pass changes {', '.join(changed[:3])} on the host, which a replay would not")
+    if loss.device.type != "cuda":
+        raise CaptureRefusedError(f"the loss is a tensor on the {loss.device.type}")
+
+
+def _differ(first: Any, second: Any) -> bool:
+    return first is not second and bool(first != second)  # a NaN is equal to itself here
+
+
+def host_state(owners: Mapping[str, Any]) -> dict[str, Any]:
+    """What a pass may change without the device: the host's generators, and counters and the like in its objects."""
+    numpy_state = np.random.get_state(legacy=False)
+    assert isinstance(numpy_state, dict)
+    state: dict[str, Any] = {
+        "torch's CPU generator": torch.get_rng_state().numpy().tobytes(),
+        "Python's generator": random.getstate(),
+        "NumPy's generator": repr(numpy_state["state"]["key"].tobytes()) + str(numpy_state["state"]["pos"]),
+    }
+    for name, owner in owners.items():
+        modules = owner.named_modules(prefix=name) if isinstance(owner, nn.Module) else [(name, owner)]
+        for path, part in modules:
+            for key, value in getattr(part, "__dict__", {}).items():
+                if isinstance(value, _PLAIN):
+                    state[f"{path}.{key}"] = value
+                elif isinstance(value, _CONTAINERS):
+                    state[f"{path}.{key}"] = len(value)
+    return state
+
+
+@contextmanager
+def _no_synchronisation() -> Iterator[None]:
+    """Make operations that wait for the device an error."""
+    mode = torch.cuda.get_sync_debug_mode()
+    _set_sync_debug_mode(2)
+    try:
+        yield
+    finally:
+        _set_sync_debug_mode(mode)
+
+
+def _set_sync_debug_mode(mode: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it does not see every operation: the capture would
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def _record(run_pass: RunPass, data: Any, device: torch.device) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """Capture a pass on the current stream."""
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()  # a graph has memory of its own, which must fit beside what the passes before have left
+    loss, failure = None, None
+    was_collecting = gc.isenabled()
+    gc.disable()  # a graph that died in a cycle must not be destroyed now: CUDA takes that for a fault of the capture
+    try:
+        # Other threads (a loader's, that pins memory) may use CUDA meanwhile.
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            loss = run_pass(data)
+        except Exception as error:
+            failure = error
+        try:
+            graph.capture_end()
+        except Exception as error:
+            _recover(device, pool)
+            failure = failure or error
+    finally:
+        if was_collecting:
+            gc.enable()
+    if failure is not None:
+        try:
+            raise failure
+        finally:
+            del failure  # an error that refers to itself would hold the memory of the pass
+    assert loss is not None
+    return graph, loss
+
+
+def _recover(device: torch.device, pool: Any) -> None:
+    """After a capture that CUDA has ended: torch would leave its allocator and its generator in the middle of it."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    torch._C._cuda_endAllocateToPool(index, pool)
+    torch._C._cuda_releasePool(index, pool)
+    # The generator leaves its state of capture at the end of one that succeeds.
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(capture_error_mode="thread_local")
+    torch.zeros(1, device=device)
+    graph.capture_end()
+
+
+def _reason(error: Exception) -> str:
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_NOT_A_PLACE)
+    ]
+    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    text = (str(error).strip() or "no message").splitlines()[0]
+    if "synchronizing CUDA operation" in text:
+        return f"a pass waits for the device{place}"
+    return f"{type(error).__name__}{place}: {text.rstrip('.')}"

@@ -1,0 +1,1 @@
+"""Tensor parallelism: layers that several workers compute together, and Krizhevsky's hybrid."""

@@ -1,0 +1,199 @@
+"""Which layers of a model the axis tensor cuts: said by the task, known for the built-in GPT, derived for an MLP.
+
+A plan maps patterns of layer paths to what becomes of these layers. `column` makes cut activations out of whole ones
+and `row` whole ones out of cut ones; the other kinds take and give whole ones.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import activation
+
+from stormo.errors import SettingError, unknown_name
+from stormo.tasks.gpt import Gpt
+from stormo.tasks.task import Task
+
+COLUMN, ROW, GATHERED, WHOLE_ROW = "column", "row", "column-gathered", "row-from-whole"
+VOCABULARY = "vocabulary"
+_KINDS = (COLUMN, ROW, GATHERED, WHOLE_ROW, VOCABULARY)
+_GPT = {
+    "blocks.*.attention.qkv": COLUMN,
+    "blocks.*.attention.out": ROW,
+    "blocks.*.up": COLUMN,
+    "blocks.*.down": ROW,
+}
+# What computes every number from itself alone, so that it may stand between a column and a row.
+_ELEMENTWISE = (
+    *(activation.CELU, activation.ELU, activation.GELU, activation.Hardshrink, activation.Hardsigmoid),
+    *(activation.Hardswish, activation.Hardtanh, activation.LeakyReLU, activation.LogSigmoid, activation.Mish),
+    *(activation.ReLU, activation.SELU, activation.SiLU, activation.Sigmoid, activation.Softplus),
+    *(activation.Softshrink, activation.Softsign, activation.Tanh, activation.Tanhshrink, activation.Threshold),
+    *(nn.Identity, nn.Dropout, nn.AlphaDropout),
+)
+Chain = Sequence[tuple[str, nn.Module]]  # layers by path, each of which takes what the one before it gives
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelStyle:
+    """What a plan says of a layer."""
+
+    kind: str
+    num_groups: int | None = None  # equal groups that stay whole, as heads do
+
+    @property
+    def text(self) -> str:
+        """As a plan has it."""
+        return self.kind if self.num_groups is None else f"{self.kind}:{self.num_groups}"
+
+
+def derive_plan(task: Task, model: nn.Module, size: int) -> dict[str, str]:
+    """The task's own plan, or one for the built-in GPT or a chain of layers; for so many workers along tensor."""
+    own = task.tensor_plan(model)
+    if own is not None:
+        matched(model, own, f"{type(task).__name__}.tensor_plan()")
+        return dict(own)
+    if isinstance(model, Gpt) and type(model).forward is Gpt.forward:
+        ends = {"tokens": VOCABULARY, "head": GATHERED} if model.head.out_features % size == 0 else {}
+        return {**_GPT, **ends}
+    plan = chain_plan(chain_of(model), size) if is_chain(model) else {}
+    if not plan:
+        raise SettingError(
+            f"tensor={size} was set",
+            f"it is not known how the layers of {type(model).__name__} can be cut",
+            f"say so in {type(task).__name__}.tensor_plan(model)" + example(model, size),
+        )
+    return plan
+
+
+def matched(model: nn.Module, plan: Any, origin: str = "tensor_plan") -> dict[str, ParallelStyle]:
+    """The layers that a plan names, by path; a sentence for whatever cannot be meant."""
+    if not isinstance(plan, Mapping) or not all(isinstance(text, str) for item in plan.items() for text in item):
+        raise SettingError(
+            f"{origin} is {plan!r}",
+            "it maps layers to what becomes of them, as texts",
+            'return something like {"up": "column", "down": "row"}',
+        )
+    styles: dict[str, ParallelStyle] = {}
+    for pattern, value in plan.items():
+        paths = [path for path, _ in model.named_modules() if path and fnmatchcase(path, pattern)]
+        if not paths:
+            raise _no_such_layer(model, pattern, origin)
+        for path in paths:
+            style = _parse(value, origin)
+            if styles.setdefault(path, style) != style:
+                raise SettingError(
+                    f"{origin} names {path} as {styles[path].kind} and as {style.kind}",
+                    "a layer is cut in one way",
+                    "make the patterns narrower",
+                )
+    kinds = {style.kind for style in styles.values()}
+    for kind, other in ((COLUMN, ROW), (ROW, COLUMN)):
+        if kind in kinds and other not in kinds:
+            path = next(path for path, style in styles.items() if style.kind == kind)
+            does = "leaves its outputs cut" if kind == COLUMN else "takes inputs that are cut"
+            raise SettingError(
+                f"{origin} names {path} as {kind}",
+                f"that {does}, and no layer is named as {other}",
+                f"name one as {other}, or this one as {GATHERED if kind == COLUMN else WHOLE_ROW}",
+            )
+    return styles
+
+
+def _parse(value: str, origin: str) -> ParallelStyle:
+    kind, colon, number = value.partition(":")
+    if kind not in _KINDS:
+        raise unknown_name(f"in {origin} the kind", value, _KINDS)
+    if not colon:
+        return ParallelStyle(kind)
+    if not number.isdecimal() or int(number) < 1:
+        raise SettingError(
+            f"{origin} has {value!r}", f"{number!r} is no number of groups", f"set something like {kind}:8"
+        )
+    return ParallelStyle(kind, int(number))
+
+
+def _no_such_layer(model: nn.Module, pattern: str, origin: str) -> SettingError:
+    layers = (path for path, layer in model.named_modules() if isinstance(layer, nn.Linear | nn.Embedding))
+    # The numbers of repeated blocks make one pattern of a hundred layers.
+    patterns = sorted({re.sub(r"(?<![^.])\d+(?=\.)", "*", path) for path in layers})
+    close = difflib.get_close_matches(pattern, patterns, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return SettingError(
+        f"{origin} names {pattern!r}",
+        f"no layer of {type(model).__name__} has such a path",
+        f"{hint}it can cut: {', '.join(patterns) or 'nothing'}",
+    )
+
+
+def is_chain(module: nn.Module) -> bool:
+    """Whether a module runs its children one after the other."""
+    return type(module).forward is nn.Sequential.forward and "forward" not in vars(module)
+
+
+def chain_of(module: nn.Module, path: str = "", *, is_deep: bool = True) -> list[tuple[str, nn.Module]]:
+    """The layers of a chain by path, with those of chains inside it unless it is only its own that are asked for."""
+    if not is_chain(module):
+        return [(path, module)]
+    # Not `named_children`, which leaves out a layer that comes again.
+    own = [(f"{path}.{name}" if path else name, child) for name, child in module._modules.items() if child is not None]
+    return [layer for name, child in own for layer in chain_of(child, name)] if is_deep else own
+
+
+def is_elementwise(layer: nn.Module) -> bool:
+    """Whether a layer may stand between a column and a row."""
+    return type(layer) in _ELEMENTWISE
+
+
+def chain_plan(chain: Chain, size: int) -> dict[str, str]:
+    """Pairs of column and row; a layer without a partner is cut by itself where its sizes allow it."""
+    plan: dict[str, str] = {}
+    layers = [layer for _, layer in chain]
+    # One that comes again stays whole: its place in a pair would not be the same each time.
+    linears = [n for n, layer in enumerate(layers) if type(layer) is nn.Linear and layers.count(layer) == 1]
+    while linears:
+        first = linears.pop(0)
+        path: str = chain[first][0]
+        layer: Any = chain[first][1]
+        between = chain[first + 1 : linears[0]] if linears else []
+        if linears and all(is_elementwise(other) for _, other in between):
+            plan[path], plan[chain[linears.pop(0)][0]] = COLUMN, ROW
+        elif layer.out_features % size == 0:
+            plan[path] = GATHERED
+        elif layer.in_features % size == 0:
+            plan[path] = WHOLE_ROW
+    return plan
+
+
+def example(model: nn.Module, size: int) -> str:
+    """How a user would write a plan, with names of the model; nothing where no layers are known to belong together."""
+    plan: dict[str, str] = {}
+    for path, module in model.named_modules():
+        plan = plan or (chain_plan(chain_of(module, path), size) if is_chain(module) else _pair(path, module))
+    named = ", ".join(f'"{path}": "{kind}"' for path, kind in plan.items())
+    return f", as in def tensor_plan(self, model): return {{{named}}}" if plan else ""
+
+
+def _pair(path: str, module: nn.Module) -> dict[str, str]:
+    """Neighbours in a module, of which one takes what those before it give.
+
+    Layers that do not change the width, as queries and keys, may stand side by side: nothing is said of these.
+    """
+    before: list[tuple[str, nn.Linear]] = []  # alike, as the two first layers of a gated block
+    for name, layer in module.named_children():
+        full = f"{path}.{name}" if path else name
+        if not isinstance(layer, nn.Linear):
+            before = before if is_elementwise(layer) else []
+        elif before and layer.in_features == before[0][1].out_features:
+            return {**{one: COLUMN for one, _ in before}, full: ROW}
+        else:
+            sizes = layer.in_features, layer.out_features
+            before = [one for one in before if (one[1].in_features, one[1].out_features) == sizes]
+            before += [(full, layer)] if sizes[0] != sizes[1] else []
+    return {}

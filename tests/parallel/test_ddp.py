@@ -1,0 +1,151 @@
+"""The time a worker stands still for the gradients of others: true where the truth is known, no trace in training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stormo.distributed.world import World
+from stormo.parallel.base import Strategy
+from stormo.parallel.ddp import DataParallel, Ddp, ExposedWait
+from tests.tiny_run import assert_same_bits, build, steps, whole_state
+from tests.tiny_task import Tiny
+
+Ranks = Callable[..., list[Any]]
+SLEEP_S, NUM_STEPS = 0.2, 2
+
+
+class Sleepy(Tiny):
+    """Rank 1 sleeps between forward and backward; when it woke up is kept, by the clock of this machine."""
+
+    is_slow = False
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        loss = super().loss(model, batch)
+        if self.is_slow:
+            time.sleep(SLEEP_S)
+            self.woke_s.append(time.perf_counter())
+        return loss
+
+    woke_s: list[float]
+
+
+def _spans(world: World, measures: bool) -> dict[str, Any]:
+    """When this rank stood still in each step, and when it woke up from its sleep."""
+    parts = build(world, {"num_train": 64}, task_class=Sleepy, global_batch_size=8, noise_scale=measures)
+    task, strategy = parts.task, parts.strategy
+    assert isinstance(task, Sleepy)
+    parts.strategy.warm_up(parts.loader)
+    assert strategy.exposed_s == 0.0  # what the first passes have waited is not of the training
+    task.is_slow, task.woke_s = world.rank == 1, []
+    still: list[tuple[float, float]] = []
+    for _ in range(NUM_STEPS):
+        before_s = strategy.exposed_s
+        steps(parts, 1)
+        began_s = strategy._exposed._began_s
+        assert strategy.exposed_s is not None
+        assert before_s is not None
+        still.append((began_s, began_s + strategy.exposed_s - before_s))
+    return {"still": still, "woke_s": task.woke_s, "exposed_s": strategy.exposed_s}
+
+
+@pytest.mark.parametrize("measures", [True, False], ids=["beside the noise scale", "alone"])
+def test_the_fast_worker_stands_still_until_the_slow_one_has_come(run_ranks: Ranks, measures: bool) -> None:
+    fast, slow = run_ranks(_spans, 2, measures)
+    assert not fast["woke_s"]
+    for (began_s, ended_s), woke_s, (slow_began_s, _) in zip(fast["still"], slow["woke_s"], slow["still"], strict=True):
+        # No sum can be there before the sleeper has given its part, and no clock is asked twice for the same moment.
+        assert ended_s >= woke_s
+        assert began_s <= ended_s
+        assert slow_began_s >= woke_s  # its sleep is its own work
+    assert slow["exposed_s"] < fast["exposed_s"]
+
+
+def _train(world: World, is_watched: bool, flags: dict[str, Any]) -> dict[str, Any]:
+    watched = Ddp._backward
+    if not is_watched:
+        Ddp._backward = Strategy._backward  # type: ignore[method-assign]
+    try:
+        parts = build(world, {"num_train": 37, "norm": False}, global_batch_size=16, **flags)
+        parts.strategy.warm_up(parts.loader)
+        steps(parts, 6)
+    finally:
+        Ddp._backward = watched  # type: ignore[method-assign]
+    assert (parts.strategy.exposed_s == 0.0) is not is_watched
+    return whole_state(parts)
+
+
+@pytest.mark.parametrize("noise_scale", [True, False])
+def test_watching_does_not_change_a_bit_of_the_training(run_ranks: Ranks, noise_scale: bool) -> None:
+    flags = {"accumulate": 2, "precision": "fp16", "noise_scale": noise_scale}
+    for plain, watched in zip(run_ranks(_train, 3, False, flags), run_ranks(_train, 3, True, flags), strict=True):
+        assert_same_bits(plain, watched)
+
+
+def _num_watched(world: World) -> int:
+    parts, count = build(world, global_batch_size=16, accumulate=2), list[Tensor]()
+    assert parts.strategy._exposed is not None
+    watch = parts.strategy._exposed.watch
+    parts.strategy._exposed.watch = lambda loss: (count.append(loss.detach()), watch(loss))[1]  # type: ignore[method-assign]
+    steps(parts, 3)
+    parts.strategy.try_step(next(parts.loader.first_and_last()).data)  # no word to the other worker
+    return len(count)
+
+
+def test_only_the_pass_in_which_gradients_travel_is_watched(run_ranks: Ranks) -> None:
+    assert run_ranks(_num_watched, 2) == [3, 3]
+
+
+def _alone(world: World) -> float | None:
+    parts = build(world)
+    steps(parts, 2)
+    return parts.strategy.exposed_s
+
+
+def test_one_worker_waits_for_nobody(run_ranks: Ranks) -> None:
+    assert run_ranks(_alone, 1) == [0.0]
+
+
+def test_a_strategy_that_does_not_measure_says_why() -> None:
+    strategy = DataParallel.__new__(DataParallel)
+    assert strategy.exposed_s is None
+    assert strategy.exposed_reason
+    assert Ddp.exposed_reason is None
+
+
+class _Event:
+    """An event of a device that has come as far as `now`."""
+
+    now = 0.0
+
+    def __init__(self) -> None:
+        self.at: float | None = None
+
+    def query(self) -> bool:
+        assert self.at is not None
+        return self.at <= _Event.now
+
+    def elapsed_time(self, other: _Event) -> float:
+        assert self.at is not None
+        assert other.at is not None
+        return other.at - self.at
+
+
+def test_events_are_read_when_the_device_has_passed_them_and_used_again() -> None:
+    wait = ExposedWait(torch.device("cpu"))
+    for begin, end in ((1.0, 3.0), (5.0, 9.0)):
+        pair = _Event(), _Event()
+        pair[0].at, pair[1].at = begin, end
+        wait._pending.append(pair)  # type: ignore[arg-type]
+    assert wait.total_s == 0.0
+    _Event.now = 6.0
+    assert wait.total_s == pytest.approx(2e-3)
+    _Event.now = 9.0
+    assert wait.total_s == pytest.approx(6e-3)
+    assert len(wait._free) == 2
+    assert not wait._pending
