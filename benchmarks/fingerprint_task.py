@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,6 +37,7 @@ class Options:
     jitter: float = 0.0
     counts: bool = False
     own_optimizer: bool = False
+    stages: int = 0  # of a pipeline; otherwise pieces are dealt by their times, which vary
 
 
 class Block(nn.Module):
@@ -137,8 +139,10 @@ class Points(stormo.Task):
     def classifier(self, model: nn.Module) -> str:
         return "5"
 
-    def pieces(self, model: nn.Module) -> list[nn.Module]:
-        return list(model.children())
+    def pieces(self, model: nn.Module) -> list[Any]:
+        layers, count = list(model.children()), self.options.stages
+        cuts = [len(layers) * stage // count for stage in range(count + 1)] if count else []
+        return [layers[start:stop] for start, stop in pairwise(cuts)] if count else layers
 
 
 class Summed(Points):
