@@ -23,7 +23,7 @@ from stormo.parallel.batch_size import StateSnapshot
 from stormo.parallel.ddp import DataParallel
 from stormo.parallel.table import STRATEGIES
 from stormo.tasks.task import Task
-from stormo.training.sanity_check import explained
+from stormo.training.sanity_check import explain_errors
 from tests.tiny_run import Parts, arrays, assert_same_bits, build, steps, whole_state
 from tests.tiny_task import Tiny
 
@@ -613,7 +613,7 @@ def _refused(world: World) -> str:
     with (
         pytest.warns(UserWarning, match="Grad strides do not match"),
         pytest.raises(SettingError) as refused,
-        explained(parts.task, "train_data", "loss", world.device),
+        explain_errors(parts.task, "train_data", "loss"),
     ):
         parts.strategy.warm_up(parts.loader)
     return str(refused.value)

@@ -49,7 +49,7 @@ from stormo.training.records import RunRecorder
 from stormo.training.recovery import Recovery, advice, diagnosis
 from stormo.training.summary import make_summary
 from stormo.training.validation import Validation
-from tests.parallel.test_graph import Images, build_on_gpu
+from tests.parallel.test_cuda_graph import Images, build_on_gpu
 from tests.tiny_run import Parts, assert_same_bits, build, whole_state
 from tests.tiny_task import Tiny
 from tests.training.test_loop import prepare
