@@ -22,7 +22,7 @@ from stormo.launch.client import Client
 from stormo.launch.control import PROTOCOL, Gone, Reported
 from stormo.launch.failure import of_exit
 from stormo.launch.server import _MAX_UNAUTHENTICATED, Server
-from tests.launch.test_control import SECRET, TIMING, all_started, hello, poll_until
+from tests.launch.test_control import SECRET, TIMEOUTS, all_started, hello, poll_until
 
 NOBODY = 65534
 
@@ -130,7 +130,7 @@ MISFIT = json.dumps(hello(1, num_members=9, digest="other").to_message()).encode
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    found = Server(socket.create_server(("127.0.0.1", 0)), hello(0, 2), secret=SECRET, timeouts=TIMING)
+    found = Server(socket.create_server(("127.0.0.1", 0)), hello(0, 2), secret=SECRET, timeouts=TIMEOUTS)
     yield found
     found.abandon()
 
@@ -141,7 +141,7 @@ def address_of(server: Server) -> tuple[str, int]:
 
 
 def member(address: tuple[str, int], secret: bytes = SECRET, **more: Any) -> Client:
-    return Client(*address, hello(1, 2), secret=secret, timeouts=TIMING, **more)
+    return Client(*address, hello(1, 2), secret=secret, timeouts=TIMEOUTS, **more)
 
 
 def require_still_good(server: Server) -> None:
@@ -210,7 +210,7 @@ _WORDS = st.sampled_from(["answer", "hello", "proof", "challenge", "\ud800", NON
 @settings(max_examples=60, deadline=None)
 @given(message=st.dictionaries(_NAMES, _ANYTHING | _WORDS))
 def test_no_message_of_a_stranger_brings_the_server_down(message: dict[str, Any]) -> None:
-    server = Server(socket.create_server(("127.0.0.1", 0)), hello(0, 2), secret=SECRET, timeouts=TIMING)
+    server = Server(socket.create_server(("127.0.0.1", 0)), hello(0, 2), secret=SECRET, timeouts=TIMEOUTS)
     try:
         with socket.create_connection(address_of(server)) as stranger:
             stranger.sendall(json.dumps(message).encode() + b"\n")
@@ -234,7 +234,7 @@ def recorded(server: Server) -> bytes:
 
 def test_what_an_honest_member_has_said_is_of_no_use_to_who_says_it_again(server: Server) -> None:
     said = recorded(server)
-    again = Server(socket.create_server(("127.0.0.1", 0)), hello(0, 2), secret=SECRET, timeouts=TIMING)
+    again = Server(socket.create_server(("127.0.0.1", 0)), hello(0, 2), secret=SECRET, timeouts=TIMEOUTS)
     try:
         with socket.create_connection(address_of(again)) as stranger:
             stranger.sendall(said.partition(b"\n")[0] + b"\n")
