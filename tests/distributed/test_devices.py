@@ -58,9 +58,7 @@ def test_no_two_workers_of_a_node_take_the_same_gpu(seen: list[list[str]], taken
 def test_workers_that_cannot_each_have_one_are_refused(seen: list[list[str]], numbers: tuple[str, str]) -> None:
     with pytest.raises(SettingError) as caught:
         choose_gpus(seen, "n1")
-    assert str(caught.value).startswith(
-        f"{numbers[0]} were started on host n1, but they see {numbers[1]} in such a way"
-    )
+    assert str(caught.value).startswith(f"{numbers[0]} were started on host n1, but they see {numbers[1]}, ")
 
 
 class OneNode:
@@ -85,7 +83,7 @@ def test_workers_of_a_node_tell_one_another_what_they_see(monkeypatch: pytest.Mo
     monkeypatch.setattr(devices, "_identities", lambda count: ["b"] * count)
     place = second_of_two()
     assert device_of("cuda", place, cast(Store, OneNode("a"))) == torch.device("cuda", 0)
-    with pytest.raises(SettingError, match="2 workers were started on host n1, but they see 1 GPU in such a way"):
+    with pytest.raises(SettingError, match="2 workers were started on host n1, but they see 1 GPU, and not"):
         device_of("cuda", place, cast(Store, OneNode("b")))
     assert device_of("cuda", place, cast(Store, OneNode("b")), may_share=True) == torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
