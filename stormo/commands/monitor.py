@@ -187,12 +187,23 @@ def _csv_text(cells: Sequence[Sequence[str]]) -> str:
     return text.getvalue()
 
 
+def _printer(first: str, text: Callable[[Sample], str]) -> Callable[[Sample], bool]:
+    """Writes samples to standard output; False once nobody reads it, from when on it leads nowhere."""
+    is_read = write_text(first, sys.stdout)
+
+    def write(sample: Sample) -> bool:
+        nonlocal is_read
+        is_read = is_read and write_text(text(sample), sys.stdout)
+        return is_read
+
+    return write
+
+
 def _csv_writer(name: str, stack: ExitStack) -> Callable[[Sample], bool]:
     """Writes the rows of a sample: to standard output, or in one piece to the end of a file."""
     header = _csv_text([list(COLUMNS)])
     if name == "-":
-        write_text(header, sys.stdout)
-        return lambda sample: write_text(_csv_text(rows(sample)), sys.stdout)
+        return _printer(header, lambda sample: _csv_text(rows(sample)))
     path = Path(name)
     try:
         file = stack.enter_context(open_to_append(path))
@@ -261,8 +272,8 @@ def _view(reasons: Sequence[str], stack: ExitStack) -> Callable[[Sample], bool]:
     """Shows samples: renewed in place on a terminal, one after the other anywhere else."""
     out = sys.stdout
     if not can_redraw(out, os.environ):
-        write_text("".join(f"{reason}\n" for reason in reasons), out)
-        return lambda sample: write_text("".join(f"{line}\n" for line in lines(sample)), out)
+        said = "".join(f"{reason}\n" for reason in reasons)
+        return _printer(said, lambda sample: "".join(f"{line}\n" for line in lines(sample)))
     from rich.live import Live
     from rich.text import Text
 

@@ -114,12 +114,19 @@ def test_a_node_without_a_driver_says_so(monkeypatch: pytest.MonkeyPatch, capsys
     assert capsys.readouterr().out.startswith("GPU: n/a: no NVIDIA driver answers\n")
 
 
-def test_it_ends_when_nobody_reads_and_nothing_is_kept(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [[], ["--csv", "-"]])
+def test_it_ends_when_nobody_reads_and_nothing_is_kept(
+    nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    taken: list[int] = []
+    watch = monitor._watch
+    monkeypatch.setattr(monitor, "_watch", lambda *words: taken.append(watch(*words)) or taken[0])
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
-        assert main([*PACE]) == 0
+        assert main([*PACE, "--count", "50", *options]) == 0
+    assert taken == [1]
 
 
 @pytest.mark.parametrize(
