@@ -66,7 +66,7 @@ def _script(
             world.backward(F.mse_loss(model(x), y))
             optimizer.step()
             scheduler.step()
-            if world._loop.is_partial:
+            if world._loop.is_accumulating:
                 continue
             step += 1
             seen += [[float(epoch), *row.tolist()] for row in x[: loader.num_samples]]
@@ -78,7 +78,7 @@ def _script(
                 while not world.stop_requested:
                     pass
                 break
-        if world._loop.told_to_stop:
+        if world._loop.saw_stop:
             world.save(folder, epoch=epoch, step=step)
             return weights(model), seen, extra
         if stop == "between epochs" and epoch == 1:
@@ -209,7 +209,7 @@ def test_a_damaged_checkpoint_is_named_on_all_workers_with_the_way_out(run_ranks
     file.write_bytes(bytes(content))
     for sentence in run_ranks(_load_damaged, 2, str(tmp_path)):
         assert sentence.startswith(f"world.load('{tmp_path}') was called, but the newest checkpoint there is damaged")
-        assert sentence.endswith(f"remove the folder {tmp_path}/step-00000002 to go on from step 1.")
+        assert sentence.endswith(f"remove the folder {tmp_path}/step-00000002 to resume from step 1.")
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_loading_before_wrapping_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=r"when the script had 0 calls of world.wrap\(\), but .* holds 1; call it"):
         world.load(tmp_path)
     world.wrap(*make())
-    with pytest.raises(SettingError, match=r"when the script had 0 calls of world.loader\(\), but .* holds 1; call it"):
+    with pytest.raises(SettingError, match=r"when the script had 0 training loaders, but .* holds 1; call it"):
         world.load(tmp_path)
 
 
@@ -359,6 +359,23 @@ def test_an_average_of_the_weights_is_saved_when_it_is_wrapped(run_ranks: Ranks,
         for here, there in zip(found, uncut, strict=True):
             assert all(torch.equal(here[name], value) for name, value in there.items())
         assert not torch.equal(found[1]["module.last.weight"], found[0]["last.weight"])
+
+
+def test_a_save_is_whole_although_a_loss_left_gradients_in_a_model_that_has_stepped(tmp_path: Path) -> None:
+    world = world_of(_one())
+    generator, moves_generator = world.wrap(*make(has_norm=False))
+    critic = nn.Linear(2, 1)
+    critic, moves_critic = world.wrap(critic, torch.optim.SGD(critic.parameters(), lr=0.1))
+    for x, real in world.loader(DataLoader(data(), batch_size=19)):
+        fake = generator(x)
+        moves_critic.zero_grad()
+        world.backward((critic(fake.detach()) - critic(real)).mean())
+        moves_critic.step()
+        moves_generator.zero_grad()
+        world.backward(-critic(fake).mean())
+        moves_generator.step()
+        world.save(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_another_optimizer_is_refused_at_load(tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ import warnings
 
 import torch
 import torch.nn.functional as F
-from stormo.config.schema import Optimizer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import stormo
+from stormo.config.schema import Optimizer
 from stormo.optim.table import make_optimizer
 
 parser = argparse.ArgumentParser()
