@@ -116,6 +116,8 @@ class LoaderBase:
         loop: it takes part in.
         dataset: as the script has given it.
         accumulate: micro-batches of a step.
+        seed: of the order and of what reading draws.
+        start: the position at the start of an epoch.
         global_batch_size: samples of all workers in a step; None where the batches come as they are.
         own: the script's own DataLoader, if any.
     """
@@ -124,7 +126,14 @@ class LoaderBase:
     collate_fn: Callable[[list[Any]], Any]
 
     def __init__(
-        self, loop: Loop, dataset: Any, accumulate: int, *, global_batch_size: int | None, own: DataLoader[Any] | None
+        self,
+        loop: Loop,
+        dataset: Any,
+        accumulate: int,
+        seed: int,
+        start: Any,
+        global_batch_size: int | None,
+        own: DataLoader[Any] | None,
     ) -> None:
         self.loop = loop
         self.dataset = dataset
@@ -139,8 +148,9 @@ class LoaderBase:
         self.epoch = 0
         self.batch_info: BatchInfo | None = None
         self.trains = False  # backward was called in this iteration: no worker may be left without a batch
-        self._num_begun = 0  # steps of this epoch,
-        self._num_done = 0  # and those that a load would not repeat
+        self._seed = seed
+        self._start = self._position = self._next_position = start  # of the epoch; of what is done; of the step at hand
+        self._num_begun = self._num_done = 0  # steps of this epoch, and those that a load would not repeat
         self._iteration: object | None = None  # the one under way
         self._is_resumable = False  # that iteration was left in the middle because of a stop
         self._where = ""
@@ -193,15 +203,15 @@ class LoaderBase:
     def state(self) -> dict[str, Any]:
         """Where it is, as plain values and tensors."""
         resumes = self._iteration is None or self._resumes_inside
-        num_done = self._num_done if resumes else 0
-        position = self._position_state(resumes=resumes)
-        return {"epoch": self.epoch, "trains": self.trains, "num_done": num_done, **position}
+        num_done, position = (self._num_done, self._position) if resumes else (0, self._start)
+        place = {"epoch": self.epoch, "num_done": num_done, "position": position}
+        return place | {"trains": self.trains, "seed": self._seed}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Resume there with the next iteration."""
         self.epoch, self.trains, self._is_resumable = state["epoch"], state["trains"], False
         self._num_done = state.get("num_done", 0)
-        self._load_position(state)
+        self._position, self._seed = state["position"], state["seed"]
 
     @contextmanager
     def _iterating(self, where: str) -> Iterator[object]:
@@ -233,15 +243,17 @@ class LoaderBase:
         # After a break the next loop is a new epoch, as with any loader; unless the script breaks off to stop.
         self._is_resumable = not is_complete and self.loop.saw_stop and self._resumes_inside
         if not self._is_resumable:
-            if not is_complete:
-                self._break_off()
-            self._next_epoch()
+            self._next_epoch(is_broken=not is_complete)
 
-    def _next_epoch(self) -> None:
+    def _next_epoch(self, *, is_broken: bool = False) -> None:
+        self._end_order(is_broken=is_broken)
         self.epoch += 1
         self._num_begun = self._num_done = 0
+        self._position = self._next_position = self._start
         self.trains = self._is_resumable = False
-        self._rewind()
+
+    def _end_order(self, *, is_broken: bool) -> None:
+        """An epoch has ended; `is_broken`: in the middle."""
 
     @property
     def _resumes_inside(self) -> bool:
@@ -267,21 +279,4 @@ class LoaderBase:
         self.loop.check.post(f"{what} of {self._name()}", self._where, number)
 
     def _step_done(self) -> None:
-        self._num_done = self._num_begun
-        self._advance()
-
-    def _advance(self) -> None:
-        """Put the position behind the step under way."""
-        raise NotImplementedError
-
-    def _position_state(self, *, resumes: bool) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def _load_position(self, state: dict[str, Any]) -> None:
-        raise NotImplementedError
-
-    def _rewind(self) -> None:
-        raise NotImplementedError
-
-    def _break_off(self) -> None:
-        """An epoch ends before its end."""
+        self._num_done, self._position = self._num_begun, self._next_position

@@ -199,9 +199,8 @@ class MapLoader(LoaderBase):
     def __init__(
         self, loop: Loop, data: Any, order: SeededOrder | SamplerOrder, *, accumulate: int, seed: int, **settings: Any
     ) -> None:
-        super().__init__(loop, data, accumulate, global_batch_size=order.global_batch_size, own=order.own)
+        super().__init__(loop, data, accumulate, seed, 0, order.global_batch_size, order.own)
         self._order = order
-        self._seed = seed
         self._samples = Seeded(data)
         self._shares = _Shares()
         self._settings = {name: value for name, value in settings.items() if value is not None}
@@ -210,7 +209,6 @@ class MapLoader(LoaderBase):
         self._length = len(data)  # of the data set, when last counted
         self._grows = False  # or shrinks, between epochs
         self._drawn: _Drawn | None = None  # of the epoch under way
-        self._position = self._step_stop = 0
         self._made: weakref.ref[Iterator[Any]] | None = None  # an iteration of which no batch was asked for yet
         self._was_made = False  # there was one when the checkpoint was saved
 
@@ -257,7 +255,7 @@ class MapLoader(LoaderBase):
             self._shares.micro_batches = (self._keys(order, a, b) for a, b in spans if b > a)
             reader = iter(self._reader)
             for start, stop in steps:
-                self._step_stop = stop
+                self._next_position = stop
                 self._num_begun += 1
                 if self._must_post():
                     self._post_batch(f"the batch at sample {start}")
@@ -308,28 +306,24 @@ class MapLoader(LoaderBase):
     def _padding(self, order: Tensor, start: int) -> Any:
         return self.collate_fn([self._samples[self._keys(order, start, start + 1)[0]]])
 
-    def _advance(self) -> None:
-        self._position = self._step_stop
-
-    def _position_state(self, *, resumes: bool) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """Where it is, and the order if it cannot be computed again."""
-        position, here = self._position if resumes else 0, len(self.dataset)
+        state, here = super().state(), len(self.dataset)
+        length = {"num_samples": self._length if state["position"] else here}
         is_made = self._iteration is None and self._made is not None and self._made() is not None
-        return {
-            "position": position,
-            "seed": self._seed,
-            "num_samples": self._length if position else here,
-            "grows": self._grows or here != self._length,
-        } | self._order.state(self._drawn, is_made=is_made)
+        order = self._order.state(self._drawn, is_made=is_made)
+        return state | length | {"grows": self._grows or here != self._length} | order
 
-    def _load_position(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Resume there with the next iteration."""
         if "num_samples" not in state:
             raise self._other_data("a stream")
         self._grows = bool(state.get("grows"))
         # One that grows may have its length only after the script has read it from the checkpoint.
         if state["num_samples"] != len(self.dataset) and not self._grows:
             raise self._other_data(counted(state["num_samples"], "sample"))
-        self._position, self._seed, self._length = state["position"], state["seed"], state["num_samples"]
+        super().load_state(state)
+        self._length = state["num_samples"]
         self._drawn = (state["order"], state["sizes"]) if "order" in state else None
         self._was_made = bool(state.get("is_made"))
         self._order.load_state(state)
@@ -341,12 +335,11 @@ class MapLoader(LoaderBase):
             "load it with the same data, and make the loaders in the same order",
         )
 
-    def _rewind(self) -> None:
+    def _end_order(self, *, is_broken: bool) -> None:
+        if is_broken:
+            self._order.break_off(self._num_begun)
         self._order.end()
-        self._drawn, self._position = None, 0
-
-    def _break_off(self) -> None:
-        self._order.break_off(self._num_begun)
+        self._drawn = None
 
 
 def _steps(stops: list[int], begin: int) -> list[tuple[int, int]]:

@@ -43,20 +43,18 @@ class _Generators:
 class _StreamBase(LoaderBase):
     """What both kinds of streams do: read under generators of their own, and find a position again by reading."""
 
+    _is_sharded = False
+
     def __init__(
         self, loop: Loop, batches: DataLoader[Any], dataset: Any, *, accumulate: int, seed: int, batch_dim: int
     ) -> None:
-        super().__init__(loop, dataset, accumulate, global_batch_size=batches.batch_size, own=batches)
+        start = [0] * (loop.world.size if self._is_sharded else 1)  # samples of each stream
+        total = None if self._is_sharded else batches.batch_size
+        super().__init__(loop, dataset, accumulate, seed, start, total, batches)
         self._batch_dim = batch_dim
         self.num_workers, self.collate_fn = batches.num_workers, batches.collate_fn
         self._batches = batches
-        self._seed = seed
         self._skipped: Any = _END  # the last batch before the position
-        self._rewind()
-
-    @property
-    def _num_streams(self) -> int:
-        raise NotImplementedError
 
     def _read(self, stream: int, own: tuple[int, ...] = ()) -> Iterator[Any]:
         generators = _Generators(derive_seed(self._seed, "stream", self.epoch, *own))
@@ -87,13 +85,8 @@ class _StreamBase(LoaderBase):
     def _to_device(self, rows: Any) -> Any:
         return move(samples_first(rows, self._batch_dim, undo=True), self.loop.world.device)
 
-    def _advance(self) -> None:
-        self._position = self._next_position
-
-    def _position_state(self, *, resumes: bool) -> dict[str, Any]:
-        return {"position": self._position if resumes else [0] * self._num_streams, "seed": self._seed}
-
-    def _load_position(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Resume there with the next iteration."""
         position = state["position"]
         if not isinstance(position, list):
             raise SettingError(
@@ -101,31 +94,25 @@ class _StreamBase(LoaderBase):
                 "here it reads a stream",
                 "load it with the same data, and make the loaders in the same order",
             )
-        if any(position) and len(position) != self._num_streams:
+        if any(position) and len(position) != len(self._start):
             raise SettingError(
                 f"a checkpoint was loaded whose loader {self.number + 1} was inside {counted(len(position), 'stream')}",
-                f"here it reads {self._num_streams}",
+                f"here it reads {len(self._start)}",
                 f"start {counted(len(position), 'worker')}, or save between two epochs",
             )
-        self._position = position if any(position) else [0] * self._num_streams
-        self._seed = state["seed"]
-
-    def _rewind(self) -> None:
-        self._position = self._next_position = [0] * self._num_streams  # samples of each stream that are done
+        super().load_state(state if any(position) else state | {"position": self._start})
 
 
 class StreamLoader(_StreamBase):
     """One stream for all workers: each takes its rows of every batch."""
 
-    @property
-    def _num_streams(self) -> int:
-        return 1
+    def state(self) -> dict[str, Any]:
+        """Where it is, and how it is read."""
+        return super().state() | {"reading": self._reading()}
 
-    def _position_state(self, *, resumes: bool) -> dict[str, Any]:
-        return super()._position_state(resumes=resumes) | {"reading": self._reading()}
-
-    def _load_position(self, state: dict[str, Any]) -> None:
-        super()._load_position(state)
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Resume there with the next iteration."""
+        super().load_state(state)
         then, here = state.get("reading"), self._reading()
         if any(self._position) and then != here:
             raise SettingError(
@@ -189,15 +176,7 @@ class StreamLoader(_StreamBase):
 class ShardedLoader(_StreamBase):
     """A stream for each worker: every batch counts, however unequal the streams are."""
 
-    def __init__(
-        self, loop: Loop, batches: DataLoader[Any], dataset: Any, *, accumulate: int, seed: int, batch_dim: int
-    ) -> None:
-        super().__init__(loop, batches, dataset, accumulate=accumulate, seed=seed, batch_dim=batch_dim)
-        self.global_batch_size = None  # what the streams happen to give at the same time
-
-    @property
-    def _num_streams(self) -> int:
-        return self.loop.world.size
+    _is_sharded = True
 
     @property
     def batch_size(self) -> int | None:
