@@ -50,12 +50,11 @@ class Backward:
     def __call__(
         self,
         loss: Tensor,
-        *,
         count: float | None,
         reduction: str | None,
         loader: LoaderBase | None,
         more: bool,
-        options: dict[str, Any],
+        **options: Any,
     ) -> None:
         """Add this micro-batch to the gradient of the step; after the last one it is the same on all workers."""
         _check_arguments(loss, reduction, count)

@@ -168,10 +168,10 @@ class ScriptMeter:
             self._meter.close()
         if not world.is_main:
             if reading is not None:
-                world.leave_word(_key(world.place.node_id), reading)
+                world.leave_word(f"energy/{world.place.node_id}", reading)
             return None
         own = str(world.place.node_id) if reading is not None else None
-        words = world.words([_key(node) for node in self._nodes if node != own], _LAST_READINGS_S)
+        words = world.words([f"energy/{node}" for node in self._nodes if node != own], _LAST_READINGS_S)
         total = add_up([one for one in (reading, *words) if one is not None], self._nodes)
         return total if total.joules is not None else None
 
@@ -224,7 +224,3 @@ def add_up(readings: Sequence[Mapping[str, Any]], nodes: Sequence[str]) -> Energ
         num_silent=len(nodes) - len(told),
         reasons=tuple(reasons),
     )
-
-
-def _key(node: int | str) -> str:
-    return f"energy/{node}"

@@ -50,9 +50,10 @@ def save(loop: Loop, folder: Path, extra: dict[str, Any], *, keep: int) -> None:
             "loaders": encode({n: loader.state() for n, loader in loop.loaders.items()}, plain, "loaders"),
             "extra": encode(extra, plain, "extra"),
         }
+        tensors = [_group_tensors(_prefix(loop, group), group) for group in loop.groups]
         snapshot = Snapshot(
-            model={name: tensor.detach() for group in loop.groups for name, tensor in _model(loop, group).items()},
-            optimizer={n: t for group in loop.groups for n, t in _optimizers(loop, group).items()},
+            model={name: tensor for model, _ in tensors for name, tensor in model.items()},
+            optimizer={name: tensor for _, optimizer in tensors for name, tensor in optimizer.items()},
             ranks=own | {_PLAIN + name: tensor.cpu() for name, tensor in plain.items()},
             state=state,
         )
@@ -132,8 +133,6 @@ def _require_whole_step(loop: Loop) -> None:
         )
     for group in loop.groups:
         group.require_wrapped("world.save() was called")
-        if group.is_trained:
-            group.require_optimizer("world.save() was called")
 
 
 def _require_same_places(loop: Loop) -> None:
@@ -169,21 +168,19 @@ def _prefix(loop: Loop, group: Group) -> str:
     return "" if len(loop.groups) == 1 else f"{loop.groups.index(group)}/"
 
 
-def _model(loop: Loop, group: Group) -> dict[str, Tensor]:
-    prefix = _prefix(loop, group)
-    return {prefix + name: value for name, value in group.model.state_dict().items() if isinstance(value, Tensor)}
-
-
 def _names(group: Group) -> dict[Tensor, str]:
     return {parameter: name for name, parameter in group.model.named_parameters()}
 
 
-def _optimizers(loop: Loop, group: Group) -> dict[str, Tensor]:
-    return {
-        f"{_prefix(loop, group)}{index}/{name}": tensor
+def _group_tensors(prefix: str, group: Group) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    state = group.model.state_dict()
+    model = {prefix + name: value.detach() for name, value in state.items() if isinstance(value, Tensor)}
+    optimizer = {
+        f"{prefix}{index}/{name}": tensor
         for index, optimizer in enumerate(group.optimizers)
         for name, tensor in checkpoint.flatten_optimizer(optimizer, _names(group)).items()
     }
+    return model, optimizer
 
 
 def _group_state(group: Group) -> dict[str, Any]:

@@ -175,11 +175,6 @@ class Group:
         """The optimizers, in the order in which they were wrapped."""
         return [gate.optimizer for gate in self.gates]
 
-    @property
-    def has_gradient(self) -> bool:
-        """Whether any of its parameters has one."""
-        return any(parameter.grad is not None for parameter in self.model.parameters())
-
     def begin_backward(self) -> None:
         """Look at what is there before a backward adds to it."""
         if self.loop.is_accumulating:
@@ -204,7 +199,7 @@ class Group:
         """The gradients are complete."""
         self._partial = []
         # A single worker does not ask which of several models the loss has reached.
-        self.is_trained = self.is_trained or self.has_gradient
+        self.is_trained = self.is_trained or any(p.grad is not None for p in self.model.parameters())
         for gate in self.gates:
             gate.end_backward()
 
@@ -233,28 +228,21 @@ class Group:
                 "pass every optimizer and loss scaler to world.wrap(), and clip with world.clip_grad_norm(...)",
             )
 
-    def require_optimizer(self, what: str) -> None:
-        """Refuse a model that is trained by an optimizer that was not wrapped."""
-        if not self.gates and any(parameter.requires_grad for parameter in self.model.parameters()):
-            raise SettingError(
-                what,
-                "the model was wrapped without its optimizer, which cannot be saved or kept in step",
-                "pass it along: world.wrap(model, optimizer)",
-            )
-
     def require_wrapped(self, what: str) -> None:
-        """Refuse a scheduler or loss scaler that would act on every micro-batch, or be missing in a save."""
+        """Refuse an optimizer, scheduler or loss scaler that acts on every micro-batch, or is missing in a save."""
         scheduled = [other.optimizer for other in self.others if hasattr(other, "optimizer")]
         missing = None
-        if any(is_scheduled(one) and not any(one is each for each in scheduled) for one in self.optimizers):
+        if self.is_trained and not self.gates and any(p.requires_grad for p in self.model.parameters()):
+            missing = "optimizer"
+        elif any(is_scheduled(one) and not any(one is each for each in scheduled) for one in self.optimizers):
             missing = "scheduler"
         elif _is_called_by_scaler() and not any(isinstance(other, torch.amp.GradScaler) for other in self.others):
             missing = "scaler"
         if missing is not None:
             raise SettingError(
                 what,
-                f"its {missing} was not passed to world.wrap(), so it is not saved and acts on every micro-batch",
-                f"pass it along: world.wrap(model, optimizer, {missing}), or world.wrap({missing}) afterwards",
+                f"the {missing} was not passed to world.wrap(), so it is not saved and acts on every micro-batch",
+                f"pass it along with the model, or afterwards: world.wrap({missing})",
             )
 
     def _other_step(self, owner: Any, name: str, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

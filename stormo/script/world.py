@@ -234,7 +234,7 @@ class World:
             more: another backward follows before the step; saves an exchange between the workers.
             options: passed to torch, such as retain_graph.
         """
-        self._backward(loss, count=count, reduction=reduction, loader=loader, more=more, options=options)
+        self._backward(loss, count, reduction, loader, more, **options)
         self._lifeline.alive(self._loop.num_steps)
         self._starts.advance(self._loop.num_steps)
 

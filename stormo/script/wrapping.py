@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -28,8 +29,7 @@ def wrap(loop: Loop, parts: tuple[Any, ...], *, sync_batch_norm: bool, compress:
     """Make a group of models and what belongs to them, or add to the group of a model that was wrapped before."""
     models = [part for part in parts if isinstance(part, nn.Module)]
     group = None if models else _group_of(parts, loop.groups)
-    _check_parts(parts, models, group)
-    _check_compress(compress, models)
+    _check_parts(parts, models, group, compress)
     loop.check.exchange(f"world.wrap(compress={compress!r}) in {call_site()}")
     if group is not None:
         _check_new([], parts, loop.groups)
@@ -37,9 +37,10 @@ def wrap(loop: Loop, parts: tuple[Any, ...], *, sync_batch_norm: bool, compress:
         return
     _forget_unused(loop)
     model = models[0] if len(models) == 1 else nn.ModuleList(models)
-    _check_new([*model.parameters()], parts, loop.groups)
+    _check_new(model.parameters(), parts, loop.groups)
     for each in models:
         each.to(loop.world.device)
+    _check_optimizers(parts, model)
     if sync_batch_norm and loop.world.size > 1:
         convert_sync_batch_norm(model, SumInModel(loop))
         synchronised = (layer for layer in model.modules() if isinstance(layer, SynchronisedNorm))
@@ -49,7 +50,6 @@ def wrap(loop: Loop, parts: tuple[Any, ...], *, sync_batch_norm: bool, compress:
             " If nothing else has failed: a batch norm that only some workers run waits like this, and "
             "world.wrap(…, sync_batch_norm=False) gives every worker its own."
         )
-    _check_optimizers(parts, model)
     _broadcast_weights(loop.world, model)
     # Ghost batch norm stays what it is, and its running statistics are a worker's own.
     has_local = any(isinstance(layer, LocalNorm) for layer in model.modules())
@@ -132,7 +132,7 @@ def _foreign_tensors(optimizer: Optimizer, model: nn.Module) -> list[Tensor]:
     return [p for settings in optimizer.param_groups for p in settings["params"] if id(p) not in known]
 
 
-def _check_parts(parts: tuple[Any, ...], models: list[nn.Module], group: Group | None) -> None:
+def _check_parts(parts: tuple[Any, ...], models: list[nn.Module], group: Group | None, compress: str) -> None:
     if not models and group is None:
         raise SettingError(
             "world.wrap() was called without a model",
@@ -140,28 +140,19 @@ def _check_parts(parts: tuple[Any, ...], models: list[nn.Module], group: Group |
             "pass the model first: world.wrap(model, optimizer)",
         )
     for part in parts:
-        kind = type(part).__name__
+        called = f"world.wrap() was given a {type(part).__name__}"
         if any(base.__name__ in _WRAPPERS for base in type(part).__mro__):
-            raise SettingError(
-                f"world.wrap() was given a {kind}", "it sums the gradients itself", "pass the model without it"
-            )
+            raise SettingError(called, "it sums the gradients itself", "pass the model without it")
         if not isinstance(part, nn.Module | Optimizer) and not (hasattr(part, "step") and hasattr(part, "state_dict")):
-            raise SettingError(
-                f"world.wrap() was given a {kind}",
-                "it is no model, optimizer, scheduler or loss scaler",
-                "pass data to world.loader(), and leave other objects out",
-            )
-
-
-def _check_compress(compress: str, models: list[nn.Module]) -> None:
-    told = f"world.wrap(…, compress={compress!r}) was called"
+            raise SettingError(called, "it is no model, optimizer, scheduler or loss scaler", "leave it out")
+    called = f"world.wrap(…, compress={compress!r}) was called"
     if compress not in ("none", *HALVES):
-        raise SettingError(told, "scripts can send gradients as bf16 or fp16", 'set compress="bf16", or leave it out')
+        raise SettingError(called, "scripts can send gradients as bf16 or fp16", 'set compress="bf16", or leave it out')
     if compress != "none" and not models:
-        raise SettingError(told, "gradients are those of a model", "set it where the model is wrapped")
+        raise SettingError(called, "gradients are those of a model", "set it where the model is wrapped")
 
 
-def _check_new(parameters: list[nn.Parameter], parts: tuple[Any, ...], groups: list[Group]) -> None:
+def _check_new(parameters: Iterable[nn.Parameter], parts: tuple[Any, ...], groups: list[Group]) -> None:
     known = {id(parameter) for group in groups for parameter in group.model.parameters()}
     num_shared = sum(id(parameter) in known for parameter in parameters)
     wrapped = [each for group in groups for each in (*group.optimizers, *group.others)]

@@ -200,7 +200,7 @@ REFUSED: dict[Callable[[World, nn.Module, Any], None], str] = {
     distributed_sampler: "world.loader() was given a DataLoader with a DistributedSampler",
     other_optimizer: "world.wrap() was given an optimizer with 2 tensors not of the model",
     wrapped_twice: "world.wrap() was given 6 parameters for the second time",
-    no_optimizer: "world.save() was called, but the model was wrapped without its optimizer",
+    no_optimizer: "world.save() was called, but the optimizer was not passed to world.wrap()",
     no_model: "world.wrap() was called without a model, but it was given SGD",
     data_in_wrap: "world.wrap() was given a DataLoader",
     no_batch_size: "world.loader() was given batch_size=None and global_batch_size=None",

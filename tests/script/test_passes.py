@@ -73,7 +73,7 @@ def _saved_with_a_scheduler(world: World) -> None:
 @pytest.mark.parametrize("loop", [_scaled, _scheduled, _saved_with_a_scheduler])
 def test_a_scheduler_or_loss_scaler_that_was_not_wrapped_is_refused(loop: Any) -> None:
     world = world_of(Workers(alone(), torch.device("cpu")))
-    with pytest.raises(SettingError, match=r"pass it along: world\.wrap\(model, optimizer, sc"):
+    with pytest.raises(SettingError, match=r"pass it along with the model, or afterwards: world\.wrap\(sc"):
         loop(world)
 
 
