@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
 
@@ -18,52 +18,50 @@ from stormo.script.streams import ShardedLoader, StreamLoader
 Loader = MapLoader | StreamLoader | ShardedLoader
 
 
+class Batches(NamedTuple):
+    """How batches are made of a data set; a DataLoader has its own way."""
+
+    batch_size: int | None
+    global_batch_size: int | None
+    shuffle: bool
+    num_workers: int
+    collate_fn: Callable[[list[Any]], Any] | None
+
+
 def make_loader(
-    loop: Loop,
-    data: Any,
-    *,
-    batch_size: int | None,
-    global_batch_size: int | None,
-    shuffle: bool,
-    accumulate: int,
-    sharded: bool,
-    num_workers: int,
-    collate_fn: Callable[[list[Any]], Any] | None,
-    seed: int,
-    batch_dim: int,
+    loop: Loop, data: Any, batches: Batches, *, accumulate: int, sharded: bool, seed: int, dim: int
 ) -> Loader:
-    """The loader for a torch DataLoader, a map-style data set or a stream."""
+    """The loader for a torch DataLoader, a map-style data set or a stream; samples lie along `dim` of its batches."""
     if accumulate < 1:
         raise SettingError(f"world.loader(accumulate={accumulate}) was called", "a step has a batch", "set 1 or more")
     common = {"accumulate": accumulate, "seed": seed}
     stream_class = ShardedLoader if sharded else StreamLoader
     if isinstance(data, DataLoader):
-        if batch_size is not None or global_batch_size is not None or shuffle or num_workers or collate_fn is not None:
+        if any(value not in (None, False, 0) for value in batches):
             raise SettingError(
                 "world.loader() was given a DataLoader and further settings",
                 "batch size, order and reading are the DataLoader's",
                 "set them there, or pass its data set instead",
             )
         if sharded or _is_stream_of_batches(data):
-            return stream_class(loop, data, data.dataset, batch_dim=batch_dim, **common)
+            return stream_class(loop, data, data.dataset, batch_dim=dim, **common)
         _check_own_loader(data)
         _check_samples(loop, data.dataset, data.num_workers)
         return MapLoader(loop, data.dataset, SamplerOrder(data, loop), **common, **taken_settings(data))
-    total = _samples_of_a_batch(batch_size, global_batch_size, loop.world.size * accumulate, sharded=sharded)
+    total = _samples_of_a_batch(batches, loop.world.size * accumulate, sharded=sharded)
+    reading: dict[str, Any] = {"num_workers": batches.num_workers, "collate_fn": batches.collate_fn}
     if sharded or is_stream(data):
         reader: DataLoader[Any] = DataLoader(
             data if not is_stream(data) or isinstance(data, IterableDataset) else _Iterable(data),
             batch_size=total,
-            num_workers=num_workers,
-            collate_fn=collate_fn,
-            shuffle=shuffle or None,
+            shuffle=batches.shuffle or None,
             pin_memory=loop.world.device.type == "cuda",
+            **reading,
         )
-        return stream_class(loop, reader, data, batch_dim=batch_dim, **common)
-    _check_samples(loop, data, num_workers)
-    order = SeededOrder(data, total, shuffle=shuffle, seed=seed)
-    reading = {"num_workers": num_workers, "collate_fn": collate_fn, "persistent_workers": num_workers > 0}
-    return MapLoader(loop, data, order, accumulate=accumulate, seed=seed, **reading)
+        return stream_class(loop, reader, data, batch_dim=dim, **common)
+    _check_samples(loop, data, batches.num_workers)
+    order = SeededOrder(data, total, shuffle=batches.shuffle, seed=seed)
+    return MapLoader(loop, data, order, **common, **reading, persistent_workers=batches.num_workers > 0)
 
 
 class _Iterable(IterableDataset[Any]):
@@ -97,19 +95,19 @@ def _check_own_loader(loader: DataLoader[Any]) -> None:
         )
 
 
-def _samples_of_a_batch(batch_size: int | None, total: int | None, num_shares: int, *, sharded: bool) -> int:
-    if (batch_size is None) == (total is None) or (sharded and batch_size is None):
+def _samples_of_a_batch(batches: Batches, num_shares: int, *, sharded: bool) -> int:
+    """Of all workers in a step; with `sharded` of one worker in a micro-batch."""
+    own, total = batches.batch_size, batches.global_batch_size
+    if (own is None) == (total is None) or (sharded and own is None):
         raise SettingError(
-            f"world.loader() was given batch_size={batch_size} and global_batch_size={total}",
+            f"world.loader() was given batch_size={own} and global_batch_size={total}",
             "one of them says how many samples a step takes",
             "set batch_size for each worker, or, without sharded=True, global_batch_size for all of them",
         )
-    if total is None:
-        assert batch_size is not None
-        total = batch_size if sharded else batch_size * num_shares
-    if total < 1:
-        raise SettingError(f"world.loader() was given a batch of {total}", "it has no sample", "set 1 or more")
-    return total
+    found = (own or 0) * (1 if sharded else num_shares) if total is None else total
+    if found < 1:
+        raise SettingError(f"world.loader() was given a batch of {found}", "it has no sample", "set 1 or more")
+    return found
 
 
 def _check_samples(loop: Loop, data: Any, num_processes: int) -> None:

@@ -34,7 +34,7 @@ from stormo.script import joining, saving, values
 from stormo.script.backward import Backward
 from stormo.script.collective_check import CollectiveCheck, call_site
 from stormo.script.energy import Energy, ScriptMeter, Starts
-from stormo.script.loader_factory import Loader, make_loader
+from stormo.script.loader_factory import Batches, Loader, make_loader
 from stormo.script.loop import Loop
 from stormo.script.wrapping import tell_unwrapped_optimizers, wrap
 
@@ -197,19 +197,9 @@ class World:
                 with fewer dimensions have them along the first.
         """
         self._exchange("world.loader")
-        return make_loader(
-            self._loop,
-            data,
-            batch_size=batch_size,
-            global_batch_size=global_batch_size,
-            shuffle=shuffle,
-            accumulate=accumulate,
-            sharded=sharded,
-            num_workers=num_workers,
-            collate_fn=collate_fn,
-            seed=self._workers.share_json(_seed_of_state() if seed is None else seed),
-            batch_dim=batch_dim,
-        )
+        seed = self._workers.share_json(_seed_of_state() if seed is None else seed)
+        batches = Batches(batch_size, global_batch_size, shuffle, num_workers, collate_fn)
+        return make_loader(self._loop, data, batches, accumulate=accumulate, sharded=sharded, seed=seed, dim=batch_dim)
 
     def backward(
         self,

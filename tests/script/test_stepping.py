@@ -191,7 +191,7 @@ REFUSED: dict[Callable[[World, nn.Module, Any], None], str] = {
     no_gradient: "world.backward() was given a tensor of shape [] without a gradient",
     outside: "world.backward() was called outside of a loop over a loader of world.loader()",
     two_loaders: "world.backward() was called with several loaders under way",
-    iterated_twice_at_once: "loader 1 was iterated in test_order.py line ",
+    iterated_twice_at_once: "loader 1 was iterated in test_stepping.py line ",
     save_between: "world.save() was called between world.backward() and optimizer.step()",
     save_between_passes: "world.save() was called between world.backward() and optimizer.step()",
     twice_between_passes: "world.backward() was called twice for one batch with accumulate above 1",
@@ -439,7 +439,7 @@ def test_workers_that_part_all_raise_the_lines_they_are_at(
     assert first[0] == first[1]
     assert first[0].startswith("rank 0 is at: ")
     assert "rank 1 is at: " in first[0]
-    assert first[0].count("test_order.py line ") + first[0].count("loops.py line ") == 2
+    assert first[0].count("test_stepping.py line ") + first[0].count("loops.py line ") == 2
     assert sum(words in first[0] for words in DIFFERENT[script]) >= 2 - (len(set(DIFFERENT[script])) == 1)
 
 

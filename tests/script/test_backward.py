@@ -188,7 +188,7 @@ def _loader_on_one(workers: Workers) -> None:
 
 def test_what_all_must_do_is_refused_while_one_works_for_its_node(run_ranks: Ranks) -> None:
     with pytest.raises(
-        RankFailedError, match=r"world.loader in test_passes.py line .* was called inside `with world.once"
+        RankFailedError, match=r"world.loader in test_backward.py line .* was called inside `with world.once"
     ):
         run_ranks(_loader_on_one, 2)
 
@@ -220,7 +220,7 @@ def _forked(workers: Workers) -> list[str]:
 
 def test_a_process_that_a_worker_has_forked_is_told_so_by_every_call(run_ranks: Ranks) -> None:
     for rank, said in enumerate(run_ranks(_forked, 2)):
-        assert said[0].startswith("world.sum of a number in test_passes.py line ")
+        assert said[0].startswith("world.sum of a number in test_backward.py line ")
         for sentence in said:
             assert f"was called, but this process was forked from rank {rank}" in sentence
 
@@ -241,7 +241,7 @@ def _closed(workers: Workers) -> list[str]:
 
 def test_a_closed_world_says_so_to_every_call(run_ranks: Ranks) -> None:
     (said,) = run_ranks(_closed, 1)
-    assert said[0].startswith("world.sum of a number in test_passes.py line ")
+    assert said[0].startswith("world.sum of a number in test_backward.py line ")
     for sentence in said:
         assert sentence.endswith(" was called, but the world is closed; call it before world.close().")
 
