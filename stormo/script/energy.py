@@ -1,24 +1,29 @@
-"""The energy of a script: one worker of each node measures it, all may ask for it, and the main one tells the sum."""
+"""The energy of a script: one worker of each node measures it, all may ask for it, and rank 0 prints the sum.
+
+Over all starts of a script, each node writes a file beside the checkpoints, as for `stormo train`.
+"""
 
 from __future__ import annotations
 
 import math
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from stormo.distributed.world import World
-from stormo.energy import Meter, own_meter
-from stormo.energy.keeper import Keeper
+from stormo.energy import Meter, own_meter, read_bill
+from stormo.energy.keeper import Keeper, NoKeeper
 from stormo.energy.ledger import owners
 from stormo.energy.meter import Window
-from stormo.energy.summary import amount_text, rounded
-from stormo.script.starts import Starts, no_starts
-from stormo.training.measuring import gpus_by_node, shared_clock
+from stormo.energy.summary import SMALLEST_SHOWN_SHARE, amount_text, rounded
+from stormo.errors import counted
+from stormo.training.measuring import AnyKeeper, gpus_by_node, shared_clock
 
-_LAST_WORDS_S = 5.0  # the other nodes end when the main worker does, or are not waited for
+_LAST_READINGS_S = 5.0  # the other nodes end when rank 0 does, or are not waited for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +60,74 @@ class Energy:
         return f"{text}, on {num_all} nodes." if num_all > 1 else f"{text}."
 
 
+class Starts:
+    """The energy of this start, counted in the folder that it first saves to."""
+
+    def __init__(self, keeper: AnyKeeper, node_id: int | str) -> None:
+        self._keeper = keeper
+        self._node_id = node_id
+        self._loaded: dict[Path, int] = {}  # folder -> the step that was loaded
+        self._folder: Path | None = None
+        self._has_waited = False  # for a save to a folder that was loaded from
+        self._is_training = False
+
+    def loaded(self, folder: Path, step: int) -> None:
+        """A checkpoint of that step was loaded."""
+        self._loaded[folder.resolve()] = step
+
+    def advance(self, step: int) -> None:
+        """So many steps are done."""
+        if self._is_training:
+            self._keeper.advance(step)
+        else:
+            self._keeper.enter("training", step)
+            self._is_training = True
+
+    @contextmanager
+    def saving(self, folder: Path, step: int) -> Iterator[None]:
+        """While a checkpoint is written."""
+        self._keeper.enter("checkpoint", step)
+        try:
+            yield
+            self._attach(folder)
+        finally:
+            self._keeper.enter("training", step)
+
+    def _attach(self, folder: Path) -> None:
+        # A node that does not see the folder writes nothing, rather than making one that nobody looks into.
+        if self._folder is not None or not folder.is_dir():
+            return
+        step = self._loaded.get(folder.resolve())
+        # A script may keep its best and its last checkpoints apart: it is counted where it resumes from.
+        if self._loaded and step is None and not self._has_waited:
+            self._has_waited = True
+            return
+        self._folder = folder.resolve()
+        self._keeper.attach(self._folder / "nodes" / f"{self._node_id}.jsonl", step, step or 0)
+
+    def close(self) -> None:
+        """End this node's file."""
+        self._keeper.close()
+
+    def sentence(self) -> str | None:
+        """What all starts drew, once all nodes have ended their files; None if this is the first one."""
+        if self._folder is None:
+            return None
+        bill = read_bill(self._folder)
+        if bill.total_j is None or len(bill.attempts) < 2:
+            return None
+        drawn = amount_text(bill.total_j, bill.total_error_j, bill.kinds_j)
+        text = f"Over all {len(bill.attempts)} starts: {drawn}"
+        share = bill.parts_j.get("recomputed", 0.0) / bill.total_j if bill.total_j else 0.0
+        if share >= SMALLEST_SHOWN_SHARE:
+            text += f", {100 * share:.0f} % of it for work that had to be done again"
+        if num_absent := sum(attempt.num_nodes - len(attempt.node_ids) for attempt in bill.attempts):
+            text += f", without {counted(num_absent, 'file')} that a node did not write"
+        if self._keeper.failure is not None:
+            text += f"; what this start drew is not all in it: {self._keeper.failure}"
+        return f"{text}."
+
+
 class ScriptMeter:
     """Measures this node where this is its first worker; all workers make one, at the same point."""
 
@@ -65,7 +138,7 @@ class ScriptMeter:
         self._nodes = sorted(gpus, key=int)
         place = world.place
         self._meter: Meter | None = None
-        self.starts = no_starts()
+        self.starts = Starts(NoKeeper(), 0)
         if place.local_rank == 0:
             self._meter, _ = own_meter(gpus.get(str(place.node_id), []), place.node_id)
             if self._meter.sources:
@@ -82,7 +155,7 @@ class ScriptMeter:
         return add_up(readings, self._nodes)
 
     def close(self) -> Energy | None:
-        """End measuring without waiting for a worker that may be gone; on the main worker, what the nodes drew.
+        """End measuring without waiting for a worker that may be gone; on rank 0, what the nodes drew.
 
         None elsewhere, where nothing was measured, and at a second call.
         """
@@ -95,10 +168,10 @@ class ScriptMeter:
             self._meter.close()
         if not world.is_main:
             if reading is not None:
-                world.leave_word(_key(world.place.node_id), reading)
+                world.leave_word(f"energy/{world.place.node_id}", reading)
             return None
         own = str(world.place.node_id) if reading is not None else None
-        words = world.words([_key(node) for node in self._nodes if node != own], _LAST_WORDS_S)
+        words = world.words([f"energy/{node}" for node in self._nodes if node != own], _LAST_READINGS_S)
         total = add_up([one for one in (reading, *words) if one is not None], self._nodes)
         return total if total.joules is not None else None
 
@@ -151,7 +224,3 @@ def add_up(readings: Sequence[Mapping[str, Any]], nodes: Sequence[str]) -> Energ
         num_silent=len(nodes) - len(told),
         reasons=tuple(reasons),
     )
-
-
-def _key(node: int | str) -> str:
-    return f"energy/{node}"

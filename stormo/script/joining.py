@@ -1,4 +1,4 @@
-"""How a script becomes one of the workers: who it is, its device, its line to the others, and how it ends."""
+"""How a script joins the other workers, how it is asked to stop, and how it ends."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -22,50 +22,53 @@ from stormo.config.layout import Launched, Layout, resolve_layout
 from stormo.distributed.devices import device_of, share_cores
 from stormo.distributed.store import Store, board_of, is_secondary
 from stormo.distributed.world import World
-from stormo.errors import EXIT_FAILURE, SettingError, StormoError
+from stormo.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_RESUMABLE, SettingError, StormoError
 from stormo.launch import Lifeline, Place, alone, open_lifeline
 from stormo.launch.environments.detect import detect
 from stormo.launch.environments.slurm import gpus_on_node
 from stormo.launch.nodes import BACKEND, DEVICE, TIMEOUT
+from stormo.launch.signals import STOP_SIGNALS, StopFlag
 from stormo.system.hardware import visible_gpus
 
-_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+_STOPPED_BY_SCRIPT = 1  # below every signal's number
+_releases: list[Callable[[], None]] = []  # called before an error ends the process at once
 
 
-@dataclass(frozen=True, kw_only=True)
-class Joined:
-    """A worker that has met the others."""
-
-    world: World
-    lifeline: Lifeline
-
-
-def join(device: str | None, backend: str | None, timeout_s: float | None) -> Joined:
+def join(device: str | None, backend: str | None, timeout_s: float | None) -> tuple[World, Lifeline]:
     """Meet the other workers; None stands for what `stormo run` was told, or else the default."""
-    _require_own_process()
-    _require_no_group()
+    _require_clean_process()
     _write_whole_lines()
     place = detect(os.environ) or alone()
     lifeline = open_lifeline(place) if place.launcher in ("local", "alone") else None
     if lifeline is not None:
-        _tell_failures(place, lifeline)
-    layout = _layout(place, device, backend, timeout_s)
-    limit_s = _limit_s(timeout_s)
+        _report_errors(place, lifeline)
+    limit_s = timeout_s if timeout_s is not None else float(os.environ.get(TIMEOUT, schema.Workers.timeout))
+    layout = _layout(place, device, backend, limit_s)
     share_cores(place)
     if lifeline is None:  # another launcher has started the workers
+        same = {"the script and its flags": " ".join(sys.argv), "the device": layout.device_type}
+        digest = hashlib.sha256(repr(sorted(same.items())).encode()).hexdigest()
         board = board_of(place, limit_s)
-        lifeline = open_lifeline(place, board=board, timeout_s=limit_s, **_same_on_all(layout))
-        _tell_failures(place, lifeline)
+        lifeline = open_lifeline(place, board=board, timeout_s=limit_s, digest=digest, options=same)
+        _report_errors(place, lifeline)
     store = Store(place, limit_s, lifeline.meeting_point) if place.world_size > 1 else None
     own = device_of(layout.device_type, place, store, may_share=layout.backend == "gloo")
-    world = World(place, own, store=store, backend=layout.backend, timeout_s=limit_s)
-    return Joined(world=world, lifeline=lifeline)
+    return World(place, own, store=store, backend=layout.backend, timeout_s=limit_s), lifeline
 
 
-def _layout(place: Place, device: str | None, backend: str | None, timeout_s: float | None) -> Layout:
-    choices: dict[str, Any] = {"timeout": _limit_s(timeout_s)}
-    for name, given, variable in (("device", device, DEVICE), ("backend", backend, BACKEND)):
-        choices[name] = _one_of(name, given, os.environ.get(variable))
+def _layout(place: Place, device: str | None, backend: str | None, timeout_s: float) -> Layout:
+    choices: dict[str, Any] = {"timeout": timeout_s}
+    for name, given, flag in (
+        ("device", device, os.environ.get(DEVICE)),
+        ("backend", backend, os.environ.get(BACKEND)),
+    ):
+        if given is not None and flag not in (None, "auto", given):
+            raise SettingError(
+                f"stormo run was given --{name} {flag}",
+                f"the script says World({name}={given!r})",
+                "leave one of them out",
+            )
+        choices[name] = given or flag or "auto"
     launched = Launched(
         launcher=place.launcher,
         world_size=place.world_size,
@@ -73,45 +76,21 @@ def _layout(place: Place, device: str | None, backend: str | None, timeout_s: fl
         num_nodes=place.num_nodes,
         gpus_on_node=gpus_on_node(os.environ) if place.launcher == "slurm" else None,
     )
-    workers = schema.Workers(**choices)
-    return resolve_layout(schema.TrainConfig(workers=workers), visible_gpus(), launched)
+    return resolve_layout(schema.TrainConfig(workers=schema.Workers(**choices)), visible_gpus(), launched)
 
 
-def _one_of(name: str, given: str | None, flag: str | None) -> str:
-    if given is not None and flag not in (None, "auto", given):
-        raise SettingError(
-            f"stormo run was given --{name} {flag}", f"the script says World({name}={given!r})", "leave one of them out"
-        )
-    return given or flag or "auto"
-
-
-def _limit_s(timeout_s: float | None) -> float:
-    return timeout_s if timeout_s is not None else float(os.environ.get(TIMEOUT, schema.Workers.timeout))
-
-
-def _same_on_all(layout: Layout) -> dict[str, Any]:
-    options = {"the script and its flags": " ".join(sys.argv), "the device": layout.device_type}
-    digest = hashlib.sha256(repr(sorted(options.items())).encode()).hexdigest()
-    return {"digest": digest, "options": options}
-
-
-def _require_own_process() -> None:
-    """Refuse a process that loads data and, as it starts, runs the script again."""
+def _require_clean_process() -> None:
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise SettingError(
             "stormo.World() was called in a process that the script has started",
-            "such a process runs the whole file again to find what it needs",
+            "such a process runs the whole file again",
             'put all but definitions under if __name__ == "__main__":',
         )
-
-
-def _require_no_group() -> None:
-    """Refuse a script that has joined the workers itself, as those for torchrun do."""
     if dist.is_available() and dist.is_initialized():
         raise SettingError(
-            "stormo.World() was called behind torch.distributed.init_process_group()",
+            "stormo.World() was called after torch.distributed.init_process_group()",
             "it joins the workers itself, with a store and time limits of its own",
-            "leave that line out; what torch.distributed offers works behind stormo.World()",
+            "leave that line out; torch.distributed works after stormo.World()",
         )
 
 
@@ -122,14 +101,19 @@ def _write_whole_lines() -> None:
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
-def _tell_failures(place: Place, lifeline: Lifeline) -> None:
-    """From now on an error that ends this script is told to the others; one of ours is one sentence, not a trace."""
-    inner: _Hook = sys.excepthook
+def _report_errors(place: Place, lifeline: Lifeline) -> None:
+    """From now on the others are told of an error that ends this script; one of stormo's is a sentence, not a trace."""
+    inner = sys.excepthook
     pid = os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        is_alone = place.world_size == 1 and (not isinstance(error, StormoError) or hasattr(sys, "ps1"))
-        if is_alone or os.getpid() != pid:  # or the script has forked this process
+        if os.getpid() != pid:  # the script has forked this process
+            inner(kind, error, trace)
+            return
+        for release in _releases:
+            with contextlib.suppress(Exception):
+                release()
+        if place.world_size == 1 and (not isinstance(error, StormoError) or hasattr(sys, "ps1")):
             inner(kind, error, trace)
             return
         if isinstance(error, KeyboardInterrupt):  # the terminal has told all of them, and the agent says so
@@ -154,26 +138,43 @@ def _flush() -> None:
             stream.flush()
 
 
-def at_any_end(release: Callable[[], None]) -> None:
-    """Before an error that ends this script is told, which ends the process at once, let go of something."""
-    inner: _Hook = sys.excepthook
-    pid = os.getpid()
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if os.getpid() == pid:
-            with contextlib.suppress(Exception):
-                release()
-        inner(kind, error, trace)
-
-    sys.excepthook = hook
+def before_error_exit(release: Callable[[], None]) -> None:
+    """Call this before an error ends the process, which then runs no more of the script."""
+    _releases.append(release)
 
 
 def at_exit(close: Callable[[], None]) -> None:
-    """Leave in order when the script ends; not when a process that it has forked does."""
+    """Call this when the script ends; not when a process that it has forked does."""
     pid = os.getpid()
+    atexit.register(lambda: close() if os.getpid() == pid else None)
 
-    def leave() -> None:
-        if os.getpid() == pid:
-            close()
 
-    atexit.register(leave)
+class StopRequest:
+    """What one worker knows of a stop: from a signal, or from its script. It travels with every post."""
+
+    def __init__(self, *, announces: bool) -> None:
+        self._flag = StopFlag(announces=announces)
+        self._by_script = 0
+        self._listens = False
+
+    def current(self) -> int:
+        """The signal that this worker got, 1 if the script has asked, else 0."""
+        return self._flag.signal_number or self._by_script
+
+    def request(self) -> None:
+        """Stop without a signal."""
+        self._by_script = _STOPPED_BY_SCRIPT
+
+    def listen(self) -> None:
+        """From now on a signal is noted, and no longer ends the script."""
+        if not self._listens and threading.current_thread() is threading.main_thread():
+            for number in STOP_SIGNALS:
+                signal.signal(number, self._flag.handle)
+            self._listens = True
+
+
+def exit_code_of(agreed_stop: int) -> int:
+    """What a script ends with after the stop that its workers have agreed on."""
+    if agreed_stop <= _STOPPED_BY_SCRIPT:
+        return 0
+    return EXIT_INTERRUPTED if agreed_stop == signal.SIGINT else EXIT_RESUMABLE

@@ -1,42 +1,45 @@
-"""What the parts of a user's loop know of one another: the loaders under way, the models, who waits for whom."""
+"""What the parts of a user's loop share: the micro-batch at hand, the loaders under way, the wrapped models."""
 
 from __future__ import annotations
 
 import sys
-import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+from stormo.data.order import part
 from stormo.distributed.world import World
+from stormo.errors import SettingError, counted
 from stormo.layers.sync_batch_norm import set_absent
-from stormo.script.agreement import Agreement, call_site
-from stormo.script.copies import Copies
+from stormo.script.collective_check import CollectiveCheck
+from stormo.script.replica_check import ReplicaCheck
 
 if TYPE_CHECKING:
-    from stormo.script.giving import Giver
     from stormo.script.stepping import Group
 
 
 @dataclass(slots=True, eq=False)
-class Given:
-    """A batch that a loader has given to the loop, and what its gradient weighs."""
+class BatchInfo:
+    """A micro-batch that a loader has given to the loop, and what its gradient weighs."""
 
-    num_samples: int  # of this worker; 0 for a stand-in
-    step_samples: int | None  # of all workers and passes of the step; None where it is only known after the last pass
+    num_samples: int  # of this worker; 0 for padding, which a worker without a sample gets so that nobody waits for it
+    step_samples: int | None  # of all workers and micro-batches of the step; None if known only after the last one
     is_last: bool  # the optimizer steps after it
-    pass_samples: int = 0  # of all workers in this pass, where the step's are not known
-    lacking: int | None = None  # a rank that has no sample in this pass, where the workers have streams of their own
-    is_trained: bool = False  # backward has been called for it, the last time without more=True
+    pass_samples: int = 0  # of all workers in this micro-batch, where `step_samples` is None
+    rank_without: int | None = None  # a rank without a sample, where the workers have streams of their own
+    is_trained: bool = False  # backward was called for it, the last time without more=True
+    num_steps: int = 0  # that optimizers took with it
 
     @property
-    def is_ghost(self) -> bool:
-        """Whether it is a stand-in: no sample was left for this worker, and the others must not wait for it."""
+    def is_padding(self) -> bool:
+        """Whether this worker has no sample in it."""
         return self.num_samples == 0
 
 
@@ -45,36 +48,25 @@ class Loop:
     """Shared by the world of a script and everything it has handed out."""
 
     world: World
-    agreement: Agreement
+    check: CollectiveCheck
     begin: Callable[[], None]  # called when the first loader starts
     groups: list[Group] = field(default_factory=list)
-    iterating: list[Giver] = field(default_factory=list)  # in the middle of an epoch, the innermost last
-    is_partial: bool = False  # between the passes of a step that is not complete
+    iterating: list[LoaderBase] = field(default_factory=list)  # in the middle of an epoch, the innermost last
+    is_accumulating: bool = False  # between the micro-batches of a step
     is_stepping: bool = False  # inside of the step of a wrapped optimizer
-    awaits_more: bool = False  # the last backward said that another one follows before the step
-    weighed: list[tuple[float, Tensor]] | None = None  # in a closure: the losses so far, and what each weighs among all
-    sums_in_models: bool = False  # such as those of synchronised batch norm: nobody may come to them alone
-    told_to_stop: bool = False  # the script has seen that it should
+    awaits_more: bool = False  # the last backward said more=True
+    closure_losses: list[tuple[float, Tensor]] | None = None  # in a closure: the losses so far, each with its weight
+    has_sync_norm: bool = False  # so that no worker may run a model alone
+    saw_stop: bool = False  # the script has seen that it should stop
     num_loaders: int = 0
-    told: set[str] = field(default_factory=set)  # about what a person was told
-    folders: set[Path] = field(default_factory=set)  # of checkpoints that this script has loaded from or saved to
-    _loaders: dict[int, weakref.ref[Giver]] = field(default_factory=dict)
+    told: set[str] = field(default_factory=set)  # what was printed once
+    folders: set[Path] = field(default_factory=set)  # of checkpoints that this script has loaded or saved
+    loaders: WeakValueDictionary[int, LoaderBase] = field(
+        default_factory=WeakValueDictionary
+    )  # still in use, by number
 
     def __post_init__(self) -> None:
-        self._copies = Copies(self.world, self.groups)
-
-    def add_loader(self, loader: Giver) -> int:
-        """Its number. A script may make loaders again and again, so they are not kept."""
-        self.num_loaders += 1
-        self._loaders[self.num_loaders - 1] = weakref.ref(loader)
-        return self.num_loaders - 1
-
-    @property
-    def loaders(self) -> dict[int, Giver]:
-        """Those that are still in use, by number."""
-        found = {number: reference() for number, reference in self._loaders.items()}
-        self._loaders = {number: self._loaders[number] for number, loader in found.items() if loader is not None}
-        return {number: loader for number, loader in found.items() if loader is not None}
+        self._replicas = ReplicaCheck(self.world, self.groups)
 
     @property
     def num_steps(self) -> int:
@@ -82,32 +74,32 @@ class Loop:
         return max((group.num_steps for group in self.groups), default=0)
 
     def may_send(self) -> bool:
-        """Whether gradients may leave without waiting for what was announced.
+        """Whether gradients may leave without waiting for the others' posts.
 
         On a GPU they wait: sums inside the model and those of gradients must come in the same order on all workers.
         """
-        return self.world.device.type == "cuda" or self.agreement.is_settled()
+        return self.world.device.type == "cuda" or self.check.has_arrived()
 
     def tell(self, about: str, sentence: str) -> None:
-        """Say something once, on the main worker."""
+        """Print something once, on rank 0."""
         if self.world.is_main and about not in self.told:
             self.told.add(about)
             print(f"stormo: {sentence}", file=sys.stderr, flush=True)  # noqa: T201
 
-    def announce(self, what: str, where: str = "", *, compares: bool = True) -> None:
-        """Announce something that all workers begin with the same rates and weights; refuse it where they have not.
+    def check_replicas(self, what: str, where: str = "", *, compares: bool = True) -> None:
+        """Post something that all workers must begin with the same learning rates and weights; raise where they do not.
 
         They are compared where all workers want that.
         """
-        numbers = self.agreement.exchange(what, where, self._copies.look() if compares else 0).numbers
-        if self._copies.may_differ(numbers):
-            first = self.agreement.exchange("rates and weights", number=self._copies.first_difference())
-            self._copies.answer(list(first.numbers))
+        numbers = self.check.exchange(what, where, self._replicas.fingerprint() if compares else 0)
+        if self._replicas.may_differ(numbers):
+            found = self.check.exchange("learning rates and weights", number=self._replicas.first_difference())
+            self._replicas.report(found)
 
     @contextmanager
-    def absent(self, is_ghost: bool) -> Iterator[None]:
-        """While a stand-in is under way, keep it out of the models' statistics."""
-        models: list[nn.Module] = [group.model for group in self.groups] if is_ghost else []
+    def without_statistics(self, is_padding: bool) -> Iterator[None]:
+        """Keep a padding batch out of the models' statistics."""
+        models: list[nn.Module] = [group.model for group in self.groups] if is_padding else []
         for model in models:
             set_absent(model, True)
         try:
@@ -117,37 +109,174 @@ class Loop:
                 set_absent(model, False)
 
 
-class SumInModel:
-    """Sums a vector inside a model; what was announced comes first, so that no worker is in another collective."""
+class LoaderBase:
+    """A loader as `backward`, `step` and `save` see it, with what scripts read from a DataLoader.
 
-    def __init__(self, loop: Loop) -> None:
-        self._loop = loop
+    Args:
+        loop: it takes part in.
+        dataset: as the script has given it.
+        accumulate: micro-batches of a step.
+        seed: of the order and of what reading draws.
+        start: the position at the start of an epoch.
+        global_batch_size: samples of all workers in a step; None where the batches come as they are.
+        own: the script's own DataLoader, if any.
+    """
 
-    def __call__(self, vector: Tensor) -> object:
-        """Sum in place over all workers."""
-        for loader in self._loop.iterating:
-            if loader.given is not None and not loader.trains:
-                loader.check_first(loader.given)  # a worker without a sample has passed this batch over
-        self._loop.agreement.settle()
-        together = self._loop.agreement.together
-        return together("a batch norm over all workers", lambda: self._loop.world.sum(vector), _line_and_way_out)
+    num_workers: int  # processes that read
+    collate_fn: Callable[[list[Any]], Any]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SumInModel:
-        return self  # a copy of the model has the same workers
+    def __init__(
+        self,
+        loop: Loop,
+        dataset: Any,
+        accumulate: int,
+        seed: int,
+        start: Any,
+        global_batch_size: int | None,
+        own: DataLoader[Any] | None,
+    ) -> None:
+        self.loop = loop
+        self.dataset = dataset
+        self.accumulate = accumulate
+        self.global_batch_size = global_batch_size
+        self.sampler: Any = None if own is None else own.sampler
+        self.batch_sampler: Any = None if own is None else own.batch_sampler
+        self.drop_last = own is not None and own.drop_last
+        self.number = loop.num_loaders
+        loop.num_loaders += 1
+        loop.loaders[self.number] = self
+        self.epoch = 0
+        self.batch_info: BatchInfo | None = None
+        self.trains = False  # backward was called in this iteration: no worker may be left without a batch
+        self._seed = seed
+        self._start = self._position = self._next_position = start  # of the epoch; of what is done; of the step at hand
+        self._num_begun = self._num_done = 0  # steps of this epoch, and those that a load would not repeat
+        self._iteration: object | None = None  # the one under way
+        self._is_resumable = False  # that iteration was left in the middle because of a stop
+        self._where = ""
 
-    def __reduce__(self) -> Any:
-        return _sum_of_one, ()  # a model that is read from a file is one process's
+    @property
+    def num_samples(self) -> int:
+        """This worker's samples in the micro-batch at hand; 0 for padding."""
+        if self.batch_info is None:
+            raise SettingError(
+                "loader.num_samples was read outside of a loop over the loader", "there is no batch", "read it inside"
+            )
+        return self.batch_info.num_samples
 
+    @property
+    def batch_size(self) -> int | None:
+        """The most samples that this worker gets in one micro-batch; None where the batches come as they are."""
+        if self.global_batch_size is None:
+            return None
+        start, stop = part(0, self.global_batch_size, self.loop.world.rank, self.loop.world.size)
+        return -(-(stop - start) // self.accumulate)
 
-def _line_and_way_out() -> str:
-    # The backward on a GPU has a thread of its own, in which no line of the script is.
-    line = f" in {call_site(of_model=True)}" if threading.current_thread() is threading.main_thread() else ""
-    return f"{line} (after model.eval() it waits for nobody)"
+    @property
+    def num_behind(self) -> int:
+        """Batches of the epoch that are done: after a load `enumerate(loader, loader.num_behind)` counts on."""
+        return 0 if self._is_resumable else self._num_done * self.accumulate
 
+    def step_taken(self) -> None:
+        """An optimizer stepped: a save from here on is behind the batch at hand."""
+        if self.batch_info is not None and self.batch_info.is_last:
+            self.batch_info.num_steps += 1
+            self._step_done()
 
-def _sum_of_one() -> Callable[[Tensor], object]:
-    return _keep
+    def end_batch(self) -> None:
+        """Before a save: the batch at hand is done if backward was called for it, whoever took the step."""
+        if self.batch_info is not None and self.batch_info.is_trained and self.batch_info.is_last:
+            self._step_done()
 
+    def check_first(self, info: BatchInfo) -> None:
+        """Refuse, on all workers, a first training batch with fewer samples than workers × micro-batches."""
+        size = self.loop.world.size
+        if info.step_samples is not None and info.step_samples < size * self.accumulate:
+            product = f"{counted(size, 'worker')} × {counted(self.accumulate, 'micro-batch')}"
+            error = SettingError(
+                f"a training loop began with a batch of {info.step_samples}",
+                f"{product} need at least {size * self.accumulate} samples",
+                "give larger batches, start fewer workers, or call model.eval() if nothing is trained",
+            )
+            self.loop.check.raise_on_all(error)
 
-def _keep(vector: Tensor) -> object:
-    return vector
+    def state(self) -> dict[str, Any]:
+        """Where it is, as plain values and tensors."""
+        resumes = self._iteration is None or self._resumes_inside
+        num_done, position = (self._num_done, self._position) if resumes else (0, self._start)
+        place = {"epoch": self.epoch, "num_done": num_done, "position": position}
+        return place | {"trains": self.trains, "seed": self._seed}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Resume there with the next iteration."""
+        self.epoch, self.trains, self._is_resumable = state["epoch"], state["trains"], False
+        self._num_done = state.get("num_done", 0)
+        self._position, self._seed = state["position"], state["seed"]
+
+    @contextmanager
+    def _iterating(self, where: str) -> Iterator[object]:
+        if self._iteration is not None:  # a newer iteration takes over
+            self._end_iteration(is_complete=False)
+        if self._is_resumable:
+            self._next_epoch()
+        self._where = where
+        self.loop.check_replicas(f"the start of {self._name()}", where)
+        self.loop.begin()
+        self._num_begun = self._num_done
+        iteration = self._iteration = object()
+        self.loop.iterating.append(self)
+        is_complete = False
+        try:
+            yield iteration
+            is_complete = True
+            if self._iteration is iteration and self.loop.groups and self.loop.world.size > 1:
+                # Nothing may follow that would compare them.
+                may_train = torch.is_grad_enabled() and any(group.model.training for group in self.loop.groups)
+                self.loop.check_replicas(f"the end of {self._name()}", where, compares=may_train)
+        finally:
+            if self._iteration is iteration:
+                self._end_iteration(is_complete=is_complete)
+
+    def _end_iteration(self, *, is_complete: bool) -> None:
+        self._iteration = self.batch_info = None
+        self.loop.iterating.remove(self)
+        # After a break the next loop is a new epoch, as with any loader; unless the script breaks off to stop.
+        self._is_resumable = not is_complete and self.loop.saw_stop and self._resumes_inside
+        if not self._is_resumable:
+            self._next_epoch(is_broken=not is_complete)
+
+    def _next_epoch(self, *, is_broken: bool = False) -> None:
+        self._end_order(is_broken=is_broken)
+        self.epoch += 1
+        self._num_begun = self._num_done = 0
+        self._position = self._next_position = self._start
+        self.trains = self._is_resumable = False
+
+    def _end_order(self, *, is_broken: bool) -> None:
+        """An epoch has ended; `is_broken`: in the middle."""
+
+    @property
+    def _resumes_inside(self) -> bool:
+        """Whether a load resumes in the middle of the epoch. Where there is training, a validation starts over."""
+        return self.trains or not any(group.optimizers for group in self.loop.groups)
+
+    def _give(self, batch: Any, info: BatchInfo, iteration: object) -> Iterator[Any]:
+        self.batch_info = info
+        with self.loop.without_statistics(info.is_padding):
+            yield batch
+        if self._iteration is not iteration:
+            raise SettingError(
+                f"loader {self.number + 1} was iterated in {self._where} while an earlier iteration went on",
+                "a loader has one position",
+                "finish one loop before the next one starts, or make a second loader",
+            )
+
+    def _name(self) -> str:
+        return f"epoch {self.epoch + 1} of loader {self.number + 1}"
+
+    def _post_batch(self, what: str, number: int = 0) -> None:
+        # The line is not compared: a progress bar on one worker only is another caller there.
+        self.loop.check.post(f"{what} of {self._name()}", self._where, number)
+
+    def _step_done(self) -> None:
+        self._num_done, self._position = self._num_begun, self._next_position

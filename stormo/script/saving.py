@@ -1,7 +1,7 @@
-"""Saves and loads all that a script needs to go on: models, optimizers, schedulers, loaders, random generators.
+"""Saves and loads all that a script needs to resume: models, optimizers, schedulers, loaders, random generators.
 
-One checkpoint for all workers, in the same form as those of `stormo train`: atomic, verified, loaded without running
-code. Any number of workers can load what any other has saved.
+One checkpoint for all workers, in the form of those of `stormo train`: atomic, verified, loaded without running code.
+Any number of workers can load what any other has saved.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ from torch import Tensor
 from stormo import checkpoint
 from stormo.checkpoint import CorruptCheckpointError, Snapshot
 from stormo.data.order import derive_seed, seed_generators
+from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.script.loop import Loop
-from stormo.script.plain import decode, encode
-from stormo.script.stepping import Group, Stage
+from stormo.script.stepping import Group
+from stormo.script.values import decode, encode
 
 _IDENTITY = "script"
 _PLAIN = "plain/"
 
 
 def save(loop: Loop, folder: Path, extra: dict[str, Any], *, keep: int) -> None:
-    """Publish a checkpoint; all workers call it, the main one writes, and all raise what goes wrong there."""
-    _require_whole(loop)
+    """Publish a checkpoint; all workers call it, rank 0 writes, and all raise what goes wrong there."""
+    _require_whole_step(loop)
     for loader in loop.iterating:
         loader.end_batch()
     _require_same_places(loop)
     world = loop.world
-    loop.announce("what is saved")
+    loop.check_replicas("what is saved")
     random_tensors, random_json = checkpoint.collect_random_state()
     gathered = world.gather_bytes(safetensors.torch.save({n: t.contiguous() for n, t in random_tensors.items()}))
     random_states = world.gather_json(random_json)
@@ -40,7 +41,7 @@ def save(loop: Loop, folder: Path, extra: dict[str, Any], *, keep: int) -> None:
         own = {f"{r}/{n}": t for r, payload in enumerate(gathered) for n, t in safetensors.torch.load(payload).items()}
 
     def write() -> None:
-        _require_front(loop, folder)
+        _require_newest(loop, folder)
         plain: dict[str, Tensor] = {}
         state = {
             "world_size": world.size,
@@ -49,9 +50,10 @@ def save(loop: Loop, folder: Path, extra: dict[str, Any], *, keep: int) -> None:
             "loaders": encode({n: loader.state() for n, loader in loop.loaders.items()}, plain, "loaders"),
             "extra": encode(extra, plain, "extra"),
         }
+        tensors = [_group_tensors(_prefix(loop, group), group) for group in loop.groups]
         snapshot = Snapshot(
-            model={name: tensor.detach() for group in loop.groups for name, tensor in _model(loop, group).items()},
-            optimizer={n: t for group in loop.groups for n, t in _optimizers(loop, group).items()},
+            model={name: tensor for model, _ in tensors for name, tensor in model.items()},
+            optimizer={name: tensor for _, optimizer in tensors for name, tensor in optimizer.items()},
             ranks=own | {_PLAIN + name: tensor.cpu() for name, tensor in plain.items()},
             state=state,
         )
@@ -63,7 +65,7 @@ def save(loop: Loop, folder: Path, extra: dict[str, Any], *, keep: int) -> None:
 
 
 def load(loop: Loop, folder: Path) -> dict[str, Any] | None:
-    """Take over the newest checkpoint of a folder, on all workers; its extra values, or None where there is none."""
+    """Take over the newest checkpoint of a folder, on all workers; its extra values, or None if there is none."""
     world = loop.world
     path, snapshot = world.on_main(lambda: _read(folder)) or (None, None)
     path = world.share_json(path)
@@ -76,10 +78,13 @@ def load(loop: Loop, folder: Path) -> dict[str, Any] | None:
     optimizer = world.share_tensors(snapshot.optimizer if snapshot else None)
     plain = {name.removeprefix(_PLAIN): tensor for name, tensor in tensors.items() if name.startswith(_PLAIN)}
     groups, loaders = decode(state["groups"], plain), decode(state["loaders"], plain)
-    _require_counts(path, groups, loaders, loop)
+    _require_count(path, "calls of world.wrap()", len(loop.groups), len(groups))
+    # Only those of a training: a script may make loaders for validation as it goes.
+    trained = [number for number, saved in loaders.items() if saved["trains"]]
+    _require_count(path, "training loaders", sum(number in loop.loaders for number in trained), len(trained))
     for group, saved in zip(loop.groups, groups, strict=True):
-        _load_group(loop, group, saved, model, optimizer, path)
-    loop.is_partial = False
+        _load_group(_prefix(loop, group), group, saved, model, optimizer, path)
+    loop.is_accumulating = False
     for number, loader in loop.loaders.items():
         if number in loaders:
             loader.load_state(loaders[number])
@@ -97,78 +102,57 @@ def _read(folder: Path) -> tuple[str, Snapshot] | None:
     found = checkpoint.find(folder)
     if not found:
         return None
+    called = f"world.load({str(folder)!r}) was called"
     try:
         snapshot = checkpoint.load(found[0].path)
     except CorruptCheckpointError as error:
         good, _ = checkpoint.newest_good(folder)
-        older = f"go on from step {good.step}" if good else "start anew"
-        raise SettingError(
-            f"world.load({str(folder)!r}) was called",
-            f"the newest checkpoint there is damaged ({error.path.name}: {error.problem})",
-            f"remove the folder {found[0].path} to {older}",
-        ) from None
+        older = f"resume from step {good.step}" if good else "start over"
+        why = f"the newest checkpoint there is damaged ({error.path.name}: {error.problem})"
+        raise SettingError(called, why, f"remove the folder {found[0].path} to {older}") from None
     if not {"groups", "loaders", "extra"} <= snapshot.state.keys():
         raise SettingError(
-            f"world.load({str(folder)!r}) was called",
-            f"{found[0].path.name} there was not written by world.save()",
-            "give the folder of a script's own checkpoints",
+            called, f"{found[0].path.name} there is not from world.save()", "give a folder of script checkpoints"
         )
     return str(found[0].path), snapshot
 
 
-def _require_whole(loop: Loop) -> None:
-    """Refuse a moment that a resume could not go on from."""
-    if loop.is_partial:
-        raise SettingError(
-            "world.save() was called between the passes of a step",
-            "a step of several passes has no state that a resume could go on from",
-            "call it after the optimizer.step() that follows the last pass",
-        )
-    if any(stepper.stage is Stage.READY for group in loop.groups for stepper in group.steppers):
+def _require_whole_step(loop: Loop) -> None:
+    if loop.is_accumulating or any(gate.is_pending for group in loop.groups for gate in group.gates):
         raise SettingError(
             "world.save() was called between world.backward() and optimizer.step()",
             "a checkpoint holds no gradients, and that batch would be lost",
-            "call it after optimizer.step(), or after optimizer.zero_grad() where no step follows",
+            "call it after optimizer.step(), or after optimizer.zero_grad() if no step follows",
         )
-    stepped = [loader for loader in loop.iterating if loader.stepped is not None and loader.stepped is loader.given]
-    if len({loader.is_held for loader in stepped}) > 1:
+    counts = [loader.batch_info.num_steps for loader in loop.iterating if loader.batch_info is not None]
+    if len({count > 1 for count in counts if count}) > 1:
         raise SettingError(
             "world.save() was called in a training loop inside the loop over another loader",
-            "a resume would go on in the middle of the inner loop with the next batch of the outer one",
+            "a resume would be in the middle of the inner loop with the next batch of the outer one",
             "call it after the inner loop",
         )
     for group in loop.groups:
         group.require_wrapped("world.save() was called")
-        if group.is_trained:
-            group.require_optimizer("world.save() was called")
 
 
 def _require_same_places(loop: Loop) -> None:
-    """Refuse to save where a loader is in another place on the main worker than on another, as all load the main's."""
-    places = {str(number): loader.place() for number, loader in loop.loaders.items()}
-    gathered = loop.world.gather_json(places)
-    refusal: list[str] | None = loop.world.share_json(None if gathered is None else _no_place(gathered))
-    if refusal is not None:
-        raise SettingError(*refusal)
-
-
-def _no_place(gathered: list[dict[str, str]]) -> list[str] | None:
-    """What is wrong with the places of all workers' loaders, in the three parts of a sentence."""
-    main = gathered[0]
-    for rank, theirs in enumerate(gathered):
-        for number, here in main.items():
+    """All workers load rank 0's places: a loader must be in the same one everywhere."""
+    states = {str(number): loader.state() for number, loader in loop.loaders.items()}
+    here = {number: f"epoch {state['epoch'] + 1}, sample {state['position']}" for number, state in states.items()}
+    places: list[dict[str, str]] = loop.world.share_json(loop.world.gather_json(here))
+    for rank, theirs in enumerate(places):
+        for number, main in places[0].items():
             # One that is no longer in use may be gone on some workers sooner than on others.
-            if theirs.get(number, here) != here:
-                return [
-                    f"world.save() was called with loader {int(number) + 1} in {here} on rank 0",
-                    f"it is in {theirs[number]} on rank {rank}, and a load goes on from one place",
-                    "let all workers leave their loops alike: an iterator that is kept in a variable is still under "
-                    "way, and its close() ends it",
-                ]
-    return None
+            if theirs.get(number, main) != main:
+                raise SettingError(
+                    f"world.save() was called with loader {int(number) + 1} at {main} on rank 0",
+                    f"it is at {theirs[number]} on rank {rank}",
+                    "let all workers leave their loops alike: an iterator kept in a variable is still under way, and "
+                    "its close() ends it",
+                )
 
 
-def _require_front(loop: Loop, folder: Path) -> None:
+def _require_newest(loop: Loop, folder: Path) -> None:
     """Refuse to write behind the checkpoints of another run, which the next load would take for the newest."""
     found = checkpoint.find(folder)
     if found and found[0].step > loop.num_steps and folder.resolve() not in loop.folders:
@@ -180,37 +164,30 @@ def _require_front(loop: Loop, folder: Path) -> None:
 
 
 def _prefix(loop: Loop, group: Group) -> str:
-    # One model keeps its own names, so that other programs can read the file.
+    # A single model keeps its own names, so that other programs can read the file.
     return "" if len(loop.groups) == 1 else f"{loop.groups.index(group)}/"
-
-
-def _model(loop: Loop, group: Group) -> dict[str, Tensor]:
-    prefix = _prefix(loop, group)
-    return {prefix + name: value for name, value in group.model.state_dict().items() if isinstance(value, Tensor)}
-
-
-def _rest(group: Group) -> dict[str, Any]:
-    """What a model keeps besides tensors."""
-    return {name: value for name, value in group.model.state_dict().items() if not isinstance(value, Tensor)}
 
 
 def _names(group: Group) -> dict[Tensor, str]:
     return {parameter: name for name, parameter in group.model.named_parameters()}
 
 
-def _optimizers(loop: Loop, group: Group) -> dict[str, Tensor]:
-    return {
-        f"{_prefix(loop, group)}{index}/{name}": tensor
+def _group_tensors(prefix: str, group: Group) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    state = group.model.state_dict()
+    model = {prefix + name: value.detach() for name, value in state.items() if isinstance(value, Tensor)}
+    optimizer = {
+        f"{prefix}{index}/{name}": tensor
         for index, optimizer in enumerate(group.optimizers)
         for name, tensor in checkpoint.flatten_optimizer(optimizer, _names(group)).items()
     }
+    return model, optimizer
 
 
 def _group_state(group: Group) -> dict[str, Any]:
     return {
         "num_steps": group.num_steps,
         "kinds": _kinds(group),
-        "model": _rest(group),
+        "model": {name: value for name, value in group.model.state_dict().items() if not isinstance(value, Tensor)},
         "settings": [
             [{key: value for key, value in settings.items() if key != "params"} for settings in optimizer.param_groups]
             for optimizer in group.optimizers
@@ -224,26 +201,21 @@ def _kinds(group: Group) -> list[str]:
 
 
 def _load_group(
-    loop: Loop, group: Group, saved: dict[str, Any], model: dict[str, Tensor], optimizer: dict[str, Tensor], path: str
+    prefix: str, group: Group, saved: dict[str, Any], model: dict[str, Tensor], optimizer: dict[str, Tensor], path: str
 ) -> None:
-    prefix = _prefix(loop, group)
     try:
         tensors = {n.removeprefix(prefix): t for n, t in model.items() if n.startswith(prefix)}
         group.model.load_state_dict(tensors | saved["model"])
     except RuntimeError as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = (lines[1] if len(lines) > 1 else lines[0]).rstrip(".")
         raise SettingError(
-            f"{path} was to be loaded", f"it does not fit the model ({_brief(error)})", "load it into the same model"
+            f"{path} was to be loaded", f"it does not fit the model ({reason})", "load it into the same model"
         ) from None
-    for what, here, there in (
-        ("optimizers", len(group.optimizers), len(saved["settings"])),
-        ("schedulers and loss scalers", len(group.others), len(saved["others"])),
-    ):
-        if here != there:
-            raise _other_count(path, here, what, there)
     if _kinds(group) != saved["kinds"]:
         raise SettingError(
-            f"world.load() was called in a script that has wrapped {', '.join(_kinds(group))}",
-            f"{path} holds the state of {', '.join(saved['kinds'])}",
+            f"world.load() was called in a script that has wrapped {', '.join(_kinds(group)) or 'no optimizer'}",
+            f"{path} holds the state of {', '.join(saved['kinds']) or 'none'}",
             "wrap the same ones, or start in another folder",
         )
     for index, each in enumerate(group.optimizers):
@@ -255,39 +227,26 @@ def _load_group(
     for other, values in zip(group.others, saved["others"], strict=True):
         other.load_state_dict(values)
     group.num_steps = saved["num_steps"]
-    for stepper in group.steppers:
-        stepper.stage = Stage.CLEAN
+    for gate in group.gates:
+        gate.cleared()
     for parameter in group.model.parameters():
         parameter.grad = None
 
 
-def _require_counts(path: str, groups: list[Any], loaders: dict[int, Any], loop: Loop) -> None:
-    if len(groups) != len(loop.groups):
-        raise _other_count(path, len(loop.groups), "calls of world.wrap()", len(groups))
-    # Only a place in a training is worth refusing for; a script may make loaders for validation as it goes.
-    missing = [number for number, state in loaders.items() if state["trains"] and number not in loop.loaders]
-    if missing:
-        raise _other_count(path, loop.num_loaders, "calls of world.loader()", max(missing) + 1)
+def _require_count(path: str, what: str, here: int, there: int) -> None:
+    if here != there:
+        raise SettingError(
+            f"world.load() was called when the script had {here} {what}",
+            f"{path} holds {there}",
+            "call it after every world.wrap() and world.loader(), in a script that makes the same ones",
+        )
 
 
-def _other_count(path: str, here: int, what: str, there: int) -> SettingError:
-    return SettingError(
-        f"world.load() was called when the script had {here} {what}",
-        f"{path} holds {there}",
-        "call it after every world.wrap() and world.loader(), in a script that makes the same ones",
-    )
-
-
-def _brief(error: RuntimeError) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[1] if len(lines) > 1 else lines[0]).rstrip(".")
-
-
-def synchronise_generators(loop: Loop) -> None:
-    """Give every worker the main one's random state: splits and weights that a script draws are the same then."""
+def synchronise_generators(world: World) -> None:
+    """Give every worker rank 0's random state: splits and weights that a script draws are the same then."""
     tensors, values = checkpoint.collect_random_state()
-    shared = loop.world.share_tensors(tensors)
-    values = loop.world.share_json(values)
+    shared = world.share_tensors(tensors)
+    values = world.share_json(values)
     shared.pop("cuda_rng", None)
     checkpoint.restore_random_state(shared, values)
     if torch.cuda.is_initialized() and "cuda_rng" in tensors:

@@ -1,13 +1,13 @@
-"""Loaders over streams: batches come one after the other from something that can only be read in order.
+"""Loaders over streams: data that can only be read in order.
 
-Every worker reads the whole stream and takes its rows of each batch; or, with `sharded`, has a stream of its own, and
-the workers' streams may be of any lengths: who has no batch left keeps the others company until the last one is done.
+Every worker reads the whole stream and takes its rows of each batch. With `sharded` each has a stream of its own, of
+any length: a worker whose stream has ended gets padding until the last one is done.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -17,9 +17,8 @@ from stormo.data.generators import generators_kept, host_states, seed_host, set_
 from stormo.data.order import derive_seed, part
 from stormo.data.sample_check import require_same_start
 from stormo.errors import SettingError, counted
-from stormo.script.agreement import call_site
-from stormo.script.giving import Giver
-from stormo.script.loop import Given, Loop
+from stormo.script.collective_check import call_site
+from stormo.script.loop import BatchInfo, LoaderBase, Loop
 
 _END = object()
 
@@ -41,23 +40,21 @@ class _Generators:
         set_host_states(self._outer)
 
 
-class _Reading(Giver):
+class _StreamBase(LoaderBase):
     """What both kinds of streams do: read under generators of their own, and find a position again by reading."""
+
+    _is_sharded = False
 
     def __init__(
         self, loop: Loop, batches: DataLoader[Any], dataset: Any, *, accumulate: int, seed: int, batch_dim: int
     ) -> None:
-        super().__init__(loop, dataset, accumulate, global_batch_size=batches.batch_size, own=batches)
+        start = [0] * (loop.world.size if self._is_sharded else 1)  # samples of each stream
+        total = None if self._is_sharded else batches.batch_size
+        super().__init__(loop, dataset, accumulate, seed, start, total, batches)
         self._batch_dim = batch_dim
         self.num_workers, self.collate_fn = batches.num_workers, batches.collate_fn
         self._batches = batches
-        self._seed = seed
-        self._position = self._under_way_position = [0] * self._num_streams  # samples of each stream behind us
         self._skipped: Any = _END  # the last batch before the position
-
-    @property
-    def _num_streams(self) -> int:
-        raise NotImplementedError
 
     def _read(self, stream: int, own: tuple[int, ...] = ()) -> Iterator[Any]:
         generators = _Generators(derive_seed(self._seed, "stream", self.epoch, *own))
@@ -68,76 +65,59 @@ class _Reading(Giver):
         while True:
             with generators:
                 batch = next(source, _END)
-            if batch is not _END:
-                batch = samples_first(batch, self._batch_dim)
+            if batch is _END and num_read < position:
+                raise SettingError(
+                    f"a checkpoint was loaded that is {counted(position, 'sample')} into a stream",
+                    f"the stream gives only {num_read}",
+                    "give it the same data as before",
+                )
+            if batch is _END:
+                return
+            batch = samples_first(batch, self._batch_dim)
             if num_read < position:
-                self._require_more(batch, num_read, position)
                 start, num_read = position - num_read, num_read + batch_length(batch)
                 if num_read <= position:
                     self._skipped = batch
                     continue
                 batch = cut(batch, start, batch_length(batch))  # saved with batches of another size
-            if batch is _END:
-                return
             yield batch
 
-    def _to_give(self, rows: Any) -> Any:
+    def _to_device(self, rows: Any) -> Any:
         return move(samples_first(rows, self._batch_dim, undo=True), self.loop.world.device)
 
-    def _require_more(self, batch: Any, num_read: int, position: int) -> None:
-        if batch is _END:
-            raise SettingError(
-                f"a checkpoint was loaded that is {counted(position, 'sample')} into a stream",
-                f"the stream gives only {num_read}",
-                "give it the same data as before",
-            )
-
-    def _advance(self) -> None:
-        self._position = self._under_way_position
-
-    def _position_state(self, *, goes_on: bool) -> dict[str, Any]:
-        return {"position": self._position if goes_on else [0] * self._num_streams, "seed": self._seed}
-
-    def _load_position(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Resume there with the next iteration."""
         position = state["position"]
         if not isinstance(position, list):
             raise SettingError(
-                f"a checkpoint was loaded whose loader {self.number + 1} read a data set by number",
+                f"a checkpoint was loaded whose loader {self.number + 1} read a map-style data set",
                 "here it reads a stream",
                 "load it with the same data, and make the loaders in the same order",
             )
-        if any(position) and len(position) != self._num_streams:
+        if any(position) and len(position) != len(self._start):
             raise SettingError(
-                f"a checkpoint was loaded whose loader {self.number + 1} was in the middle of "
-                f"{counted(len(position), 'stream')}",
-                f"here it reads {self._num_streams}, and no place in one is a place in another",
-                f"start {counted(len(position), 'worker')}, or save between two epochs to go on with other streams",
+                f"a checkpoint was loaded whose loader {self.number + 1} was inside {counted(len(position), 'stream')}",
+                f"here it reads {len(self._start)}",
+                f"start {counted(len(position), 'worker')}, or save between two epochs",
             )
-        self._position = position if any(position) else [0] * self._num_streams
-        self._seed = state["seed"]
-
-    def _rewind(self) -> None:
-        self._position = self._under_way_position = [0] * self._num_streams
+        super().load_state(state if any(position) else state | {"position": self._start})
 
 
-class StreamLoader(_Reading):
+class StreamLoader(_StreamBase):
     """One stream for all workers: each takes its rows of every batch."""
 
-    @property
-    def _num_streams(self) -> int:
-        return 1
+    def state(self) -> dict[str, Any]:
+        """Where it is, and how it is read."""
+        return super().state() | {"reading": self._reading()}
 
-    def _position_state(self, *, goes_on: bool) -> dict[str, Any]:
-        return super()._position_state(goes_on=goes_on) | {"reading": self._reading()}
-
-    def _load_position(self, state: dict[str, Any]) -> None:
-        super()._load_position(state)
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Resume there with the next iteration."""
+        super().load_state(state)
         then, here = state.get("reading"), self._reading()
         if any(self._position) and then != here:
             raise SettingError(
-                f"a checkpoint was loaded whose loader {self.number + 1} was in the middle of a stream read by "
-                f"{then or 'at most one process'}",
-                f"here it is read by {here or 'at most one process'}, which gives the samples in another order",
+                f"a checkpoint was loaded that is inside a stream read by {then or 'at most one process'}",
+                f"here it is read by {here or 'at most one process'}, which gives another order",
                 "load it with the same num_workers and batch size, or save between two epochs",
             )
 
@@ -149,19 +129,18 @@ class StreamLoader(_Reading):
     def __iter__(self) -> Iterator[Any]:
         """The batches of the next pass over the stream, on the worker's device."""
         world = self.loop.world
-        with self._under_way(call_site()) as turn:
+        with self._iterating(call_site()) as iteration:
             source = self._read(0)
             while True:
                 batch = next(source, _END)
-                length = 0 if batch is _END else batch_length(batch)
-                self._cast_batch(f"the batch at sample {self._position[0]}", -1 if batch is _END else length)
-                self._require_same(self.loop.agreement.settle().numbers)
+                length = -1 if batch is _END else batch_length(batch)
+                self._post_batch(f"the batch at sample {self._position[0]}", length)
+                self._check_lengths(self.loop.check.wait())
                 if batch is _END:
                     return
-                self._require_some(length)
                 if not any(self._position):
-                    require_same_start(world, batch, self._reads_again)
-                self._under_way_position = [self._position[0] + length]
+                    require_same_start(world, batch, self._read_again)
+                self._next_position = [self._position[0] + length]
                 self._num_begun += 1
                 share = part(0, length, world.rank, world.size)
                 for index in range(self.accumulate):
@@ -169,101 +148,88 @@ class StreamLoader(_Reading):
                     if a == b and not self.trains:
                         continue
                     rows = cut(batch, a, b) if b > a else cut(batch, 0, 1)
-                    given = Given(b - a, length, is_last=index == self.accumulate - 1)
-                    yield from self._give(self._to_give(rows), given, turn)
+                    info = BatchInfo(b - a, length, is_last=index == self.accumulate - 1)
+                    yield from self._give(self._to_device(rows), info, iteration)
                 self._step_done()
 
     @property
-    def _reads_again(self) -> Callable[[], Any] | None:
-        """Reads the first batch beside the reading under way; None where that would take it from there."""
+    def _read_again(self) -> Callable[[], Any] | None:
+        """Reads the first batch a second time; None where that would take it from the reading under way."""
         is_bound = hasattr(self.dataset, "__next__") or self._batches.persistent_workers
         return None if is_bound else lambda: next(self._read(0))
 
-    def _require_same(self, lengths: Sequence[int]) -> None:
+    def _check_lengths(self, lengths: list[int]) -> None:
         other = next((rank for rank, length in enumerate(lengths) if length != lengths[0]), None)
         if other is not None:
             first, second = (
                 "no batch" if length < 0 else f"a batch of {length}" for length in (lengths[0], lengths[other])
             )
             raise SettingError(
-                f"a stream was passed to world.loader() that gives rank 0 {first}",
-                f"rank {other} gets {second} at the same place, and each should see the same stream",
-                "let it not depend on the worker, or say sharded=True if every worker has a part of its own",
+                f"world.loader() was given a stream that gives rank 0 {first}",
+                f"it gives rank {other} {second} at the same place",
+                "let it not depend on the worker, or set sharded=True if every worker has a part of its own",
             )
-
-    def _require_some(self, length: int) -> None:
-        if length == 0:
-            raise SettingError(
-                "a stream was passed to world.loader() that gives an empty batch",
-                "there is no sample in it",
-                "leave such batches out of the stream",
-            )
+        if lengths[0] == 0:
+            raise SettingError("world.loader() was given a stream", "it gave an empty batch", "leave such batches out")
 
 
-class ShardedLoader(_Reading):
-    """A stream for each worker: every batch counts, however unequally long the streams are."""
+class ShardedLoader(_StreamBase):
+    """A stream for each worker: every batch counts, however unequal the streams are."""
 
-    def __init__(
-        self, loop: Loop, batches: DataLoader[Any], dataset: Any, *, accumulate: int, seed: int, batch_dim: int
-    ) -> None:
-        super().__init__(loop, batches, dataset, accumulate=accumulate, seed=seed, batch_dim=batch_dim)
-        self.global_batch_size = None  # what the workers' streams happen to give at the same time
-
-    @property
-    def _num_streams(self) -> int:
-        return self.loop.world.size
+    _is_sharded = True
 
     @property
     def batch_size(self) -> int | None:
-        """The most samples that this worker gets in one pass; None where the batches come as they are."""
+        """The most samples that this worker gets in one micro-batch; None where the batches come as they are."""
         return self._batches.batch_size
 
-    def check_first(self, given: Given) -> None:
+    def check_first(self, info: BatchInfo) -> None:
         """Refuse, on all workers, to begin a training with a batch that one of them has no sample of."""
-        if given.lacking is not None:
-            self.loop.agreement.refuse(self._nothing_for(given.lacking))
+        if info.rank_without is not None:
+            self.loop.check.raise_on_all(_no_batch_for(info.rank_without))
 
     def __iter__(self) -> Iterator[Any]:
         """The batches of the next pass over this worker's stream, on its device."""
         world = self.loop.world
-        with self._under_way(call_site()) as turn:
+        with self._iterating(call_site()) as iteration:
             source = self._read(world.rank, (world.rank,))
             batch, lengths = self._next(source, 0)
             last = self._skipped
-            behind = self._position
+            done = self._position
             for number in itertools.count(1):
                 if not any(lengths):
                     return
                 # One ahead: the last batch of a step must be known as such, also where the streams end before it.
                 ahead, lengths_ahead = self._next(source, number)
                 total = sum(lengths)
-                self._under_way_position = behind = [n + length for n, length in zip(behind, lengths, strict=True)]
+                self._next_position = done = [n + length for n, length in zip(done, lengths, strict=True)]
                 is_last = number % self.accumulate == 0 or not any(lengths_ahead)
                 self._num_begun += is_last
                 last = last if batch is _END else batch
                 if batch is not _END or self.trains:
                     if last is _END:
-                        raise self._nothing_for(world.rank)
-                    given = Given(
+                        raise _no_batch_for(world.rank)
+                    info = BatchInfo(
                         lengths[world.rank],
                         total if self.accumulate == 1 else None,
                         is_last=is_last,
                         pass_samples=total,
-                        lacking=lengths.index(0) if 0 in lengths else None,
+                        rank_without=lengths.index(0) if 0 in lengths else None,
                     )
-                    yield from self._give(self._to_give(last), given, turn)
+                    yield from self._give(self._to_device(last), info, iteration)
                 if is_last:
                     self._step_done()
                 batch, lengths = ahead, lengths_ahead
 
     def _next(self, source: Iterator[Any], number: int) -> tuple[Any, list[int]]:
         batch = next(source, _END)
-        self._cast_batch(f"batch {number + 1}", 0 if batch is _END else batch_length(batch))
-        return batch, list(self.loop.agreement.settle().numbers)
+        self._post_batch(f"batch {number + 1}", 0 if batch is _END else batch_length(batch))
+        return batch, list(self.loop.check.wait())
 
-    def _nothing_for(self, rank: int) -> SettingError:
-        return SettingError(
-            f"a stream was passed to world.loader(sharded=True) that gives rank {rank} no batch",
-            "it has nothing to stand in with while the others train",
-            "give every worker at least one batch, or start fewer workers",
-        )
+
+def _no_batch_for(rank: int) -> SettingError:
+    return SettingError(
+        f"world.loader(sharded=True) was given a stream that gives rank {rank} no batch",
+        "every worker needs one to train with the others",
+        "give every worker at least one batch, or start fewer workers",
+    )

@@ -1,4 +1,4 @@
-"""`stormo.World`: what a script with a training loop of its own needs to run on one device or on thousands.
+"""`stormo.World`: what a script with its own training loop needs to run on one device or on thousands.
 
 world = stormo.World()
 model, optimizer = world.wrap(model, optimizer)
@@ -11,31 +11,32 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import hashlib
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
 
+import torch
 from torch import Tensor, nn
 
 from stormo.data.order import derive_seed, seed_generators
+from stormo.data.staging.nodes import local_folder, stage_on_nodes
+from stormo.data.staging.shelf import Hold
 from stormo.distributed.world import World as Workers
+from stormo.energy.keeper import NoKeeper
 from stormo.errors import SettingError
 from stormo.launch import Lifeline
-from stormo.script import joining, saving
-from stormo.script.agreement import Agreement
+from stormo.script import joining, saving, values
 from stormo.script.backward import Backward
-from stormo.script.choosing import Loaded, make_loader
-from stormo.script.energy import ScriptMeter
+from stormo.script.collective_check import CollectiveCheck, call_site
+from stormo.script.energy import Energy, ScriptMeter, Starts
+from stormo.script.loader_factory import Batches, Loader, make_loader
 from stormo.script.loop import Loop
-from stormo.script.refusals import check_compress, check_parts, late_group
-from stormo.script.sharing import seed_here
-from stormo.script.starts import no_starts
-from stormo.script.stopping import Stopping, exit_code_of
-from stormo.script.strays import watch
-from stormo.script.together import Together
-from stormo.script.wrapping import take_in
+from stormo.script.wrapping import tell_unwrapped_optimizers, wrap
 
 Compress = Literal["none", "bf16", "fp16"]
 
@@ -46,14 +47,14 @@ _C = TypeVar("_C")
 _the_world: World | None = None
 
 
-class World(Together):
+class World:
     """The workers of a script, seen from one of them; with one worker the script computes what it did without.
 
     Args:
-        device: cpu or cuda; by default what `stormo run` was told, else a GPU where there is one.
+        device: cpu or cuda; by default what `stormo run` was told, else a GPU if there is one.
         backend: nccl or gloo; by default what fits the device.
         timeout_s: how long a worker waits for the others before it gives up; default 600.
-        energy: measure what the nodes draw, and say it when the script ends; not said where nothing can be read.
+        energy: measure what the nodes draw, and print it when the script ends, if anything can be read.
     """
 
     def __init__(
@@ -67,12 +68,12 @@ class World(Together):
         global _the_world  # noqa: PLW0603
         if _the_world is not None:
             raise SettingError(
-                "stormo.World() was called a second time", "a process is one worker of one world", "use the first one"
+                "stormo.World() was called a second time", "a process is one worker", "use the first one"
             )
-        joined = joining.join(device, backend, timeout_s)
+        workers, lifeline = joining.join(device, backend, timeout_s)
         _the_world = self
-        self._set_up(joined.world, joined.lifeline, energy=energy)
-        watch(self._loop)
+        self._set_up(workers, lifeline, energy=energy)
+        tell_unwrapped_optimizers(self._loop)
         joining.at_exit(self.close)
 
     @classmethod
@@ -85,17 +86,54 @@ class World(Together):
     def _set_up(self, workers: Workers, lifeline: Lifeline, *, energy: bool = False) -> None:
         self._workers = workers
         self._lifeline = lifeline
-        self._stopping = Stopping(announces=self._workers.place.launcher == "alone")
-        self._seen_casts = 0
-        self._staged = []
+        self._stop = joining.StopRequest(announces=workers.place.launcher == "alone")
+        self._seen_posts = 0
+        self._staged: list[Hold] = []
         self._meter = ScriptMeter(workers) if energy else None
-        self._starts = no_starts() if self._meter is None else self._meter.starts
-        self._is_apart = False
-        agreement = Agreement(self._workers, self._stopping.wanted)
-        self._loop = Loop(world=self._workers, agreement=agreement, begin=self._part_ways)
+        self._starts = Starts(NoKeeper(), 0) if self._meter is None else self._meter.starts
+        self._has_own_seed = False
+        check = CollectiveCheck(workers, self._stop.current)
+        self._loop = Loop(world=workers, check=check, begin=self._draw_own_numbers)
         self._backward = Backward(self._loop)
         if self.size > 1:
-            saving.synchronise_generators(self._loop)
+            saving.synchronise_generators(workers)
+
+    # Who am I
+
+    @property
+    def rank(self) -> int:
+        """This worker's number, from 0."""
+        return self._workers.rank
+
+    @property
+    def size(self) -> int:
+        """How many workers there are."""
+        return self._workers.size
+
+    @property
+    def local_rank(self) -> int:
+        """This worker's number on its node."""
+        return self._workers.place.local_rank
+
+    @property
+    def node_id(self) -> int:
+        """Which node this worker is on."""
+        return self._workers.place.node_id
+
+    @property
+    def device(self) -> torch.device:
+        """Where this worker computes."""
+        return self._workers.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the worker that prints and writes."""
+        return self._workers.is_main
+
+    def print(self, *args: Any, **options: Any) -> None:
+        """Print on rank 0."""
+        if self.is_main:
+            builtins.print(*args, **{"flush": True} | options)  # noqa: T201
 
     # What is trained
 
@@ -114,23 +152,18 @@ class World(Together):
     def wrap(self, *parts: Any, sync_batch_norm: bool = True, compress: Compress = "none") -> Any:
         """Take in models, their optimizers, schedulers and loss scalers; returns these very objects.
 
-        The models move to the device and start with the main worker's weights.
+        The models move to the device and start with rank 0's weights.
 
         Args:
             parts: at least one model, in any order with the rest; or optimizers, schedulers and loss scalers that were
                 made after their model was wrapped.
             sync_batch_norm: batch-norm statistics over all workers' samples, so that the result does not depend on
-                their number; without it each has its own, and their running averages are averaged after every step.
+                their number; without it each worker has its own, and running averages are averaged after every step.
                 Layers with ghost batch norm (`convert_ghost_batch_norm`) keep it in either case.
             compress: over a slow network gradients may travel as "bf16" or "fp16", in half the bytes of float32, and
                 are summed in float32.
         """
-        models = [part for part in parts if isinstance(part, nn.Module)]
-        group = None if models else late_group(parts, self._loop.groups)
-        check_parts(parts, models, group)
-        check_compress(compress, models)
-        self._agree("world.wrap" + ("" if compress == "none" else f"(…, compress={compress!r})"))
-        take_in(self._loop, parts, models, group, sync_batch_norm=sync_batch_norm, compress=compress)
+        wrap(self._loop, parts, sync_batch_norm=sync_batch_norm, compress=compress)
         return parts[0] if len(parts) == 1 else parts
 
     def loader(
@@ -146,38 +179,27 @@ class World(Together):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         seed: int | None = None,
         batch_dim: int = 0,
-    ) -> Loaded:
+    ) -> Loader:
         """This worker's share of every batch, on its device; nothing is dropped or repeated.
 
         Args:
             data: a torch DataLoader, whose batches are shared between the workers so that a step stays what it was;
                 or a data set, map-style or iterable.
-            batch_size: samples of one worker in one pass, for a data set.
+            batch_size: samples of one worker in one micro-batch, for a data set.
             global_batch_size: samples of all workers in one step, instead.
             shuffle: another order in every epoch, the same whatever the number of workers.
-            accumulate: passes that make one step; `optimizer.step()` waits for the last of them.
+            accumulate: micro-batches of one step; `optimizer.step()` waits for the last of them.
             sharded: every worker brings a part of its own, of any length, instead of all seeing the same data.
             num_workers: processes that read the data set, for each worker.
             collate_fn: makes a batch of a list of samples.
             seed: of the order and of what a data set draws; default: from the script's own random state.
-            batch_dim: along which dimension the samples of a stream's batches lie, to be cut there; 1 where they are
-                time-major. Tensors with fewer dimensions have them along the first.
+            batch_dim: along which dimension the samples of a stream's batches lie; 1 if they are time-major. Tensors
+                with fewer dimensions have them along the first.
         """
-        self._agree("world.loader")
-        seed = self._workers.share_json(seed_here() if seed is None else seed)
-        return make_loader(
-            self._loop,
-            data,
-            batch_size=batch_size,
-            global_batch_size=global_batch_size,
-            shuffle=shuffle,
-            accumulate=accumulate,
-            sharded=sharded,
-            num_workers=num_workers,
-            collate_fn=collate_fn,
-            seed=seed,
-            batch_dim=batch_dim,
-        )
+        self._exchange("world.loader")
+        seed = self._workers.share_json(_seed_of_state() if seed is None else seed)
+        batches = Batches(batch_size, global_batch_size, shuffle, num_workers, collate_fn)
+        return make_loader(self._loop, data, batches, accumulate=accumulate, sharded=sharded, seed=seed, dim=batch_dim)
 
     def backward(
         self,
@@ -185,7 +207,7 @@ class World(Together):
         *,
         count: float | None = None,
         reduction: Literal["mean", "sum"] | None = None,
-        loader: Loaded | None = None,
+        loader: Loader | None = None,
         more: bool = False,
         **options: Any,
     ) -> None:
@@ -193,44 +215,133 @@ class World(Together):
 
         Args:
             loss: the mean over this worker's samples, a scalar; or their sum, with reduction="sum".
-            count: what the loss is a mean over, where that is not the batch's samples (tokens, pixels that count).
+            count: what the loss is a mean over, if not the batch's samples (tokens, pixels that count).
                 Losses of one batch, and all losses without a loader, are each a mean of their own and are added up.
-            reduction: "sum" for a loss that is a sum over the samples: gradients are added up over workers and passes.
-                Without it the first losses of a line are looked at, and a sum that shows is refused; "mean" looks at
-                nothing.
-            loader: which loader the batch is from, where several are under way.
+            reduction: "sum" for a loss that is a sum over the samples: gradients are added up over workers and
+                micro-batches. Without it the first losses of a line are looked at, and a sum that shows is refused;
+                "mean" looks at nothing.
+            loader: which loader the batch is from, if several are under way.
             more: another backward follows before the step; saves an exchange between the workers.
-            options: handed to torch, such as retain_graph.
+            options: passed to torch, such as retain_graph.
         """
-        self._backward(loss, count=count, reduction=reduction, loader=loader, more=more, options=options)
+        self._backward(loss, count, reduction, loader, more, **options)
         self._lifeline.alive(self._loop.num_steps)
         self._starts.advance(self._loop.num_steps)
 
     @property
     def is_last_micro_batch(self) -> bool:
-        """Whether the batch under way is the last of its step: True for all of them without `accumulate=`."""
-        given = [loader.given for loader in self._loop.iterating if loader.given is not None]
-        if not given:
+        """Whether the batch at hand is the last of its step: always True without `accumulate=`."""
+        infos = [loader.batch_info for loader in self._loop.iterating if loader.batch_info is not None]
+        if not infos:
             raise SettingError(
-                "world.is_last_micro_batch was asked for outside of a loop over a loader",
-                "no batch is under way",
-                "ask inside the loop",
+                "world.is_last_micro_batch was read outside of a loop over a loader",
+                "there is no batch",
+                "read it inside",
             )
-        return all(each.is_last for each in given)
+        return all(info.is_last for info in infos)
 
     def clip_grad_norm(self, parameters: Any, max_norm: float) -> Tensor | None:
-        """Clip the gradient of a complete step to a norm, and return what it was; None between its passes."""
+        """Clip the gradient of a complete step to a norm, and return what it was; None between its micro-batches."""
         parameters = list(parameters)
-        if self._loop.is_partial:
-            return None
-        return nn.utils.clip_grad_norm_(parameters, max_norm)
+        return None if self._loop.is_accumulating else nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    # What the workers do together
+
+    def sum(self, value: _A) -> _A:
+        """The sum over all workers: of a number, a tensor, or a dict, list or tuple of them."""
+        self._exchange(f"world.sum of {values.describe(value)}")
+        found: _A = values.reduce_sum(value, self._workers)
+        return found
+
+    def mean(self, value: _A, *, count: float = 1.0) -> _A:
+        """The mean over all workers: of a number, a tensor, or a dict, list or tuple of them.
+
+        Args:
+            value: this worker's mean, such as the loss of its share.
+            count: what that is a mean over, such as `loader.num_samples`; where it is 0 the value does not matter.
+        """
+        if not (math.isfinite(count) and count >= 0):
+            raise SettingError(f"world.mean(count={count:g}) was called", "it is no count", "set 0 or more")
+        self._exchange(f"world.mean of {values.describe(value)}")
+        sums, total = values.reduce_sum((values.scale(value, count), float(count)), self._workers)
+        if not total:
+            raise SettingError("world.mean() was called with counts that add up to 0", "it has no mean", "leave it out")
+        found: _A = values.divide(sums, total, value)
+        return found
+
+    def max(self, value: _A) -> _A:
+        """The largest over all workers: of a number, a tensor, or a dict, list or tuple of them."""
+        self._exchange(f"world.max of {values.describe(value)}")
+        found: _A = values.reduce_max(value, self._workers)
+        return found
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is true on any worker."""
+        return builtins.any(self._exchange("world.any", int(bool(flag))))
+
+    def share(self, value: Any) -> Any:
+        """Rank 0's value, on all workers: numbers, text, tensors, lists, tuples, sets and dicts."""
+        self._exchange("world.share")
+        payloads = [values.pack(value, "shared")] if self.is_main else None
+        return values.unpack(values.broadcast_bytes(self._workers, payloads)[0])
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every worker's value, by rank, on all workers: numbers, text, tensors, lists, tuples, sets and dicts."""
+        self._exchange("world.gather")
+        payloads = self._workers.gather_bytes(values.pack(value, "gathered"))
+        return [values.unpack(payload) for payload in values.broadcast_bytes(self._workers, payloads)]
+
+    def barrier(self) -> None:
+        """Wait until all workers are here."""
+        self._exchange("world.barrier")
+
+    def energy(self) -> Energy:
+        """What all nodes drew since `World()`: joules, with an error bound; printed, it is a sentence.
+
+        The difference of two is what was drawn in between.
+        """
+        if self._meter is None:
+            raise SettingError("world.energy() was called", "World(energy=False) measures nothing", "leave it out")
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._exchange("world.energy")
+        return self._meter.total()
+
+    @contextmanager
+    def once_per_node(self) -> Iterator[bool]:
+        """`with world.once_per_node() as mine:` mine is True in one process of each node; the others wait for it."""
+        self._exchange("world.once_per_node")
+        with self._workers.once_per_node() as mine:
+            self._loop.check.is_alone = mine and self._workers.place.local_size > 1
+            try:
+                yield mine
+            finally:
+                self._loop.check.is_alone = False
+
+    def stage(self, path: str | Path, folder: str | Path = "", *, keep: bool = False) -> Path:
+        """Copy a data set to this node's own storage, once for all its workers; the path of the copy.
+
+        A verified copy that is there already is used. It is removed when the last script that uses it ends.
+
+        Args:
+            path: a folder or a file.
+            folder: on this node; default $SLURM_TMPDIR, $TMPDIR or /tmp.
+            keep: leave the copy for later scripts on the node.
+        """
+        self._exchange("world.stage")
+        near = stage_on_nodes(self._workers, path, local_folder(str(folder)), keep=keep)
+        joining.before_error_exit(near.hold.release)
+        self._staged.append(near.hold)
+        if near.sentence is not None:
+            self.print(near.sentence)
+        return near.path
 
     # Saving, loading, stopping
 
     def save(self, folder: str | Path, *, keep: int = 2, **extra: Any) -> None:
         """Save all that was wrapped, the loaders' positions, the random state and any values of your own.
 
-        Inside a loop, or after a break because of `stop_requested`, a load goes on with the next batch; after any
+        Inside a loop, or after a break because of `stop_requested`, a load resumes with the next batch; after any
         other break, with the next epoch.
 
         Args:
@@ -238,26 +349,26 @@ class World(Together):
             keep: how many of the newest stay.
             extra: numbers, text, tensors, lists and dicts, which `load` gives back.
         """
-        self._agree("world.save")
+        self._exchange("world.save")
         with self._starts.saving(Path(folder), self._loop.num_steps):
             saving.save(self._loop, Path(folder), extra, keep=keep)
 
     def load(self, folder: str | Path) -> dict[str, Any]:
-        """Go on from the newest checkpoint of a folder; the saved values of your own, or {} where there is none.
+        """Resume from the newest checkpoint of a folder; the saved values of your own, or {} if there is none.
 
         The next iteration of a loader that was saved in the middle of an epoch gives the rest of that epoch.
         """
-        self._agree("world.load")
+        self._exchange("world.load")
         if self._loop.iterating:
             raise SettingError(
                 "world.load() was called inside a loop over a loader",
-                "that loop would go on where it is",
-                "call it before the loops",
+                "the loop would not move",
+                "call it before the loop",
             )
         extra = saving.load(self._loop, Path(folder))
         if extra is None:
             return {}
-        self._is_apart = True
+        self._has_own_seed = True
         self._starts.loaded(Path(folder), self._loop.num_steps)
         return extra
 
@@ -267,28 +378,28 @@ class World(Together):
 
         From its first use on, these signals no longer end the script by themselves; a second Ctrl-C does.
         """
-        self._stopping.listen()
-        agreement = self._loop.agreement
-        if agreement.num_casts == self._seen_casts:  # no batch since the last look that could have carried the news
-            self._agree("world.stop_requested")
-        agreement.settle()
-        self._seen_casts = agreement.num_casts
-        self._loop.told_to_stop = agreement.agreed_flag > 0
-        return self._loop.told_to_stop
+        self._stop.listen()
+        check = self._loop.check
+        if check.num_posts == self._seen_posts:  # no post since the last look could have carried the news
+            self._exchange("world.stop_requested")
+        check.wait()
+        self._seen_posts = check.num_posts
+        self._loop.saw_stop = check.agreed_stop > 0
+        return self._loop.saw_stop
 
     def request_stop(self) -> None:
         """Ask all workers to stop; any worker may, and all see it in `stop_requested` at the same batch."""
-        self._stopping.ask()
+        self._stop.request()
 
     @property
     def exit_code(self) -> int:
         """What to end with: 0, or after a signal 75 (to be resumed) or 130 (Ctrl-C)."""
-        return exit_code_of(self._loop.agreement.agreed_flag)
+        return joining.exit_code_of(self._loop.check.agreed_stop)
 
     def close(self) -> None:
-        """Leave, and say what was drawn; happens by itself when the script ends."""
-        self._loop.agreement.require_worker("world.close()")
-        self._loop.agreement.is_closed = True
+        """Leave, and print the energy; happens by itself when the script ends."""
+        self._loop.check.require_worker("world.close()")
+        self._loop.check.is_closed = True
         total = self._meter.close() if self._meter is not None else None
         for group in self._loop.groups:
             group.exchange.close()
@@ -313,8 +424,16 @@ class World(Together):
 
     # Within
 
-    def _part_ways(self) -> None:
-        """Once training starts, every worker draws its own dropout; the main one goes on as a single one would."""
-        if self.size > 1 and not self._is_apart and not self.is_main:
-            seed_generators(derive_seed(seed_here(), "worker", self.rank))
-        self._is_apart = True
+    def _exchange(self, what: str, number: int = 0) -> list[int]:
+        return self._loop.check.exchange(f"{what} in {call_site()}", number=number)
+
+    def _draw_own_numbers(self) -> None:
+        """Once training starts, every worker draws its own dropout; rank 0 continues as a single one would."""
+        if self.size > 1 and not self._has_own_seed and not self.is_main:
+            seed_generators(derive_seed(_seed_of_state(), "worker", self.rank))
+        self._has_own_seed = True
+
+
+def _seed_of_state() -> int:
+    """A number that stands for the random state as it is, without drawing from it."""
+    return int.from_bytes(hashlib.sha256(torch.get_rng_state().numpy().tobytes()).digest()[:6], "little")

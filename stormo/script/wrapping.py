@@ -1,70 +1,101 @@
-"""Takes models and what trains them into the loop: on the device, with the main worker's weights, in one group."""
+"""`world.wrap`: models and what trains them, checked, on the device, with rank 0's weights, in one group."""
 
 from __future__ import annotations
 
 import gc
+import hashlib
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from stormo.distributed.world import World
+from stormo.errors import SettingError, counted
 from stormo.layers.sync_batch_norm import LocalNorm, SynchronisedNorm, convert_sync_batch_norm
-from stormo.script.loop import Loop, SumInModel
-from stormo.script.refusals import check_new, check_optimizers
-from stormo.script.sharing import share_weights
+from stormo.parallel.buckets import is_summed
+from stormo.parallel.compression import HALVES
+from stormo.script.collective_check import batch_norm_site, call_site
+from stormo.script.loop import Loop
 from stormo.script.stepping import Group
 
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
 
-def take_in(
-    loop: Loop,
-    parts: tuple[Any, ...],
-    models: list[nn.Module],
-    group: Group | None,
-    *,
-    sync_batch_norm: bool,
-    compress: str,
-) -> None:
-    """Make a group of the models and what belongs to them, or add to the one whose optimizer was wrapped before.
 
-    Args:
-        loop: of the script.
-        parts: all that was wrapped together.
-        models: those of them.
-        group: of an optimizer whose schedulers and loss scalers come later.
-        sync_batch_norm: batch-norm statistics over all workers' samples.
-        compress: how gradients travel.
-    """
+def wrap(loop: Loop, parts: tuple[Any, ...], *, sync_batch_norm: bool, compress: str) -> None:
+    """Make a group of models and what belongs to them, or add to the group of a model that was wrapped before."""
+    models = [part for part in parts if isinstance(part, nn.Module)]
+    group = None if models else _group_of(parts, loop.groups)
+    _check_parts(parts, models, group, compress)
+    loop.check.exchange(f"world.wrap(compress={compress!r}) in {call_site()}")
     if group is not None:
-        check_new(nn.Identity(), parts, loop.groups)
+        _check_new([], parts, loop.groups)
         group.add(parts)
         return
-    _let_go(loop)
-    together = models[0] if len(models) == 1 else nn.ModuleList(models)
-    check_new(together, parts, loop.groups)
-    for model in models:
-        model.to(loop.world.device)
-        if sync_batch_norm and loop.world.size > 1:
-            convert_sync_batch_norm(model, SumInModel(loop))
-            synchronised = (layer for layer in model.modules() if isinstance(layer, SynchronisedNorm))
-            loop.sums_in_models |= any(layer.reduce is not None for layer in synchronised)
-    if loop.sums_in_models:
-        loop.agreement.remark = (
-            " If nothing else has failed: a batch norm that only some workers go through waits so, and "
-            "world.wrap(…, sync_batch_norm=False) lets every worker have its own."
+    _forget_unused(loop)
+    model = models[0] if len(models) == 1 else nn.ModuleList(models)
+    _check_new(model.parameters(), parts, loop.groups)
+    for each in models:
+        each.to(loop.world.device)
+    _check_optimizers(parts, model)
+    if sync_batch_norm and loop.world.size > 1:
+        convert_sync_batch_norm(model, SumInModel(loop))
+        synchronised = (layer for layer in model.modules() if isinstance(layer, SynchronisedNorm))
+        loop.has_sync_norm |= any(layer.reduce is not None for layer in synchronised)
+    if loop.has_sync_norm:
+        loop.check.hint = (
+            " If nothing else has failed: a batch norm that only some workers run waits like this, and "
+            "world.wrap(…, sync_batch_norm=False) gives every worker its own."
         )
-    check_optimizers(parts, together)
-    share_weights(loop.world, together)
+    _broadcast_weights(loop.world, model)
     # Ghost batch norm stays what it is, and its running statistics are a worker's own.
-    has_local = any(isinstance(layer, LocalNorm) for layer in together.modules())
+    has_local = any(isinstance(layer, LocalNorm) for layer in model.modules())
     averages = has_local or not sync_batch_norm
-    loop.groups.append(Group(loop, together, parts, average_buffers=averages, compress=compress))
+    loop.groups.append(Group(loop, model, parts, average_buffers=averages, compress=compress))
 
 
-def _let_go(loop: Loop) -> None:
-    """Forget models that the script has, as between the folds of a cross-validation: they cost memory and time.
+class SumInModel:
+    """The sum of a synchronised batch norm; posts come first, so that no worker is in another collective."""
 
-    Only what is wrapped, or hangs on its parameters, keeps a group. Memory is freed at other times on other workers,
-    so they agree here on what is left.
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+
+    def __call__(self, vector: Tensor) -> object:
+        """Sum in place over all workers."""
+        for loader in self._loop.iterating:
+            if loader.batch_info is not None and not loader.trains:
+                loader.check_first(loader.batch_info)  # a worker without a sample has skipped this batch
+        self._loop.check.wait()
+        add = self._loop.world.sum
+        return self._loop.check.guarded("a batch norm over all workers", lambda: add(vector), batch_norm_site)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SumInModel:
+        return self  # a copy of the model has the same workers
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a model that is read from a file belongs to one process
+
+
+@torch.no_grad()
+def _broadcast_weights(world: World, model: nn.Module) -> None:
+    """Give all workers rank 0's parameters and buffers; models of other shapes are refused."""
+    shapes = [f"{name} {tuple(getattr(tensor, 'shape', ()))}" for name, tensor in model.state_dict().items()]
+    world.require_same({"wrapped model": hashlib.sha256("\n".join(shapes).encode()).hexdigest()[:12]})
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.numel() and world.size > 1:
+            whole = tensor.detach().contiguous()
+            world.broadcast(whole.view(-1).view(torch.uint8))
+            tensor.copy_(whole)
+
+
+def _forget_unused(loop: Loop) -> None:
+    """Forget models that the script no longer holds, as between the folds of a cross-validation.
+
+    Only what is wrapped, or hangs on its parameters, keeps a group. Python frees memory at other times on other
+    workers, so they agree here on what is left.
     """
     if not loop.groups:
         return
@@ -77,7 +108,101 @@ def _let_go(loop: Loop) -> None:
         group = reference()
         if group is not None and all(is_there):
             loop.groups.append(group)
-        elif group is not None:  # another worker can no longer take part
+        elif group is not None:  # another worker has forgotten it
             group.exchange.close()
     if not loop.groups:
         loop.folders.clear()  # their checkpoints are of other models
+
+
+def _group_of(parts: tuple[Any, ...], groups: list[Group]) -> Group | None:
+    """The group of optimizers, schedulers and loss scalers that come without a model; None if it is ambiguous."""
+    made = [part for part in parts if isinstance(part, Optimizer)]
+    scheduled = [part.optimizer for part in parts if hasattr(part, "optimizer")]
+    owners = [
+        group
+        for group in groups
+        if all(any(each is own for own in (*group.optimizers, *made)) for each in scheduled)
+        and not any(_foreign_tensors(optimizer, group.model) for optimizer in made)
+    ]
+    return owners[0] if parts and len(owners) == 1 else None
+
+
+def _foreign_tensors(optimizer: Optimizer, model: nn.Module) -> list[Tensor]:
+    known = {id(parameter) for parameter in model.parameters()}
+    return [p for settings in optimizer.param_groups for p in settings["params"] if id(p) not in known]
+
+
+def _check_parts(parts: tuple[Any, ...], models: list[nn.Module], group: Group | None, compress: str) -> None:
+    if not models and group is None:
+        raise SettingError(
+            "world.wrap() was called without a model",
+            f"it was given {', '.join(type(part).__name__ for part in parts) or 'nothing'}",
+            "pass the model first: world.wrap(model, optimizer)",
+        )
+    for part in parts:
+        called = f"world.wrap() was given a {type(part).__name__}"
+        if any(base.__name__ in _WRAPPERS for base in type(part).__mro__):
+            raise SettingError(called, "it sums the gradients itself", "pass the model without it")
+        if not isinstance(part, nn.Module | Optimizer) and not (hasattr(part, "step") and hasattr(part, "state_dict")):
+            raise SettingError(called, "it is no model, optimizer, scheduler or loss scaler", "leave it out")
+    called = f"world.wrap(…, compress={compress!r}) was called"
+    if compress not in ("none", *HALVES):
+        raise SettingError(called, "scripts can send gradients as bf16 or fp16", 'set compress="bf16", or leave it out')
+    if compress != "none" and not models:
+        raise SettingError(called, "gradients are those of a model", "set it where the model is wrapped")
+
+
+def _check_new(parameters: Iterable[nn.Parameter], parts: tuple[Any, ...], groups: list[Group]) -> None:
+    known = {id(parameter) for group in groups for parameter in group.model.parameters()}
+    num_shared = sum(id(parameter) in known for parameter in parameters)
+    wrapped = [each for group in groups for each in (*group.optimizers, *group.others)]
+    again = next((part for part in parts if any(part is each for each in wrapped)), None)
+    if num_shared or again is not None:
+        what = counted(num_shared, "parameter") if num_shared else f"a {type(again).__name__}"
+        raise SettingError(
+            f"world.wrap() was given {what} for the second time",
+            "gradients are summed over the workers once",
+            "pass models that share parameters, and all that goes with them, in one call",
+        )
+
+
+def _check_optimizers(parts: tuple[Any, ...], model: nn.Module) -> None:
+    for optimizer in (part for part in parts if isinstance(part, Optimizer)):
+        if foreign := _foreign_tensors(optimizer, model):
+            raise SettingError(
+                f"world.wrap() was given an optimizer with {counted(len(foreign), 'tensor')} not of the model",
+                "their gradients would differ between the workers",
+                "make the optimizer from model.parameters(), and pass all models it moves in one call",
+            )
+
+
+def tell_unwrapped_optimizers(loop: Loop) -> None:
+    """Tell once, at its line, of an optimizer that steps without having been wrapped: the replicas would differ."""
+    reference = weakref.ref(loop)
+
+    def look(optimizer: Optimizer, _: tuple[Any, ...], __: dict[str, Any]) -> None:
+        here = reference()
+        # One that steps inside of a wrapped one is a part of it.
+        if here is None or here.check.is_closed or here.is_stepping or not here.groups:
+            return
+        if _is_unwrapped(optimizer, here):
+            where = call_site()  # and not by the optimizer: a script may make one for every batch
+            here.tell(
+                where,
+                f"the {type(optimizer).__name__} that steps in {where} was not passed to world.wrap(): it is not "
+                "saved, and on several workers it moves what was not wrapped, or has its gradient from "
+                "loss.backward(), by the worker's own samples. Pass it along: world.wrap(module, optimizer).",
+            )
+
+    register_optimizer_step_pre_hook(look)
+
+
+def _is_unwrapped(optimizer: Optimizer, loop: Loop) -> bool:
+    """Whether training depends on it. Tensors that are no parameters, as of an attack, are a worker's own affair."""
+    wrapped = [each for group in loop.groups for each in group.optimizers]
+    if any(optimizer is each for each in wrapped):
+        return False
+    moved = [p for settings in optimizer.param_groups for p in settings["params"] if isinstance(p, nn.Parameter)]
+    # Where no optimizer was wrapped, gradients of world.backward() are right all the same.
+    is_own = any(each.grad is not None and not is_summed(each.grad) for each in moved)
+    return bool(moved) and (bool(wrapped) or (loop.world.size > 1 and is_own))

@@ -25,10 +25,9 @@ total = world.sum(loss.item())
 """
 _BACKWARD = "    world.backward(loss)\n"
 _STEP = "    optimizer.step()\n"
-_ZERO_GRAD = "    optimizer.zero_grad()\n"
 _WRAP = "model, optimizer = world.wrap(model, optimizer)\n"
 _TOGETHER = (
-    "and they would wait for each other in vain; let every worker take the same way: decide with world.any(...) or "
+    "and they would wait for each other in vain; let all workers take the same way: decide with world.any(...) or "
     "world.stop_requested, and call what they do together outside of what only some of them run."
 )
 
@@ -44,14 +43,8 @@ IN_A_SCRIPT = [
     _script(
         "`loss.backward()` instead of `world.backward(loss)`",
         (_BACKWARD, "    loss.backward()\n"),
-        "optimizer.step() was called without world.backward() before it, but loss.backward() leaves every worker a "
+        "optimizer.step() was called without world.backward() before it, but loss.backward() gives every worker a "
         "gradient of its own; call world.backward(loss) instead of loss.backward().",
-    ),
-    _script(
-        "`optimizer.zero_grad()` forgotten",
-        (_ZERO_GRAD, ""),
-        "optimizer.step() was called with the gradients of two steps, but those of the step before were still there "
-        "when world.backward() added to them; call optimizer.zero_grad() between a step and the next backward.",
     ),
     _script(
         "`world.backward()` twice for one batch of `accumulate=2`",
@@ -60,27 +53,26 @@ IN_A_SCRIPT = [
             "shuffle=True), accumulate=2)\nworld.backward = lambda loss, once=world.backward: "
             "(once(loss, retain_graph=True), once(loss))",
         ),
-        "world.backward() was called twice for one batch with accumulate above 1, but gradients of several losses "
-        "would be mixed up between the passes of a step; call it with more=True for all but the last loss of a batch, "
-        "or leave accumulate out.",
+        "world.backward() was called twice for one batch with accumulate above 1, but the gradients of several "
+        "losses would be mixed up; set more=True for all but the last loss of a batch, or leave accumulate out.",
     ),
     _script(
         "`more=True` for the last loss of a step",
         (_BACKWARD, "    world.backward(loss, more=True)\n"),
         "optimizer.step() was called after world.backward(loss, more=True), but more=True says that another backward "
-        "follows before the step, and nothing has been exchanged yet; leave it out of the last backward before a step.",
+        "follows before the step; leave it out of the last backward before a step.",
     ),
     _script(
         "a loss for each sample",
         ("model(x), y)", "model(x), y, reduction='none')"),
-        "world.backward() was given a loss of shape [16], but it must be one number, the mean over this worker's "
-        "samples; pass loss.mean().",
+        "world.backward() was given a tensor of shape [16], but the loss is one number that depends on the wrapped "
+        "model; pass the mean over this worker's samples, such as loss.mean().",
     ),
     _script(
         "a batch that came from elsewhere",
         ("for x, y in loader:", "for x, y in DataLoader(data, batch_size=16):"),
-        "world.backward() was called outside of a loop over a loader of world.loader(), but what this worker's loss "
-        "weighs among all is not known; take the batch from such a loader, or set count= to what the loss is a mean "
+        "world.backward() was called outside of a loop over a loader of world.loader(), but the weight of this "
+        "worker's loss is unknown; take the batch from such a loader, or set count= to what the loss is a mean "
         "over.",
     ),
     _script(
@@ -90,19 +82,19 @@ IN_A_SCRIPT = [
             "batch_size=16, sampler=torch.utils.data.DistributedSampler(data, num_replicas=2, rank=0)",
         ),
         "world.loader() was given a DataLoader with a DistributedSampler, but it has cut the data already, and drops "
-        "or repeats some; leave the sampler out (shuffle=True does).",
+        "or repeats some; leave the sampler out (shuffle=True does the same).",
     ),
     _script(
         "the optimizer of another model",
         ("optim.SGD(model.parameters()", "optim.SGD(nn.Linear(8, 3).parameters()"),
-        "world.wrap() was given an optimizer with 2 tensors not of the model, but their gradients would stay "
-        "different on every worker; make the optimizer from model.parameters(), and pass all models it moves in one "
+        "world.wrap() was given an optimizer with 2 tensors not of the model, but their gradients would differ "
+        "between the workers; make the optimizer from model.parameters(), and pass all models it moves in one "
         "call.",
     ),
     _script(
         "two worlds",
         ("world = stormo.World()\n", "world = stormo.World()\nother = stormo.World()\n"),
-        "stormo.World() was called a second time, but a process is one worker of one world; use the first one.",
+        "stormo.World() was called a second time, but a process is one worker; use the first one.",
     ),
     _script(
         "`world.load()` before `world.wrap()`",
@@ -114,7 +106,7 @@ IN_A_SCRIPT = [
         "`world.save()` before `optimizer.step()`",
         (_STEP, "    world.save('saved')\n" + _STEP),
         "world.save() was called between world.backward() and optimizer.step(), but a checkpoint holds no gradients, "
-        "and that batch would be lost; call it after optimizer.step(), or after optimizer.zero_grad() where no step "
+        "and that batch would be lost; call it after optimizer.step(), or after optimizer.zero_grad() if no step "
         "follows.",
     ),
     _script(
@@ -124,15 +116,13 @@ IN_A_SCRIPT = [
             "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
             + _LOADER.replace("True))", "True), accumulate=2)"),
         ),
-        "the weights were changed between the passes of a step, but its gradients are not complete there, and an "
-        "optimizer that was not wrapped does not wait for them; pass every optimizer to world.wrap(), also one that is "
-        "made later: world.wrap(optimizer).",
+        "the weights or gradients were changed between the micro-batches of a step, but the gradients are not complete "
+        "there; pass every optimizer and loss scaler to world.wrap(), and clip with world.clip_grad_norm(...).",
     ),
     _script(
         "a model in a `DataParallel` or `DistributedDataParallel`",
         (_WRAP, "model = nn.DataParallel(model)\n" + _WRAP),
-        "world.wrap() was given a DataParallel, but that spreads the model and its gradients over devices itself, and "
-        "they would be summed twice; pass the model without it.",
+        "world.wrap() was given a DataParallel, but it sums the gradients itself; pass the model without it.",
     ),
 ]
 
@@ -168,34 +158,32 @@ IN_A_SCRIPT_ON_TWO_WORKERS = [
     _script(
         "`loss.backward()` for one of two losses",
         (_BACKWARD, "    (loss / 2).backward(retain_graph=True)\n    world.backward(loss / 2)\n"),
-        "world.backward() was called on top of gradients that did not come from it, but loss.backward() leaves every "
-        "worker a gradient of its own, and the sum would count it once a worker; call world.backward() for every loss, "
+        "world.backward() was called on top of gradients that did not come from it, but loss.backward() gives every "
+        "worker a gradient of its own, which the sum would count once a worker; call world.backward() for every loss, "
         "or optimizer.zero_grad() before it.",
         2,
     ),
     _script(
         "weights loaded or drawn on one worker",
         (_LOADER, _LOADER + "if world.is_main:\n    nn.init.ones_(model.weight)\n"),
-        "the parameter weight is another one on rank 1 than on rank 0, but every worker trains a copy of one model; "
-        "call world.backward(loss) instead of loss.backward(), and let all workers load or draw the same weights and "
+        "parameter weight differs between rank 0 and rank 1, but every worker trains a replica of one model; call "
+        "world.backward(loss) instead of loss.backward(), and let all workers load or draw the same weights and "
         "optimizer state, or do it before world.wrap().",
         2,
     ),
     _script(
         "a rate that follows the worker's own loss",
         (_LOADER, _LOADER + "optimizer.param_groups[0]['lr'] /= 1 + world.rank\n"),
-        "the learning rate of optimizer 1, group 1 is 0.1 on rank 0, but it is 0.05 on rank 1, and their weights would "
-        "part; decide it by what all workers know, such as the world.sum() of a metric, and pass the scheduler to "
-        "world.wrap().",
+        "the learning rate of optimizer 1, group 1 is 0.1 on rank 0, but it is 0.05 on rank 1, so their weights would "
+        "differ; compute it from world.sum() of a metric, and pass the scheduler to world.wrap().",
         2,
     ),
     _script(
         "a sum as loss",
         ("model(x), y)", "model(x), y, reduction='sum')"),
-        "world.backward() in my_script.py line 15 was given a loss that is a sum over the batch, or has one in it, but "
-        "it is taken for a mean over the samples, so that the step would shrink with the number of workers and of "
-        'micro-batches; say world.backward(loss, reduction="sum"), in a call of its own if other parts of the loss are '
-        "means, or set count= to what the sum is divided by.",
+        "world.backward() in my_script.py line 15 was given a loss that is, or contains, a sum over the batch, but it "
+        "would be taken for a mean, so that steps shrink with the number of workers and micro-batches; set "
+        'reduction="sum" (in a call of its own if other parts are means), or count= to what divides it.',
         2,
     ),
     _script(

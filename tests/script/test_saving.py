@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def _script(
             world.backward(F.mse_loss(model(x), y))
             optimizer.step()
             scheduler.step()
-            if world._loop.is_partial:
+            if world._loop.is_accumulating:
                 continue
             step += 1
             seen += [[float(epoch), *row.tolist()] for row in x[: loader.num_samples]]
@@ -78,7 +79,7 @@ def _script(
                 while not world.stop_requested:
                     pass
                 break
-        if world._loop.told_to_stop:
+        if world._loop.saw_stop:
             world.save(folder, epoch=epoch, step=step)
             return weights(model), seen, extra
         if stop == "between epochs" and epoch == 1:
@@ -209,7 +210,7 @@ def test_a_damaged_checkpoint_is_named_on_all_workers_with_the_way_out(run_ranks
     file.write_bytes(bytes(content))
     for sentence in run_ranks(_load_damaged, 2, str(tmp_path)):
         assert sentence.startswith(f"world.load('{tmp_path}') was called, but the newest checkpoint there is damaged")
-        assert sentence.endswith(f"remove the folder {tmp_path}/step-00000002 to go on from step 1.")
+        assert sentence.endswith(f"remove the folder {tmp_path}/step-00000002 to resume from step 1.")
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -228,7 +229,7 @@ def test_loading_before_wrapping_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=r"when the script had 0 calls of world.wrap\(\), but .* holds 1; call it"):
         world.load(tmp_path)
     world.wrap(*make())
-    with pytest.raises(SettingError, match=r"when the script had 0 calls of world.loader\(\), but .* holds 1; call it"):
+    with pytest.raises(SettingError, match=r"when the script had 0 training loaders, but .* holds 1; call it"):
         world.load(tmp_path)
 
 
@@ -361,6 +362,23 @@ def test_an_average_of_the_weights_is_saved_when_it_is_wrapped(run_ranks: Ranks,
         assert not torch.equal(found[1]["module.last.weight"], found[0]["last.weight"])
 
 
+def test_a_save_is_whole_although_a_loss_left_gradients_in_a_model_that_has_stepped(tmp_path: Path) -> None:
+    world = world_of(_one())
+    generator, moves_generator = world.wrap(*make(has_norm=False))
+    critic = nn.Linear(2, 1)
+    critic, moves_critic = world.wrap(critic, torch.optim.SGD(critic.parameters(), lr=0.1))
+    for x, real in world.loader(DataLoader(data(), batch_size=19)):
+        fake = generator(x)
+        moves_critic.zero_grad()
+        world.backward((critic(fake.detach()) - critic(real)).mean())
+        moves_critic.step()
+        moves_generator.zero_grad()
+        world.backward(-critic(fake).mean())
+        moves_generator.step()
+        world.save(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_another_optimizer_is_refused_at_load(tmp_path: Path) -> None:
     world = world_of(Workers(alone(), torch.device("cpu")))
     world.wrap(*make())
@@ -370,3 +388,150 @@ def test_another_optimizer_is_refused_at_load(tmp_path: Path) -> None:
     other.wrap(model, torch.optim.Adam(model.parameters()))
     with pytest.raises(SettingError, match=r"has wrapped Adam, but .* holds the state of SGD; wrap the same ones"):
         other.load(tmp_path)
+
+
+# Loops that are broken off, zipped or dropped; that keep batches, skip some, or step in their own way
+
+
+def _train_loop(workers: Workers, folder: str, how: str, save_at: int = 0) -> tuple[Weights, list[int]]:
+    world = world_of(workers)
+    model, optimizer = world.wrap(*make(has_norm=False))
+    draws = torch.Generator().manual_seed(7)
+    first = world.loader(DataLoader(data(), batch_size=8, shuffle=True, generator=draws))
+    second = world.loader(DataLoader(data(), batch_size=8, shuffle=True))
+    state = world.load(folder)
+    num_steps = state.get("num_steps", 0)
+    for epoch in range(state.get("epoch", 0), 3):
+        for batches in zip(first, second, strict=False) if how == "zip" else ([batch] for batch in first):
+            optimizer.zero_grad()
+            world.backward(sum((F.mse_loss(model(x), y) for x, y in batches), torch.zeros(())))
+            optimizer.step()
+            num_steps += 1
+            if num_steps == save_at:
+                world.save(folder, epoch=epoch, num_steps=num_steps)
+                return weights(model), []
+            if how == "break" and first.num_behind == 3:
+                break
+        if how == "dropped" and epoch == 0:
+            iter(first)  # draws, and is gone
+            world.save(folder, epoch=1, num_steps=num_steps)
+            if save_at:
+                return weights(model), []
+    return weights(model), draws.get_state().tolist()
+
+
+@pytest.mark.parametrize(
+    ("how", "save_at"),
+    [("break", 1), ("break", 2), ("break", 4), ("zip", 2), ("zip", 5), ("dropped", -1)],
+)
+def test_a_load_goes_on_where_a_loop_is_broken_off_zipped_or_dropped(
+    run_ranks: Ranks, tmp_path: Path, how: str, save_at: int
+) -> None:
+    whole = run_ranks(_train_loop, 2, str(tmp_path / "whole"), how)
+    run_ranks(_train_loop, 2, str(tmp_path / "cut"), how, save_at)
+    rest = run_ranks(_train_loop, 2, str(tmp_path / "cut"), how)
+    for (uncut, _), (found, _) in zip(whole, rest, strict=True):
+        assert all(torch.equal(found[name], value) for name, value in uncut.items())
+    assert rest[0][1] == whole[0][1], "the main worker draws"
+
+
+class _Sharpness(torch.optim.Optimizer):
+    """Two backwards a batch: the second, at weights moved uphill, is what another optimizer inside of it steps with."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), {})
+        self.inner = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+
+    @torch.no_grad()
+    def climb(self) -> None:
+        self._moves = [0.05 * p.grad for p in self.param_groups[0]["params"]]
+        for p, move in zip(self.param_groups[0]["params"], self._moves, strict=True):
+            p.add_(move)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def descend(self) -> None:
+        for p, move in zip(self.param_groups[0]["params"], self._moves, strict=True):
+            p.sub_(move)
+        self.inner.step()
+        self.zero_grad()
+
+
+def _first_values(batch: list[Tensor], loader: Any) -> list[float]:
+    return [float(row[0]) for row in batch[0][: loader.num_samples]]
+
+
+def _sharpness(workers: Workers, folder: str, wraps: str, save_at: int = 0) -> tuple[list[float], Weights]:
+    world = world_of(workers)
+    model, _ = make(has_norm=False)
+    optimizer = _Sharpness(model)
+    world.wrap(model, optimizer if wraps == "the outer" else optimizer.inner)
+    loader = world.loader(DataLoader(data(), batch_size=8, shuffle=True))
+    world.load(folder)
+    seen: list[float] = []
+    for number, batch in enumerate(loader, 1):
+        seen += _first_values(batch, loader)
+        for move in (optimizer.climb, optimizer.descend):
+            world.backward(F.mse_loss(model(batch[0]), batch[1]))
+            move()
+        if number == save_at:
+            world.save(folder)
+            break
+    return seen, weights(model)
+
+
+@pytest.mark.parametrize(("wraps", "size"), [("the outer", 3), ("the inner", 1), ("the inner", 3)])
+def test_a_batch_with_two_backwards_is_behind_a_save_whichever_optimizer_has_stepped(
+    run_ranks: Ranks, tmp_path: Path, wraps: str, size: int
+) -> None:
+    whole = run_ranks(_sharpness, size, str(tmp_path / "whole"), wraps)
+    first = run_ranks(_sharpness, size, str(tmp_path / "cut"), wraps, 2)
+    rest = run_ranks(_sharpness, size, str(tmp_path / "cut"), wraps)
+    assert sorted(value for seen, _ in first + rest for value in seen) == sorted(data().tensors[0][:, 0].tolist())
+    if wraps == "the inner":  # whose momentum is saved then
+        for (_, uncut), (_, found) in zip(whole, rest, strict=True):
+            assert all(torch.equal(found[name], value) for name, value in uncut.items())
+
+
+def _every_other(loader: Any) -> Iterator[Any]:
+    """Passes batches over."""
+    for number, batch in enumerate(loader):
+        if number % 2:
+            yield batch
+
+
+def _hold(workers: Workers, folder: str, how: str, save_at: int = 0) -> list[list[float]]:
+    """Trains with batches that come in another way than one by one; the first values of those that were, by step."""
+    world = world_of(workers)
+    model, optimizer = world.wrap(*make(has_norm=False))
+    loader = world.loader(DataLoader(data(), batch_size=8, shuffle=True))
+    world.load(folder)
+    seen: list[list[float]] = []
+    kept, pending = [], []
+    for number, (x, y) in enumerate(_every_other(loader) if how == "passed over" else loader, 1):
+        if how == "kept":
+            kept.append(x)
+        pending.append(F.mse_loss(model(x), y))
+        if how == "added up" and number % 2:
+            continue
+        seen.append(x[:, 0].tolist())
+        optimizer.zero_grad()
+        world.backward(torch.stack(pending).sum())
+        pending.clear()
+        optimizer.step()
+        if len(seen) == save_at:
+            world.save(folder)
+            break
+    return seen
+
+
+@pytest.mark.parametrize("how", ["passed over", "added up", "kept"])
+def test_batches_that_are_passed_over_added_up_or_kept_are_behind_a_save(
+    run_ranks: Ranks, tmp_path: Path, how: str
+) -> None:
+    whole = run_ranks(_hold, 2, str(tmp_path / "whole"), how)
+    first = run_ranks(_hold, 2, str(tmp_path / "cut"), how, 1)
+    rest = run_ranks(_hold, 2, str(tmp_path / "cut"), how)
+    for seen, before, after in zip(whole, first, rest, strict=True):
+        assert len(seen) > 1
+        assert before + after == seen

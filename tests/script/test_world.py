@@ -223,8 +223,8 @@ def test_a_scheduler_made_after_wrapping_steps_as_ever(run_ranks: Ranks) -> None
     assert run_ranks(_schedule_later, 2) == [[0.1 / 16, 4.0]] * 2
 
 
-def _accumulate_by_hand(workers: Workers | None) -> Weights:
-    """Steps every third batch, as a script without stormo would."""
+def _accumulate_by_hand(workers: Workers | None, clears: bool) -> Weights:
+    """Steps every third batch, as a script without stormo would, and may leave the gradients in."""
     model, optimizer = make()
     loader: Any = DataLoader(data(), batch_size=6, shuffle=True)
     world = None
@@ -237,13 +237,15 @@ def _accumulate_by_hand(workers: Workers | None) -> Weights:
         loss.backward() if world is None else world.backward(loss)
         if number % 3 == 2:
             optimizer.step()
-            optimizer.zero_grad()
+            if clears:
+                optimizer.zero_grad()
     return weights(model)
 
 
+@pytest.mark.parametrize("clears", [True, False])
 @pytest.mark.parametrize("size", SIZES)
-def test_a_script_that_accumulates_by_hand_stays_exact(run_ranks: Ranks, size: int) -> None:
-    _require_same(run_ranks(_accumulate_by_hand, size), _accumulate_by_hand(None), size)
+def test_a_script_that_accumulates_by_hand_stays_exact(run_ranks: Ranks, size: int, clears: bool) -> None:
+    _require_same(run_ranks(_accumulate_by_hand, size, clears), _accumulate_by_hand(None, clears), size)
 
 
 class _Sentences(Dataset[Any]):
@@ -741,17 +743,14 @@ def test_gradients_that_travel_in_sixteen_bits_train_nearly_the_same(run_ranks: 
         for found, sentence in results:
             assert 1e-6 < relative_difference(found, expected) < 1e-2
             assert all(torch.equal(value, results[0][0][name]) for name, value in found.items())
-            assert sentence == (
-                "world.wrap(…, compress='bf16') was called, but gradients are those of a model; set it where the model "
-                "is wrapped."
-            )
+            assert sentence.startswith("world.wrap(…, compress='bf16') was called, but gradients are those of a model")
 
 
 def _wrap_unlike(workers: Workers) -> str:
     world = world_of(workers)
     with pytest.raises(SettingError) as unknown:
         world.wrap(nn.Linear(2, 2), compress="powersgd")  # type: ignore[call-overload]
-    assert "checkpoint" in str(unknown.value)
+    assert "bf16 or fp16" in str(unknown.value)
     with pytest.raises(SettingError) as refused:
         world.wrap(nn.Linear(2, 2), compress="bf16" if workers.rank else "none")
     return str(refused.value)
@@ -759,7 +758,7 @@ def _wrap_unlike(workers: Workers) -> str:
 
 def test_workers_that_would_send_gradients_in_other_bits_are_told(run_ranks: Ranks) -> None:
     for sentence in run_ranks(_wrap_unlike, 2):
-        assert "world.wrap(…, compress='bf16')" in sentence
+        assert "world.wrap(compress='bf16')" in sentence
 
 
 def _twins(workers: Workers | None, first: str, compress: tuple[Any, Any]) -> Weights:
@@ -809,7 +808,7 @@ def test_models_of_one_size_that_are_wrapped_by_themselves_keep_their_own_gradie
             assert all(torch.equal(value, found[0][name]) for name, value in each.items())
 
 
-def _alone_in_batch_norm(workers: Workers) -> tuple[str, int]:
+def _alone_in_batch_norm(workers: Workers) -> str:
     world = world_of(workers)
     model, _ = world.wrap(*make())
 
@@ -820,10 +819,11 @@ def _alone_in_batch_norm(workers: Workers) -> tuple[str, int]:
         patch.setattr(workers, "sum", wait_in_vain)
         with pytest.raises(PeerFailedError) as failed:
             model(data().tensors[0])
-    return str(failed.value), failed.traceback[0].lineno + 1
+    return str(failed.value)
 
 
 def test_a_worker_that_waits_inside_of_a_model_says_at_which_line_and_the_way_out(run_ranks: Ranks) -> None:
-    for rank, (said, line) in enumerate(run_ranks(_alone_in_batch_norm, 2)):
-        place = f"a batch norm over all workers in test_world.py line {line} (after model.eval() it waits for nobody)"
+    line = Net.forward.__code__.co_firstlineno + 1
+    for rank, said in enumerate(run_ranks(_alone_in_batch_norm, 2)):
+        place = f"a batch norm over all workers in loops.py line {line} (after model.eval() it waits for nobody)"
         assert said.startswith(f"rank {rank} is at: {place}; another rank has not come within 8 s.")

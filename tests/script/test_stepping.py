@@ -44,12 +44,6 @@ def loss_backward(world: World, model: nn.Module, optimizer: Any) -> None:
         optimizer.step()
 
 
-def no_zero_grad(world: World, model: nn.Module, optimizer: Any) -> None:
-    for batch in _loader(world):
-        world.backward(_loss(model, batch))
-        optimizer.step()
-
-
 def a_loss_for_each_sample(world: World, model: nn.Module, optimizer: Any) -> None:
     for batch in _loader(world):
         world.backward(_loss(model, batch).repeat(3))
@@ -133,12 +127,6 @@ def no_optimizer(world: World, model: nn.Module, optimizer: Any) -> None:
         world.save("never")
 
 
-def no_optimizer_for_passes(world: World, model: nn.Module, optimizer: Any) -> None:
-    other = world.wrap(nn.Linear(4, 2))
-    for batch in _loader(world, accumulate=2):
-        world.backward(_loss(other, batch))
-
-
 def no_model(world: World, model: nn.Module, optimizer: Any) -> None:
     world.wrap(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
 
@@ -159,10 +147,6 @@ def small_batches(world: World, model: nn.Module, optimizer: Any) -> None:
     model.eval()  # one sample is too few for batch norm
     for batch in _loader(world, 2, accumulate=3):
         world.backward(_loss(model, batch))
-
-
-def small_global_batch(world: World, model: nn.Module, optimizer: Any) -> None:
-    world.loader(data(), global_batch_size=2, accumulate=3)
 
 
 def small_first_batch(world: World, model: nn.Module, optimizer: Any) -> None:
@@ -201,33 +185,28 @@ def save_in_an_inner_loop(world: World, model: nn.Module, optimizer: Any) -> Non
 
 
 REFUSED: dict[Callable[[World, nn.Module, Any], None], str] = {
-    loss_backward: "optimizer.step() was called without world.backward() before it, but loss.backward() leaves every "
-    "worker a gradient of its own; call world.backward(loss) instead of loss.backward().",
-    no_zero_grad: "optimizer.step() was called with the gradients of two steps, but those of the step before were "
-    "still there when world.backward() added to them; call optimizer.zero_grad() between a step and the next backward.",
-    a_loss_for_each_sample: "world.backward() was given a loss of shape [3], but it must be one number",
-    a_number: "world.backward() was given a float, but it needs the loss itself; pass the loss tensor.",
-    no_gradient: "world.backward() was given a loss without a gradient",
+    loss_backward: "optimizer.step() was called without world.backward() before it",
+    a_loss_for_each_sample: "world.backward() was given a tensor of shape [3]",
+    a_number: "world.backward() was given a float",
+    no_gradient: "world.backward() was given a tensor of shape [] without a gradient",
     outside: "world.backward() was called outside of a loop over a loader of world.loader()",
     two_loaders: "world.backward() was called with several loaders under way",
-    iterated_twice_at_once: "loader 1 was iterated in test_order.py line ",
+    iterated_twice_at_once: "loader 1 was iterated in test_stepping.py line ",
     save_between: "world.save() was called between world.backward() and optimizer.step()",
-    save_between_passes: "world.save() was called between the passes of a step",
+    save_between_passes: "world.save() was called between world.backward() and optimizer.step()",
     twice_between_passes: "world.backward() was called twice for one batch with accumulate above 1",
     closure_of_passes: "optimizer.step(closure) was called with accumulate above 1",
     load_in_a_loop: "world.load() was called inside a loop over a loader",
     distributed_sampler: "world.loader() was given a DataLoader with a DistributedSampler",
     other_optimizer: "world.wrap() was given an optimizer with 2 tensors not of the model",
-    wrapped_twice: "world.wrap() was given 6 parameters for the second time, but gradients are summed",
-    no_optimizer: "world.save() was called, but the model that is trained was wrapped without its optimizer",
-    no_optimizer_for_passes: "world.backward() was called for a pass that is not the last of a step, but the model",
+    wrapped_twice: "world.wrap() was given 6 parameters for the second time",
+    no_optimizer: "world.save() was called, but the optimizer was not passed to world.wrap()",
     no_model: "world.wrap() was called without a model, but it was given SGD",
     data_in_wrap: "world.wrap() was given a DataLoader",
-    no_batch_size: "world.loader() was given neither batch_size nor global_batch_size",
-    a_loader_with_settings: "world.loader() was given a DataLoader with settings of its own besides",
-    small_batches: "a training loop began with a batch of 2, but 1 worker × 3 passes need at least 3 in the first",
-    small_global_batch: "global_batch_size 2 was passed to world.loader(), but 1 worker × 3 passes cut it into 3",
-    small_first_batch: "a training loop began with a batch of 1, but 1 worker × 2 passes need at least 2 in the first",
+    no_batch_size: "world.loader() was given batch_size=None and global_batch_size=None",
+    a_loader_with_settings: "world.loader() was given a DataLoader and further settings",
+    small_batches: "a training loop began with a batch of 2, but 1 worker × 3 micro-batches need at least 3 samples",
+    small_first_batch: "a training loop began with a batch of 1, but 1 worker × 2 micro-batches need at least 2",
     sum_of_text: "a str was to be reduced over the workers",
     save_a_model: "a Net was to be saved (extra/0/model)",
     counts_of_nothing: "world.backward() was called with counts that add up to 0",
@@ -460,7 +439,7 @@ def test_workers_that_part_all_raise_the_lines_they_are_at(
     assert first[0] == first[1]
     assert first[0].startswith("rank 0 is at: ")
     assert "rank 1 is at: " in first[0]
-    assert first[0].count("test_order.py line ") + first[0].count("loops.py line ") == 2
+    assert first[0].count("test_stepping.py line ") + first[0].count("loops.py line ") == 2
     assert sum(words in first[0] for words in DIFFERENT[script]) >= 2 - (len(set(DIFFERENT[script])) == 1)
 
 
@@ -483,20 +462,22 @@ def test_a_gradient_of_another_kind_is_refused(run_ranks: Ranks) -> None:
 def _plateau(workers: Workers, is_same: bool) -> str:
     world = world_of(workers)
     model, optimizer = make()
-    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
     world.wrap(model, optimizer, scheduler)
     try:
-        scheduler.step(math.nan if is_same else float(world.rank))
+        for number in range(3):
+            scheduler.step(math.nan if is_same else float(-number * world.rank))
+        next(iter(_loader(world)))
     except SettingError as error:
         return str(error)
     return ""
 
 
-def test_a_scheduler_that_follows_a_metric_follows_the_same_everywhere(run_ranks: Ranks) -> None:
+def test_a_learning_rate_that_follows_one_workers_metric_is_refused(run_ranks: Ranks) -> None:
     assert run_ranks(_plateau, 2, True) == ["", ""]
-    for sentence in run_ranks(_plateau, 2, False):
-        assert sentence.startswith("the metric passed to scheduler.step in test_order.py line ")
-        assert " is 0 on rank 0, but it is 1 on rank 1, and their rates would part; pass one of all " in sentence
+    first, second = run_ranks(_plateau, 2, False)
+    assert first == second
+    assert first.startswith("the learning rate of optimizer 1, group 1 is ")
 
 
 def _stop(workers: Workers, asks: int) -> list[int]:

@@ -1,16 +1,16 @@
-"""What a loss is a mean over, read from its autograd graph: a sum over the batch must not be taken for a mean.
+"""Reads from the autograd graph what a loss is a mean over: a sum over the batch must not be taken for a mean.
 
 The walk starts at the loss and goes through additions and constant factors to the operations that made one number of a
-tensor. Only what is certain counts: a sum is one over the batch where its input, followed down through operations that
-keep the rows, comes from a layer of the model.
+tensor. Only what is certain counts: a sum is one over the batch if its input, followed down through operations that
+keep the rows apart, comes from a layer of the model. The nodes' `_saved_…` attributes are torch's documented way to
+look into a graph.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -33,8 +33,7 @@ _ALONG = _names("Gather LinalgVectorNorm LogSoftmax Logsumexp Mean Select Slice 
 _LAYERS = _names("Convolution CudnnConvolution Embedding MkldnnConvolution NativeBatchNorm NativeLayerNorm")
 
 
-@dataclass(frozen=True, slots=True)
-class Look:
+class Look(NamedTuple):
     """What a loss shows: whether a part of it is a sum over the batch, and what the other parts are divided by."""
 
     is_sum: bool
@@ -42,7 +41,7 @@ class Look:
 
 
 def look(loss: Tensor, num_samples: int, step_samples: int | None) -> Look:
-    """Read the graph of a loss of so many samples, of a step with so many on all workers and micro-batches."""
+    """Read the graph of a loss of so many samples; `step_samples` are those of all workers and micro-batches."""
     is_sum, divisors = False, []
     for node, factors in _terms(loss.grad_fn):
         sizes, reduction = _reduced(node)
@@ -62,7 +61,7 @@ def look(loss: Tensor, num_samples: int, step_samples: int | None) -> Look:
     return Look(is_sum, divisors)
 
 
-def differ(looks: list[tuple[bool, int, list[float]]]) -> bool:
+def divisors_differ(looks: list[tuple[bool, int, list[float]]]) -> bool:
     """Whether workers divide by numbers of other things than samples: (is a sum, samples, divisors) of each.
 
     The mean over the elements of one sample is that sample's own, however many they are.

@@ -40,7 +40,7 @@ def _clipped(world: World) -> None:
 
 def test_gradients_that_are_not_complete_stay_as_they_are() -> None:
     world = world_of(Workers(alone(), torch.device("cpu")))
-    with pytest.raises(SettingError, match=r"changed between the passes of a step.*clip with world.clip_grad_norm"):
+    with pytest.raises(SettingError, match=r"changed between the micro-batches of a step.*clip with world.clip"):
         _clipped(world)
 
 
@@ -73,7 +73,7 @@ def _saved_with_a_scheduler(world: World) -> None:
 @pytest.mark.parametrize("loop", [_scaled, _scheduled, _saved_with_a_scheduler])
 def test_a_scheduler_or_loss_scaler_that_was_not_wrapped_is_refused(loop: Any) -> None:
     world = world_of(Workers(alone(), torch.device("cpu")))
-    with pytest.raises(SettingError, match=r"pass it along: world\.wrap\(model, optimizer, sc"):
+    with pytest.raises(SettingError, match=r"pass it along with the model, or afterwards: world\.wrap\(sc"):
         loop(world)
 
 
@@ -188,7 +188,7 @@ def _loader_on_one(workers: Workers) -> None:
 
 def test_what_all_must_do_is_refused_while_one_works_for_its_node(run_ranks: Ranks) -> None:
     with pytest.raises(
-        RankFailedError, match=r"world.loader in test_passes.py line .* was called inside `with world.once"
+        RankFailedError, match=r"world.loader in test_backward.py line .* was called inside `with world.once"
     ):
         run_ranks(_loader_on_one, 2)
 
@@ -220,12 +220,9 @@ def _forked(workers: Workers) -> list[str]:
 
 def test_a_process_that_a_worker_has_forked_is_told_so_by_every_call(run_ranks: Ranks) -> None:
     for rank, said in enumerate(run_ranks(_forked, 2)):
-        assert said[0].startswith("world.sum of a number in test_passes.py line ")
+        assert said[0].startswith("world.sum of a number in test_backward.py line ")
         for sentence in said:
-            assert (
-                f"was called, but this process was forked from worker {rank}, which alone can speak with the "
-                in sentence
-            )
+            assert f"was called, but this process was forked from rank {rank}" in sentence
 
 
 def _closed(workers: Workers) -> list[str]:
@@ -244,7 +241,7 @@ def _closed(workers: Workers) -> list[str]:
 
 def test_a_closed_world_says_so_to_every_call(run_ranks: Ranks) -> None:
     (said,) = run_ranks(_closed, 1)
-    assert said[0].startswith("world.sum of a number in test_passes.py line ")
+    assert said[0].startswith("world.sum of a number in test_backward.py line ")
     for sentence in said:
         assert sentence.endswith(" was called, but the world is closed; call it before world.close().")
 
@@ -266,14 +263,14 @@ def test_workers_that_train_different_parameters_are_told(run_ranks: Ranks) -> N
 def _stuck(workers: Workers) -> list[str]:
     world = world_of(workers)
     world.wrap(*make())  # with batch norm
-    agreement, said = world._loop.agreement, []
-    for what, call in (("a batch norm", agreement.together), ("world.sum", lambda what, wait: agreement._guard(wait))):
-        agreement.cast("world.sum")
-        agreement.settle()
+    check, said = world._loop.check, []
+    for what, call in (("a batch norm", check.guarded), ("world.sum", lambda what, wait: check._guard(wait))):
+        check.post("world.sum")
+        check.wait()
         with pytest.raises(PeerFailedError) as failed:
             call(what, _wait_in_vain)
         said.append(str(failed.value))
-        agreement._broken = None
+        check._broken = None
     return said
 
 
@@ -282,7 +279,7 @@ def _wait_in_vain() -> None:
 
 
 def test_workers_that_wait_in_vain_say_in_what_and_that_batch_norm_may_be_why(run_ranks: Ranks) -> None:
-    remark = " If nothing else has failed: a batch norm that only some workers go through waits so"
+    remark = " If nothing else has failed: a batch norm that only some workers run waits like this"
     for rank, said in enumerate(run_ranks(_stuck, 2)):
         for sentence, what in zip(said, ("a batch norm", "world.sum"), strict=True):
             assert sentence.startswith(f"rank {rank} is at: {what}; another rank has not come within 8 s.{remark}")
@@ -360,7 +357,7 @@ def test_losses_of_several_passes_are_means_over_all_of_them_or_refused(run_rank
     expected = weights(model)
     for found in run_ranks(_losses_of_passes, 2, True):
         assert all(torch.allclose(found[name], expected[name], rtol=1e-11, atol=1e-13) for name in expected)
-    with pytest.raises(RankFailedError, match=r"counts that change between the passes of a step.*one count="):
+    with pytest.raises(RankFailedError, match=r"counts that differ between the micro-batches.*one count="):
         run_ranks(_losses_of_passes, 2, False)
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from stormo.distributed.world import World as Workers
 from stormo.errors import SettingError
 from stormo.launch import alone
-from stormo.script.means import differ, look
+from stormo.script.loss_graph import divisors_differ, look
 from tests.script.loops import Ranks, Weights, data, make, weights, world_of
 
 N = 6  # samples; the network has as many outputs, so that no dimension tells by its size alone that it is the batch
@@ -144,7 +144,7 @@ def test_a_batch_of_one_sample_divided_by_one_is_a_mean() -> None:
 def test_means_over_other_things_are_those_whose_number_for_each_sample_differs(
     looks: list[tuple[bool, int, list[float]]], expected: bool
 ) -> None:
-    assert differ(looks) is expected
+    assert divisors_differ(looks) is expected
 
 
 def _loss(kind: str, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -197,13 +197,13 @@ def test_one_worker_without_micro_batches_takes_a_sum_as_it_is() -> None:
 
 def test_a_masked_mean_without_a_count_is_told_of_once(run_ranks: Ranks) -> None:
     (_, first), (_, second) = run_ranks(_train, 2, "masked", 1, {})
-    assert first.count("set count= to what it is a mean over") == 1
+    assert first.count("is a mean over other things than samples") == 1
     assert second == ""
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"reduction": "sum", "count": 3}, "set one of them"), ({"reduction": "none"}, "leave it out for a mean")],
+    [({"reduction": "sum", "count": 3}, "a sum has no count="), ({"reduction": "none"}, "leave it out for a mean")],
 )
 def test_a_reduction_that_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(SettingError, match=said):

@@ -1,0 +1,192 @@
+"""Checks that all workers take the same way through a script, before one waits for another in vain.
+
+Everything that the workers do together (a batch, a backward, a sum, a save) is posted first, in one small exchange.
+Where two workers post different things, all of them raise the same error, with the lines of the script they are at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import sys
+import threading
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from stormo.distributed.store import PeerFailedError
+from stormo.distributed.world import World
+from stormo.errors import SettingError, StormoError
+from stormo.launch.peer_loss import PeerLoss, peer_loss
+from stormo.launch.root_cause import waiting_text
+
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_STANDARD_LIBRARY = str(Path(contextlib.__file__).parent)
+_ERROR = -1  # no crc32 is negative
+
+
+class CollectiveCheck:
+    """Posts of one worker, compared with those of all others; with a single worker it only keeps the stop signal."""
+
+    def __init__(self, world: World, own_stop: Callable[[], int]) -> None:
+        self._world = world
+        self._own_stop = own_stop  # travels with every post
+        self._board = world.board() if world.size > 1 else None
+        self._numbers = [0] * world.size  # of the last post, by rank
+        self._is_waiting = False  # something was posted, and the others' posts were not read yet
+        self._posted, self._number = "", 0
+        self._broken: StormoError | None = None
+        self._pid = os.getpid()
+        self.is_closed = False
+        self.is_alone = False  # inside of what only some workers run, while the others wait for it
+        self.agreed_stop = 0  # the highest stop signal that all workers know of
+        self.num_posts = 0
+        self.hint = ""  # what else than a post a worker may be waiting in
+
+    def post(self, what: str, where: str = "", number: int = 0) -> None:
+        """Tell the others what comes next, without waiting. `what` must be the same on all workers, `where` not."""
+        self.require_worker(what)
+        if self.is_closed:
+            raise SettingError(f"{what} was called", "the world is closed", "call it before world.close()")
+        if self.is_alone:
+            raise SettingError(
+                f"{what} was called inside `with world.once_per_node()`",
+                "the other workers wait for the end of that block",
+                "call it after the block",
+            )
+        self.wait()
+        self._posted, self._number = f"{what} in {where}" if where else what, number
+        self.num_posts += 1
+        if self._board is None:
+            self.agreed_stop = max(self.agreed_stop, self._own_stop())
+        else:
+            self._send(zlib.crc32(what.encode()))
+
+    def _send(self, kind: int) -> None:
+        board, line = self._board, (kind, self._number, self._own_stop())
+        assert board is not None
+        self._is_waiting = True
+        self._guard(lambda: board.post(line))
+
+    def wait(self) -> list[int]:
+        """Wait for the others' posts: their numbers by rank. Raises on all workers where their posts differ."""
+        self.require_worker("something of stormo.World")
+        if self._broken is not None:
+            raise self._broken
+        if self._board is None:
+            return [self._number]
+        if self._is_waiting:
+            self._is_waiting = False
+            lines: Tensor = self._guard(self._board.read)
+            kinds, self._numbers, stops = lines.T.tolist()
+            if kinds[0] == _ERROR or any(kind != kinds[0] for kind in kinds):
+                self._raise_difference(kinds)
+            self.agreed_stop = max(self.agreed_stop, *stops)
+        return self._numbers
+
+    def has_arrived(self) -> bool:
+        """Whether `wait` would return at once."""
+        return not self._is_waiting or self._board is None or bool(self._guard(self._board.is_complete))
+
+    def exchange(self, what: str, where: str = "", number: int = 0) -> list[int]:
+        """Post something and wait for the others: their numbers by rank."""
+        self.post(what, where, number)
+        return self.wait()
+
+    def exchange_floats(self, what: str, value: float) -> list[float]:
+        """Post a float and wait for the others: their floats by rank."""
+        numbers = self.exchange(what, number=struct.unpack("<q", struct.pack("<d", value))[0])
+        return [struct.unpack("<d", struct.pack("<q", number))[0] for number in numbers]
+
+    def raise_on_all(self, error: SettingError) -> NoReturn:
+        """Raise an error on all workers, whatever the others post next: they would wait for this one in vain."""
+        self.wait()
+        if self._world.size > 1:
+            self._posted = str(error)
+            with contextlib.suppress(PeerFailedError):  # nobody is left to be told
+                self._send(_ERROR)
+                self.wait()
+        raise error
+
+    def guarded(self, what: str, call: Callable[[], Any], where: Callable[[], str] = str) -> Any:
+        """Run a collective that is not posted, as it is called too often; name it where a worker does not come."""
+        before, self._posted = self._posted, what
+        result = self._guard(call, where)
+        self._posted = before
+        return result
+
+    def break_off(self, error: StormoError) -> None:
+        """From now on every call raises this."""
+        if self._world.size > 1 and self._broken is None:
+            self._broken = error
+
+    def require_worker(self, what: str) -> None:
+        """Refuse a process that was forked from a worker: it would wait for answers that go to the worker."""
+        if self._world.size > 1 and os.getpid() != self._pid:
+            raise SettingError(
+                f"{what} was called",
+                f"this process was forked from rank {self._world.rank}, and only that one talks to the others",
+                "call it before the fork, and use the result here",
+            )
+
+    def _raise_difference(self, kinds: list[int]) -> NoReturn:
+        posts = self._guard(lambda: self._world.share_json(self._world.gather_json(self._posted)))
+        if _ERROR in kinds:
+            self._broken = SettingError.__new__(SettingError, posts[kinds.index(_ERROR)])  # a whole sentence already
+            raise self._broken
+        rank = next(rank for rank, kind in enumerate(kinds) if kind != kinds[0])
+        self._broken = SettingError(
+            f"rank 0 is at: {_brief(posts[0])}",
+            f"rank {rank} is at: {_brief(posts[rank])}, and they would wait for each other in vain",
+            "let all workers take the same way: decide with world.any(...) or world.stop_requested, "
+            "and call what they do together outside of what only some of them run",
+        )
+        raise self._broken
+
+    def _guard(self, call: Callable[[], Any], where: Callable[[], str] = str) -> Any:
+        """Say where this worker was when another one is gone."""
+        try:
+            return call()
+        except RuntimeError as error:
+            found = peer_loss(error)
+            if found is None:
+                raise
+            loss = PeerLoss(found.waited_s, _brief(self._posted) + where(), self.hint)
+            self._broken = PeerFailedError(waiting_text(self._world.rank, loss), loss)
+            raise self._broken from error
+
+
+def call_site() -> str:
+    """The line of the script that called into stormo, as `train.py line 40`."""
+    found: FrameType | None = None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(_PACKAGE):
+            found = found or frame
+            if not _is_installed(file):  # a progress bar, or another package, may lie between the script and stormo
+                found = frame
+                break
+        frame = frame.f_back
+    assert found is not None
+    return f"{Path(found.f_code.co_filename).name} line {found.f_lineno}"
+
+
+def batch_norm_site() -> str:
+    """Where a synchronised batch norm waits."""
+    # On a GPU backward runs in a thread of its own, which has no line of the script.
+    line = f" in {call_site()}" if threading.current_thread() is threading.main_thread() else ""
+    return f"{line} (after model.eval() it waits for nobody)"
+
+
+def _is_installed(file: str) -> bool:
+    return file.startswith((_STANDARD_LIBRARY, "<")) or "site-packages" in file or "dist-packages" in file
+
+
+def _brief(text: str) -> str:
+    return text if len(text) <= 300 else f"{text[:150]} … {text[-120:]}"
