@@ -27,7 +27,7 @@ from stormo.config.plan import resolve
 from stormo.data.loaders import Batch
 from stormo.data.order import Pass
 from stormo.distributed.world import World
-from stormo.launch import Place
+from stormo.launch import RankInfo
 from stormo.parallel import ddp, fsdp
 from stormo.parallel.base import Strategy
 from stormo.parallel.table import strategy_class
@@ -43,7 +43,7 @@ class FakeWorld(World):
     """One rank of many that nobody has started."""
 
     def __init__(self, rank: int, size: int) -> None:
-        place = Place(
+        place = RankInfo(
             launcher="local",
             rank=rank,
             world_size=size,
@@ -86,7 +86,7 @@ def _without_values(kind: type[Strategy], fake: FakeTensorMode, size: Size) -> t
 
     class Unfilled(kind):  # type: ignore[misc, valid-type]
         def _make_model(self) -> nn.Module:
-            if self.is_spread:
+            if self.is_sharded:
                 return super()._make_model()  # type: ignore[no-any-return]
             model, _ = _blank(self.world, self.task, [])
             with fake:
@@ -135,7 +135,7 @@ def stepped(flags: Mapping[str, Any], size: Size, rank: int, num_ranks: int) -> 
         kind, fake = strategy_class(plan.layout), FakeTensorMode(allow_non_fake_inputs=True)
         with (
             warnings.catch_warnings(),
-            mock.patch.object(fsdp, "blank_model", _blank),
+            mock.patch.object(fsdp, "meta_model", _blank),
             mock.patch.object(fsdp, "DistributedDataParallel", _Copies),
             mock.patch.object(ddp, "DistributedDataParallel", _Copies),
             mock.patch.object(hybrid._Exchange, "_announce", _all_alike),
@@ -148,7 +148,7 @@ def stepped(flags: Mapping[str, Any], size: Size, rank: int, num_ranks: int) -> 
                 windows = torch.zeros((_PASS, size.block + 1), dtype=torch.uint8)
                 span = Pass(0, _PASS, 0, plan.global_batch_size, is_first=True, is_last=True)
                 strategy.module.train()
-                strategy.forward_backward(Batch((windows,), span, is_ghost=False))
+                strategy.micro_step(Batch((windows,), span, is_ghost=False))
                 strategy._collect_gradients()
                 strategy.optimizer.step()
                 yield strategy, task

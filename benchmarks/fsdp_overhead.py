@@ -45,7 +45,7 @@ def side(world: World, strategy: str, options: argparse.Namespace) -> Turn:
 
     def turn(num_steps: int) -> None:
         for _ in range(num_steps):
-            built.strategy.forward_backward(next(every))
+            built.strategy.micro_step(next(every))
             built.strategy.step(1e-4)
         if is_gpu:
             torch.cuda.synchronize()

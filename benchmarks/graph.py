@@ -43,7 +43,7 @@ def step_times_ms(world: World, flags: list[str], num_steps: int) -> tuple[float
         torch.cuda.synchronize()
         began = time.perf_counter()
         for _ in range(count):
-            strategy.forward_backward(next(batches))
+            strategy.micro_step(next(batches))
             strategy.step(0.01)
         host_s = time.perf_counter() - began
         torch.cuda.synchronize()

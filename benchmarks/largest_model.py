@@ -80,7 +80,7 @@ def train_one_step(options: argparse.Namespace) -> int:
         built = build(world, Words(SIZES[options.try_preset], options.batch_size), {**flags, "noise_scale": False})
         set_arithmetic(built.config, built.plan)
         began_s = time.perf_counter()
-        loss = built.strategy.forward_backward(next(batches(built.loader)))
+        loss = built.strategy.micro_step(next(batches(built.loader)))
         built.strategy.step(1e-4)
         figures: dict[str, float | None] = {"loss": float(loss), "step_s": time.perf_counter() - began_s}
     except RuntimeError as error:  # of which the device's own is one; the host's has no class

@@ -34,7 +34,7 @@ _NUM_STEPS = 3  # torch lays out its buckets anew after the first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
+class LocalParameter:
     """Bytes of one rank."""
 
     weights: int
@@ -49,7 +49,7 @@ def formula(zero: int, num_parameters: int, num_ranks: int) -> float:
     return num_parameters * 16 / (num_ranks if zero else 1)
 
 
-def measure(world: World, strategy_name: str, size: Size) -> Held:
+def measure(world: World, strategy_name: str, size: Size) -> LocalParameter:
     """In a rank: take steps, look before the last, and watch from the one before to it."""
     from benchmarks import held_bytes
     from benchmarks.spread_tasks import Words
@@ -63,16 +63,16 @@ def measure(world: World, strategy_name: str, size: Size) -> Held:
     strategy = built.strategy
     steps, every = 0, batches(built.loader)
     while steps < _NUM_STEPS - 1:
-        strategy.forward_backward(next(every))
+        strategy.micro_step(next(every))
         steps += 1
         if steps < _NUM_STEPS - 1:
             strategy.step(1e-3)
     with held_bytes.Peak(before) as peak:
         strategy.step(1e-3)
-        strategy.forward_backward(next(every))
+        strategy.micro_step(next(every))
     strategy._collect_gradients()  # as the step does first
     everything = held_bytes.living()
-    held = Held(
+    held = LocalParameter(
         weights=held_bytes.num_bytes(held_bytes.weights(strategy)),
         gradients=held_bytes.num_bytes(held_bytes.gradients(strategy)),
         state=held_bytes.num_bytes(held_bytes.optimizer_state(strategy.optimizer)),
@@ -83,7 +83,7 @@ def measure(world: World, strategy_name: str, size: Size) -> Held:
     return held
 
 
-def rows(found: Sequence[tuple[int, int, Held]], num_parameters: int) -> list[str]:
+def rows(found: Sequence[tuple[int, int, LocalParameter]], num_parameters: int) -> list[str]:
     """The table, in millions of bytes."""
     head = ["ZeRO", "ranks", "weights", "gradients", "state", "held in all", "formula", "error", "peak"]
     told = [head]
@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     size = Size(options.layers, options.width, 8, _BLOCK)
     num_parameters = size.num_parameters(block=_BLOCK, vocabulary=VOCABULARY)
-    found: list[tuple[int, int, Held]] = []
+    found: list[tuple[int, int, LocalParameter]] = []
     with RankPool() as pool:
         for num_ranks in options.world_sizes:
             for zero, name in enumerate(STRATEGIES):

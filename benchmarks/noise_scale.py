@@ -96,7 +96,7 @@ def make_side(
     def turn(num_steps: int) -> None:
         for _ in range(num_steps):
             for batch in batches:
-                strategy.forward_backward(batch)
+                strategy.micro_step(batch)
             strategy.step(_LEARNING_RATE)
         if world.device.type == "cuda":
             torch.cuda.synchronize()

@@ -104,7 +104,7 @@ def work(folder: Path, flags: Sequence[str], num_pairs: int, num_steps: int) -> 
     """Be one of the two workers: put a real one together, and measure where it would train."""
     from stormo.config.layout import resolve_layout
     from stormo.distributed.store import Store
-    from stormo.launch import open_lifeline
+    from stormo.launch import open_failure_reporter
     from stormo.launch.environments import local
     from stormo.training import trainer
     from stormo.training.loop import Outcome
@@ -118,7 +118,7 @@ def work(folder: Path, flags: Sequence[str], num_pairs: int, num_steps: int) -> 
 
     config, task_class = read_settings(list(flags))
     place = local.rank_info(os.environ)
-    lifeline = open_lifeline(place)
+    lifeline = open_failure_reporter(place)
     store = Store(place, config.workers.timeout)
     task = task_class(config.task_options)
     with mock.patch.object(trainer, "train", measure_instead):

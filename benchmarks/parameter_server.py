@@ -63,7 +63,7 @@ def side(world: World, one: Side, options: argparse.Namespace, stack: contextlib
     from stormo.config.layout import resolve_layout
     from stormo.config.plan import resolve
     from stormo.config.schema import Batch, Optimizer, Speed, TrainConfig, Workers
-    from stormo.distributed.world import Vote
+    from stormo.distributed.world import AsyncAllReduce
     from stormo.parallel.table import strategy_class
     from stormo.training.trainer import make_loader
 
@@ -83,7 +83,7 @@ def side(world: World, one: Side, options: argparse.Namespace, stack: contextlib
     task = Wide(options.width)
     plan = resolve(config, resolve_layout(config, ()), task.facts())
     made = strategy_class(plan.layout)(world, plan, task, config)
-    loader, vote = make_loader(config, plan, task, world), Vote(world, max(0, staleness - 1))
+    loader, vote = make_loader(config, plan, task, world), AsyncAllReduce(world, max(0, staleness - 1))
     made.warm_up(loader)
     stack.enter_context(made.running())
     following, draw = batches(loader), random.Random(world.rank)
@@ -98,11 +98,11 @@ def side(world: World, one: Side, options: argparse.Namespace, stack: contextlib
             vote.cast(0)
             if is_held_up():
                 time.sleep(1e-3 * options.delay_ms)
-            made.forward_backward(next(following))
+            made.micro_step(next(following))
             made.step(0.01)
             vote.outcome()
         vote.drain()
-        made.settle()
+        made.synchronize()
 
     return turn
 

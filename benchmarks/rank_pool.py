@@ -138,9 +138,9 @@ def _join(rank: int, size: int, port: int, timeout_s: float) -> Any:
 
     from stormo.distributed.store import Store
     from stormo.distributed.world import World
-    from stormo.launch import Place
+    from stormo.launch import RankInfo
 
-    place = Place(
+    place = RankInfo(
         launcher="local" if size > 1 else "alone",
         rank=rank,
         world_size=size,

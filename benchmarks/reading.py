@@ -17,7 +17,7 @@ from stormo.data.order import derive_seed
 from stormo.data.streaming import Seeded
 from stormo.distributed.world import World as Workers
 from stormo.launch import alone
-from stormo.launch.failure_reporter import NoLifeline
+from stormo.launch.failure_reporter import NoReporter
 from stormo.script.world import World
 
 _NUM_BATCHES, _BATCH_SIZE, _NUM_TRIES = 300, 64, 5
@@ -58,7 +58,7 @@ def _a_sample() -> None:
 
 def _first_batch(num_samples: int = 2_000_000) -> None:
     own = DataLoader(_Rows(num_samples), batch_size=_BATCH_SIZE, shuffle=True)
-    ours = World._of(Workers(alone(), torch.device("cpu")), NoLifeline()).loader(own)
+    ours = World._of(Workers(alone(), torch.device("cpu")), NoReporter()).loader(own)
     plain_s, ours_s = (_fastest_s(lambda loader=loader: next(iter(loader))) for loader in (own, ours))  # type: ignore[misc]
     print(f"the first batch of {num_samples}: {plain_s:.2f} s, stormo {ours_s:.2f} s ({ours_s / plain_s:.1f} times)")
 

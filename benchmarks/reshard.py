@@ -66,13 +66,13 @@ def _save(world: World, built: Built, step: int, folder: str) -> str:
     """Save as a run does; the path on rank 0."""
     import torch
 
-    from stormo.checkpoint import Saver, Saving
+    from stormo.checkpoint import RetentionPolicy, Saver
     from stormo.training.progress import Progress
     from stormo.training.state import RunState
 
     loss_sum = torch.zeros((), dtype=torch.float64)
     state = RunState(progress=Progress(step=step), strategy=built.strategy, loss_sum=loss_sum)
-    saving = Saving(step=step, identity="", keep_last=1)
+    saving = RetentionPolicy(step=step, identity="", keep_last=1)
     saver = Saver(world, in_background=False)
     saver.begin(state.content(world, 0), Path(folder) if world.is_main else None, saving)
     saver.settle()
@@ -103,7 +103,7 @@ def restore_and_save(world: World, name: str, optimizer: str, sources: Sequence[
     for number, source in enumerate(sources):
         loss_sum = torch.zeros((), dtype=torch.float64)
         state = RunState(progress=Progress(), strategy=built.strategy, loss_sum=loss_sum)
-        state.take_up(world, Path(source), 0)
+        state.restore(world, Path(source), 0)
         path = _save(world, built, state.progress.step, f"{folder}/{number}")
         left.append((path, train(world, built, 1, RATE)[0]))
     return left

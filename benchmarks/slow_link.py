@@ -26,7 +26,7 @@ def steps_of(world: World, config: TrainConfig, width: int) -> Turn:
     from benchmarks.slow_task import Wide
     from stormo.config.layout import resolve_layout
     from stormo.config.plan import resolve
-    from stormo.distributed.world import Vote
+    from stormo.distributed.world import AsyncAllReduce
     from stormo.parallel.table import strategy_class
     from stormo.training.progress import Progress
     from stormo.training.trainer import make_loader
@@ -34,7 +34,7 @@ def steps_of(world: World, config: TrainConfig, width: int) -> Turn:
     task = Wide(width)
     plan = resolve(config, resolve_layout(config, ()), task.facts())
     made = strategy_class(plan.layout)(world, plan, task, config)
-    loader, progress, vote = make_loader(config, plan, task, world), Progress(), Vote(world)
+    loader, progress, vote = make_loader(config, plan, task, world), Progress(), AsyncAllReduce(world)
     made.clock = progress
     made.warm_up(loader)
     batches = _without_end(loader, progress)
@@ -43,7 +43,7 @@ def steps_of(world: World, config: TrainConfig, width: int) -> Turn:
         for _ in range(num_steps):
             batch = next(batches)
             vote.cast(0)
-            made.forward_backward(batch)
+            made.micro_step(batch)
             made.step(0.01)
             progress.advance(loader.samples(batch.span))
             made.exchange_weights()

@@ -99,7 +99,7 @@ def train(world: World, built: Built, num_steps: int, rate: float) -> list[float
     losses: list[float] = []
     loss = torch.zeros((), dtype=torch.float64)
     for batch in batches(built.loader):
-        loss += built.strategy.forward_backward(batch).cpu()
+        loss += built.strategy.micro_step(batch).cpu()
         if batch.span.is_last:
             built.strategy.step(rate * (1 - len(losses) / (2 * num_steps)))
             losses.append(float(world.sum(loss)))

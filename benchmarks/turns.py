@@ -62,11 +62,11 @@ def work(folder: Path, measure: Callable[[World], Times]) -> int:
 
     from stormo.distributed.store import Store
     from stormo.distributed.world import World
-    from stormo.launch import open_lifeline
+    from stormo.launch import open_failure_reporter
     from stormo.launch.environments import local
 
     place = local.rank_info(os.environ)
-    lifeline = open_lifeline(place)
+    lifeline = open_failure_reporter(place)
     world = World(place, torch.device("cpu"), store=Store(place, _TIMEOUT_S), timeout_s=_TIMEOUT_S)
     times = measure(world)
     if world.is_main:

@@ -48,9 +48,9 @@ def _join_and_call(rank: int, size: int, port: int, function: Callable[..., Any]
 
     from stormo.distributed.store import Store
     from stormo.distributed.world import World
-    from stormo.launch import Place
+    from stormo.launch import RankInfo
 
-    place = Place(
+    place = RankInfo(
         launcher="local" if size > 1 else "alone",
         rank=rank,
         world_size=size,

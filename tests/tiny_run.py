@@ -88,7 +88,7 @@ def steps(parts: Parts, num_steps: int) -> list[float]:
             if len(losses) == num_steps:
                 return losses
             sum_of_passes = torch.zeros((), dtype=torch.float64, device=parts.world.device)
-        sum_of_passes += parts.strategy.forward_backward(batch)
+        sum_of_passes += parts.strategy.micro_step(batch)
         if batch.span.is_last:
             parts.strategy.step(parts.plan.learning_rate)
             progress.advance(parts.loader.samples(batch.span))
@@ -108,11 +108,13 @@ def _batches(parts: Parts) -> Iterator[Batch]:
 def save(parts: Parts, folder: str) -> str:
     """Save a checkpoint of it into a folder; its path, on all workers."""
     world, saver = parts.world, checkpoint.Saver(parts.world, in_background=False)
-    saving = checkpoint.Saving(step=parts.state.progress.step, identity="x", keep_last=9, keep_best=0, metric=None)
+    saving = checkpoint.RetentionPolicy(
+        step=parts.state.progress.step, identity="x", keep_last=9, keep_best=0, metric=None
+    )
     saver.begin(parts.state.content(world, 0), Path(folder) if world.is_main else None, saving)
     saver.settle()
     done = saver.finished()
-    path: str = world.share_json(str(done.saved.path) if done is not None else None)
+    path: str = world.broadcast_object(str(done.saved.path) if done is not None else None)
     return path
 
 

@@ -21,7 +21,7 @@ from benchmarks.own_tasks.outcome import Outcome
 from benchmarks.rank_pool import RankPool
 from stormo.distributed.world import World as Workers
 from stormo.errors import SettingError
-from stormo.launch.failure_reporter import NoLifeline
+from stormo.launch.failure_reporter import NoReporter
 from stormo.script.world import World
 
 SIZES = (1, 2, 3)
@@ -243,7 +243,7 @@ def _train(world: Any, script: Callable[[Any], Weights]) -> Weights:
 def train_with_stormo(workers: Workers, script: Callable[[Any], Weights]) -> Weights | str:
     """The weights that one worker ends with, or the sentence with which it is refused."""
     try:
-        return _train(World._of(workers, NoLifeline()), script)
+        return _train(World._of(workers, NoReporter()), script)
     except SettingError as error:
         return str(error)
 

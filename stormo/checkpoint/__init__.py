@@ -8,23 +8,23 @@ from stormo.checkpoint.format import OWN, CheckpointWriteError, CorruptCheckpoin
 from stormo.checkpoint.ranks import (
     BUFFER,
     BUFFERS,
-    KEPT_BACK,
+    ERROR_FEEDBACK,
     LOSSES,
-    kept_boxes,
-    local_boxes,
+    error_feedback_chunks,
+    local_chunks,
     local_state,
     losses_of,
     require_seen,
-    take_checkpoint,
-    take_kept,
-    take_local,
+    restore_error_feedback,
+    restore_local,
+    restore_sharded,
 )
 from stormo.checkpoint.reader import Reader, find, load, newest_good, read_manifest, read_state, verify
-from stormo.checkpoint.retention import Saving
+from stormo.checkpoint.retention import RetentionPolicy
 from stormo.checkpoint.saver import Saver
 from stormo.checkpoint.state import (
     aliases,
-    boxes_of,
+    chunks_of,
     collect_random_state,
     flatten_optimizer,
     restore_optimizer,
@@ -32,30 +32,30 @@ from stormo.checkpoint.state import (
     stored_buffers,
 )
 from stormo.checkpoint.tensors import weights_digest
-from stormo.checkpoint.writer import Shard, replace_state, save, whole_box
+from stormo.checkpoint.writer import Shard, replace_state, save, whole_chunk
 
 __all__ = [
     "BUFFER",
     "BUFFERS",
-    "KEPT_BACK",
+    "ERROR_FEEDBACK",
     "LOSSES",
     "OWN",
     "CheckpointWriteError",
     "CorruptCheckpointError",
     "Found",
     "Reader",
+    "RetentionPolicy",
     "Saver",
-    "Saving",
     "Shard",
     "Snapshot",
     "aliases",
-    "boxes_of",
+    "chunks_of",
     "collect_random_state",
+    "error_feedback_chunks",
     "find",
     "flatten_optimizer",
-    "kept_boxes",
     "load",
-    "local_boxes",
+    "local_chunks",
     "local_state",
     "losses_of",
     "newest_good",
@@ -63,14 +63,14 @@ __all__ = [
     "read_state",
     "replace_state",
     "require_seen",
+    "restore_error_feedback",
+    "restore_local",
     "restore_optimizer",
     "restore_random_state",
+    "restore_sharded",
     "save",
     "stored_buffers",
-    "take_checkpoint",
-    "take_kept",
-    "take_local",
     "verify",
     "weights_digest",
-    "whole_box",
+    "whole_chunk",
 ]

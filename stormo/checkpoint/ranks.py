@@ -21,12 +21,12 @@ from stormo.checkpoint.reader import Reader, ReadItem, with_newest_good
 from stormo.checkpoint.state import (
     ModelMismatchError,
     aliases,
-    boxes_of,
+    chunks_of,
     persistent_buffers,
     restore_parts,
     stepped_names,
 )
-from stormo.checkpoint.writer import Chunk, whole_box
+from stormo.checkpoint.writer import Chunk, whole_chunk
 from stormo.distributed.store import PeerFailedError
 from stormo.distributed.world import World
 from stormo.errors import EXIT_FAILURE, SettingError, StormoError
@@ -36,7 +36,7 @@ from stormo.parallel.coalesced import means
 # Keys of the plain values: every rank's part of the loss, and which rank has stored a replicated buffer.
 LOSSES, BUFFERS = "losses", "buffers"
 BUFFER = "buffer/"  # prefix of buffers among what a rank has of its own
-KEPT_BACK = "kept_back"  # key of the plain values: the rank of PowerSGD's matrices
+ERROR_FEEDBACK = "kept_back"  # key of the plain values: the rank of PowerSGD's matrices
 
 _OUTER = "outer/"
 
@@ -52,9 +52,9 @@ def raise_on_all_ranks(world: World, failure: Exception | None) -> None:
     told = None
     if failure is not None:
         told = [str(failure) or type(failure).__name__, getattr(failure, "exit_code", EXIT_FAILURE)]
-    gathered = world.gather_json(told)
+    gathered = world.gather_objects(told)
     first = next(([rank, *one] for rank, one in enumerate(gathered or []) if one is not None), None)
-    rank, text, exit_code = world.share_json(first)
+    rank, text, exit_code = world.broadcast_object(first)
     if failure is not None and (rank == world.rank or not isinstance(failure, StormoError)):
         raise failure  # where it happened, with its traceback
     error = PeerFailedError(text)
@@ -90,7 +90,7 @@ def require_seen(world: World, folder: Path) -> None:
 # Parameters and buffers
 
 
-def take_checkpoint(
+def restore_sharded(
     world: World, path: Path, strategy: Strategy, is_same: Callable[[Mapping[str, Any]], bool]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read weights, buffers and optimizer state. Every rank calls it; an error of one is raised by all.
@@ -127,7 +127,7 @@ def take_checkpoint(
             "optimizer": {name.rpartition("|")[0] for name in reader.entries("optimizer")},
         }
     raise_on_all_ranks(world, _left_over(world, path, strategy, stored))
-    strategy.parts_changed()
+    strategy.shards_changed()
     return state, own
 
 
@@ -144,7 +144,7 @@ def _left_over(world: World, path: Path, strategy: Strategy, stored: dict[str, s
         "model": [*(part.name for part in parts), *persistent_buffers(strategy), *aliases(strategy)],
         "optimizer": sorted(stepped_names(parts, strategy.optimizer)),
     }
-    gathered: Sequence[dict[str, list[str]]] | None = world.gather_json(here)
+    gathered: Sequence[dict[str, list[str]]] | None = world.gather_objects(here)
     for section, names in stored.items() if gathered is not None else ():
         taken = {name for each in gathered or [] for name in each[section]}
         if more := sorted(names - taken):
@@ -158,12 +158,12 @@ def _left_over(world: World, path: Path, strategy: Strategy, stored: dict[str, s
 # for other strategies, other numbers of ranks and exports. Each rank stores the means of some tensors: none holds all.
 
 
-def local_boxes(world: World, strategy: Strategy) -> list[Chunk]:
+def local_chunks(world: World, strategy: Strategy) -> list[Chunk]:
     """This rank's own weights and optimizer state, and its share of the means. Every rank calls it."""
-    own = boxes_of([replace(part, is_saved=True) for part in strategy.parts()], strategy.optimizer)
+    own = chunks_of([replace(part, is_saved=True) for part in strategy.parts()], strategy.optimizer)
     trained = [part.name for part in strategy.parts() if part.local.requires_grad]
     # Replicas that were just averaged are the mean.
-    is_own = set(trained) if strategy.is_apart else set()
+    is_own = set(trained) if strategy.replicas_differ else set()
     chunks = [
         replace(chunk, section=LOCAL, name=f"{world.rank}/{chunk.section}/{chunk.name}")
         for chunk in own
@@ -171,23 +171,23 @@ def local_boxes(world: World, strategy: Strategy) -> list[Chunk]:
     ]
     for number, (name, mean) in enumerate(zip(trained, strategy.mean_weights(), strict=True)):
         if number % world.size == world.rank:
-            chunks.append(whole_box("model", name, mean.detach().to("cpu", copy=True)))
+            chunks.append(whole_chunk("model", name, mean.detach().to("cpu", copy=True)))
     optimizer = _mean_state(world, {chunk.name: chunk.tensor for chunk in own if chunk.section == "optimizer"})
-    chunks += [whole_box("optimizer", name, tensor) for name, tensor in optimizer.items()]
+    chunks += [whole_chunk("optimizer", name, tensor) for name, tensor in optimizer.items()]
     if world.is_main:
         chunks += [chunk for chunk in own if chunk.section == "model" and chunk.name not in trained]
-        chunks += [whole_box(LOCAL, _OUTER + name, tensor) for name, tensor in strategy.outer_state().items()]
+        chunks += [whole_chunk(LOCAL, _OUTER + name, tensor) for name, tensor in strategy.outer_state().items()]
     return chunks
 
 
 def local_state(world: World, strategy: Strategy) -> dict[str, Any] | None:
     """The plain values of local SGD, on rank 0. Every rank calls it."""
-    scalers = world.gather_json(dict(strategy.scaler.state_dict()))
-    return None if scalers is None else {"is_apart": strategy.is_apart, "scalers": scalers}
+    scalers = world.gather_objects(dict(strategy.scaler.state_dict()))
+    return None if scalers is None else {"is_apart": strategy.replicas_differ, "scalers": scalers}
 
 
-def take_local(world: World, path: Path, strategy: Strategy, state: Mapping[str, Any], *, is_same: bool) -> None:
-    """Restore each rank's own state, after `take_checkpoint` has restored the mean. Every rank calls it.
+def restore_local(world: World, path: Path, strategy: Strategy, state: Mapping[str, Any], *, is_same: bool) -> None:
+    """Restore each rank's own state, after `restore_sharded` has restored the mean. Every rank calls it.
 
     Args:
         world: of the ranks now.
@@ -209,7 +209,7 @@ def take_local(world: World, path: Path, strategy: Strategy, state: Mapping[str,
         if is_same:
             with _LocalReader(path, world.rank) as own:
                 restore_parts(own, strategy.parts(), strategy.optimizer)
-            strategy.is_apart = state[LOCAL]["is_apart"]
+            strategy.replicas_differ = state[LOCAL]["is_apart"]
             if strategy.scaler.is_enabled() and state[LOCAL]["scalers"][world.rank]:
                 strategy.scaler.load_state_dict(dict(state[LOCAL]["scalers"][world.rank]))
 
@@ -264,16 +264,16 @@ def _mean_state(world: World, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _all_state(world: World, described: dict[str, list[Any]]) -> dict[str, list[Any]]:
     """All state that some rank has: its dtype, its shape, and how many ranks have it."""
-    is_other = world.share_json(described) != described
+    is_other = world.broadcast_object(described) != described
     if not world.max(torch.tensor([float(is_other)])).item():
         return {name: [*each, world.size] for name, each in described.items()}
     union: dict[str, list[Any]] = {}
-    for each in world.gather_json(described) or []:
+    for each in world.gather_objects(described) or []:
         for name, (dtype, shape) in each.items():
             union.setdefault(name, [dtype, shape, 0])[2] += 1
     for name in [name for name in union if name.endswith("=none") and name.removesuffix("=none") in union]:
         del union[name]  # others have values there
-    shared: dict[str, list[Any]] = world.share_json(union)
+    shared: dict[str, list[Any]] = world.broadcast_object(union)
     return shared
 
 
@@ -292,17 +292,19 @@ def _has_mean(dtype: str) -> bool:
 # just this sum.
 
 
-def kept_boxes(world: World, strategy: Strategy) -> list[Chunk]:
+def error_feedback_chunks(world: World, strategy: Strategy) -> list[Chunk]:
     """This rank's error feedback; on rank 0 also the bases."""
-    if strategy.low_rank is None:
+    if strategy.powersgd is None:
         return []
-    own = {f"{world.rank}/error/{name}": tensor for name, tensor in strategy.low_rank.errors.items()}
+    own = {f"{world.rank}/error/{name}": tensor for name, tensor in strategy.powersgd.errors.items()}
     if world.is_main:
-        own |= {f"basis/{name}": tensor for name, tensor in strategy.low_rank.bases.items()}
-    return [whole_box(LOCAL, name, tensor) for name, tensor in own.items()]
+        own |= {f"basis/{name}": tensor for name, tensor in strategy.powersgd.bases.items()}
+    return [whole_chunk(LOCAL, name, tensor) for name, tensor in own.items()]
 
 
-def take_kept(world: World, path: Path, strategy: Strategy, state: Mapping[str, Any], *, is_same: bool) -> None:
+def restore_error_feedback(
+    world: World, path: Path, strategy: Strategy, state: Mapping[str, Any], *, is_same: bool
+) -> None:
     """Restore the error feedback, or start with none. Every rank calls it.
 
     Args:
@@ -312,12 +314,12 @@ def take_kept(world: World, path: Path, strategy: Strategy, state: Mapping[str, 
         state: the plain values of the checkpoint.
         is_same: whether the mesh is the one that saved it.
     """
-    if strategy.low_rank is None:
+    if strategy.powersgd is None:
         return
     errors: dict[str, Tensor] = {}
     bases: dict[str, Tensor] = {}
     with _read_together(world, path):
-        if KEPT_BACK in state:
+        if ERROR_FEEDBACK in state:
             # For another mesh, rank 0 reads the errors of all ranks.
             ranks = [world.rank] if is_same else range(state["world_size"] if world.is_main else 0)
             with Reader(path) as reader:
@@ -327,7 +329,7 @@ def take_kept(world: World, path: Path, strategy: Strategy, state: Mapping[str, 
                         errors[name] = errors[name].add_(tensor) if name in errors else tensor
             for error in [] if is_same else errors.values():
                 error.div_(world.size)
-    strategy.low_rank.take(errors if is_same else world.share_tensors(errors), bases)
+    strategy.powersgd.take(errors if is_same else world.broadcast_tensors(errors), bases)
 
 
 def _read_local(reader: Reader, rank: int, prefix: str) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ _NAME = re.compile(r"\.step-\d{8,20}\.(?P<machine>[0-9a-f]{8})-(?P<process>\d+-\
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saving:
+class RetentionPolicy:
     """What a checkpoint is of, and which ones stay after it.
 
     Kept are the newest `keep_last` up to this step, the best `keep_best` of those with a metric, and `keep_steps`. A
@@ -57,7 +57,7 @@ class Saving:
             raise SettingError(f"keep_best is {self.keep_best}", "it is a count", "set it to 0 or more")
 
 
-def rotate(path: Path, saved: Manifest, saving: Saving, notices: list[str]) -> Saved:
+def rotate(path: Path, saved: Manifest, saving: RetentionPolicy, notices: list[str]) -> Saved:
     """Remove the checkpoints that the one just published supersedes."""
     removed = _remove_superseded(path.parent, saved, saving, notices)
     return Saved(
@@ -69,7 +69,7 @@ def rotate(path: Path, saved: Manifest, saving: Saving, notices: list[str]) -> S
     )
 
 
-def _remove_superseded(folder: Path, saved: Manifest, saving: Saving, notices: list[str]) -> list[Path]:
+def _remove_superseded(folder: Path, saved: Manifest, saving: RetentionPolicy, notices: list[str]) -> list[Path]:
     """Remove what is superseded; a notice tells of what cannot be removed."""
     good: list[tuple[Path, Manifest]] = []
     surplus: list[Path] = []

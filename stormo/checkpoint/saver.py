@@ -18,7 +18,7 @@ from torch import Tensor
 
 from stormo.checkpoint.format import Saved, Snapshot
 from stormo.checkpoint.ranks import raise_on_all_ranks, require_seen
-from stormo.checkpoint.retention import Saving, remove
+from stormo.checkpoint.retention import RetentionPolicy, remove
 from stormo.checkpoint.tensors import require_plain
 from stormo.checkpoint.writer import Publisher, Shard, ShardWriter, SnapshotWriter, TempDir, make_temp_dir
 from stormo.distributed.world import World
@@ -120,7 +120,7 @@ class Saver:
         self._job: _Job | None = None
         self._done: FinishedSave | None = None
 
-    def begin(self, content: Snapshot | Shard | None, folder: Path | None, saving: Saving) -> None:
+    def begin(self, content: Snapshot | Shard | None, folder: Path | None, saving: RetentionPolicy) -> None:
         """Save this rank's part of a checkpoint; all ranks call it, and then `settle`.
 
         Args:
@@ -181,7 +181,7 @@ class Saver:
             job.abandon(_GRACE_S)
             self._done = job.done or self._done
 
-    def _make_temp_dir(self, folder: Path | None, saving: Saving) -> TempDir:
+    def _make_temp_dir(self, folder: Path | None, saving: RetentionPolicy) -> TempDir:
         """The folder that all ranks write into, seen by all of them."""
         new, failure = None, None
         if folder is not None:
@@ -190,7 +190,7 @@ class Saver:
             except Exception as error:
                 failure = error
         raise_on_all_ranks(self._world, failure)
-        shared = Path(self._world.share_json(str(new.path.resolve()) if new is not None else None))
+        shared = Path(self._world.broadcast_object(str(new.path.resolve()) if new is not None else None))
         deadline_s = time.monotonic() + _SEEN_WITHIN_S
         while not shared.is_dir() and time.monotonic() < deadline_s:
             time.sleep(0.05)
@@ -202,7 +202,7 @@ class Saver:
             raise
         return TempDir(shared, [] if new is None else new.notices)
 
-    def _sharded(self, shard: Shard, folder: Path | None, saving: Saving, temporary: TempDir) -> _Job:
+    def _sharded(self, shard: Shard, folder: Path | None, saving: RetentionPolicy, temporary: TempDir) -> _Job:
         own = ShardWriter(self._world.rank, self._frozen_shard(shard))
         finish: Callable[[Abandoned], Saved] | None = None
         if folder is not None:

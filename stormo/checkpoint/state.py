@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 
 from stormo.checkpoint.reader import Reader, ReadItem
 from stormo.checkpoint.tensors import DTYPE_NAMES, DTYPES, weights_digest
-from stormo.checkpoint.writer import Chunk, whole_box
+from stormo.checkpoint.writer import Chunk, whole_chunk
 from stormo.distributed.world import World
 from stormo.errors import StormoError, counted
 from stormo.parallel.base import Strategy
-from stormo.parallel.parameter_shards import Part
+from stormo.parallel.parameter_shards import ParameterShard
 
 Names = Mapping[Tensor, str] | Sequence[str]
 
@@ -221,7 +221,7 @@ def restore_random_state(tensors: Mapping[str, Tensor], values: Mapping[str, Any
 # count of steps, is the same on all ranks that hold something of the layer, and is stored once.
 
 
-def boxes_of(parts: Sequence[Part], optimizer: Optimizer) -> list[Chunk]:
+def chunks_of(parts: Sequence[ParameterShard], optimizer: Optimizer) -> list[Chunk]:
     """The chunks of weights and optimizer state that this rank stores."""
     chunks = [_chunk("model", part.name, part, part.local.detach()) for part in parts if part.is_saved]
     stepped = _stepped(parts, optimizer)
@@ -234,12 +234,14 @@ def boxes_of(parts: Sequence[Part], optimizer: Optimizer) -> list[Chunk]:
         if key and "=" not in key and tensor.ndim and tensor.shape == part.local.shape:
             chunks.append(_chunk("optimizer", name, part, tensor))
         elif not any(part.offset):
-            chunks.append(whole_box("optimizer", name, tensor))
+            chunks.append(whole_chunk("optimizer", name, tensor))
     return chunks
 
 
 @torch.no_grad()
-def restore_parts(reader: Reader, parts: Sequence[Part], optimizer: Optimizer, more: Sequence[ReadItem] = ()) -> None:
+def restore_parts(
+    reader: Reader, parts: Sequence[ParameterShard], optimizer: Optimizer, more: Sequence[ReadItem] = ()
+) -> None:
     """Read the parts, the optimizer's state and `more` from a checkpoint."""
     items, stepped = list(more), _stepped(parts, optimizer)
     for part in parts:
@@ -264,19 +266,19 @@ def restore_parts(reader: Reader, parts: Sequence[Part], optimizer: Optimizer, m
     restore_optimizer(optimizer, _labels(stepped), state)
 
 
-def stepped_names(parts: Sequence[Part], optimizer: Optimizer) -> set[str]:
+def stepped_names(parts: Sequence[ParameterShard], optimizer: Optimizer) -> set[str]:
     """The parameters that the optimizer steps on this rank."""
     return {part.name for part in _stepped(parts, optimizer).values()}
 
 
-def _chunk(section: str, name: str, part: Part, tensor: Tensor) -> Chunk:
+def _chunk(section: str, name: str, part: ParameterShard, tensor: Tensor) -> Chunk:
     return Chunk(section=section, name=name, whole_shape=part.whole_shape, offset=part.offset, tensor=tensor)
 
 
-def _stepped(parts: Sequence[Part], optimizer: Optimizer) -> dict[str, Part]:
+def _stepped(parts: Sequence[ParameterShard], optimizer: Optimizer) -> dict[str, ParameterShard]:
     """The parts that the optimizer steps, each by a unique name; the others are frozen."""
     own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    stepped: dict[str, Part] = {}
+    stepped: dict[str, ParameterShard] = {}
     for part in parts:
         if part.local in own:
             label, number = part.name, 1
@@ -287,11 +289,11 @@ def _stepped(parts: Sequence[Part], optimizer: Optimizer) -> dict[str, Part]:
     return stepped
 
 
-def _labels(stepped: dict[str, Part]) -> dict[Tensor, str]:
+def _labels(stepped: dict[str, ParameterShard]) -> dict[Tensor, str]:
     return {part.local: label for label, part in stepped.items()}
 
 
-def _require_shape(reader: Reader, part: Part) -> None:
+def _require_shape(reader: Reader, part: ParameterShard) -> None:
     entry = reader.entries("model").get(part.name)
     if entry is None:
         raise ModelMismatchError(f"The checkpoint {reader.path} has no {part.name}, which the model has.")
@@ -367,11 +369,11 @@ def _described(world: World, held: _Described) -> _Described:
     if world.mesh.pipeline == 1:
         return held
     is_first_of_stage = not any(place for axis, place in world.grid.at.items() if axis != "pipeline")
-    gathered = world.gather_json(held if is_first_of_stage else {})
+    gathered = world.gather_objects(held if is_first_of_stage else {})
     union: dict[str, Any] = {}
     for each in gathered or []:
         union |= each
-    shared: _Described = world.share_json(union)
+    shared: _Described = world.broadcast_object(union)
     return shared
 
 

@@ -59,7 +59,7 @@ from stormo.checkpoint.index import (
     rank_index_json,
 )
 from stormo.checkpoint.reader import Reader, published, read_manifest
-from stormo.checkpoint.retention import Saving, new_temp_dir, remove, remove_stale_temp_dirs, rotate
+from stormo.checkpoint.retention import RetentionPolicy, new_temp_dir, remove, remove_stale_temp_dirs, rotate
 from stormo.checkpoint.tensors import DTYPE_NAMES, DTYPES, Encoded, weights_digest
 from stormo.errors import full_disk
 from stormo.system.files import BadFileError, printable, read_bytes, read_object
@@ -187,7 +187,7 @@ def _require_json(value: object, where: str) -> None:
 # Publishing
 
 
-def _metric_to_store(folder: Path, saving: Saving, weights_sha256: str) -> float | None:
+def _metric_to_store(folder: Path, saving: RetentionPolicy, weights_sha256: str) -> float | None:
     """The metric, or that of the checkpoint being replaced if it holds the same weights."""
     if saving.metric is not None:
         return float(saving.metric) if math.isfinite(saving.metric) else None
@@ -239,7 +239,7 @@ def _rename(temporary: Path, folder: Path, step: int, notices: list[str]) -> Pat
 # Whole tensors, by one process
 
 
-def save(folder: Path | str, snapshot: Snapshot, saving: Saving) -> Saved:
+def save(folder: Path | str, snapshot: Snapshot, saving: RetentionPolicy) -> Saved:
     """Publish `folder/step-…`, then remove the checkpoints that need not stay; meanwhile no tensor may change."""
     return SnapshotWriter(Path(folder), snapshot, saving).write()
 
@@ -247,7 +247,7 @@ def save(folder: Path | str, snapshot: Snapshot, saving: Saving) -> Saved:
 class SnapshotWriter:
     """Writes whole tensors; everything that can be refused is refused when it is made."""
 
-    def __init__(self, folder: Path, snapshot: Snapshot, saving: Saving) -> None:
+    def __init__(self, folder: Path, snapshot: Snapshot, saving: RetentionPolicy) -> None:
         self._folder = folder
         self._saving = saving
         self._model = snapshot.model
@@ -311,7 +311,7 @@ class Chunk:
     tensor: Tensor
 
 
-def whole_box(section: str, name: str, tensor: Tensor) -> Chunk:
+def whole_chunk(section: str, name: str, tensor: Tensor) -> Chunk:
     """All of a tensor as one chunk."""
     shape = tuple(tensor.shape)
     return Chunk(section=section, name=name, whole_shape=shape, offset=(0,) * len(shape), tensor=tensor)
@@ -422,7 +422,7 @@ def rank_manifest_name(rank: int) -> str:
 class Publisher:
     """Makes a checkpoint of the files of all ranks."""
 
-    def __init__(self, folder: Path, shard: Shard, saving: Saving, num_ranks: int) -> None:
+    def __init__(self, folder: Path, shard: Shard, saving: RetentionPolicy, num_ranks: int) -> None:
         assert shard.state is not None
         self._folder = folder
         self._saving = saving

@@ -1,6 +1,6 @@
 """The verb `monitor`: the GPUs, processors, memory, disks and network of this node, live or as CSV.
 
-Samples what the recorder of a run samples (`energy.vitals`), beside any program.
+Samples what the recorder of a run samples (`energy.node_metrics`), beside any program.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 
 from stormo.config.options import Parser
 from stormo.energy.meter import own_meter
+from stormo.energy.node_metrics import NodeMetrics
 from stormo.energy.nvml import Device, NvmlUnavailableError, open_nvml
-from stormo.energy.vitals import Vitals
 from stormo.errors import SettingError, StormoError, counted
 from stormo.system.files import open_to_append, whole_lines_bytes, write_all
 from stormo.telemetry.runs_folder import align
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
     with _held_signals(), ExitStack() as stack:
         write = _csv_writer(parsed.csv, stack) if parsed.csv is not None else None
         devices, reasons = _open_gpus(stack)
-        vitals = Vitals(devices)
+        vitals = NodeMetrics(devices)
         first = vitals.sample()  # rates count from here
         reasons += [f"{_NODE_TITLES[key]}: n/a: {reason}" for key, reason in vitals.reasons().items()]
         reasons += _untold(devices, first)

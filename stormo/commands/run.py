@@ -13,8 +13,8 @@ from stormo.config import options
 from stormo.config.layout import Layout, resolve_layout
 from stormo.config.schema import TrainConfig, Workers
 from stormo.errors import SettingError, suggestion
-from stormo.launch import Patience, run_node
-from stormo.launch.environments.local import settle_hashes
+from stormo.launch import AgentTimeouts, run_node
+from stormo.launch.environments.local import fix_hash_seed
 from stormo.launch.hosts import hosts_of, start_on_hosts
 from stormo.launch.nodes import BACKEND, DEVICE, TIMEOUT, find_place, launched_by, node_of
 from stormo.system.hardware import visible_gpus
@@ -56,12 +56,12 @@ def main(arguments: list[str]) -> int:
         return start_on_hosts(config, hosts, "run", arguments)
     layout = resolve_layout(config, visible_gpus(), launched_by(place))
     os.environ |= _environment(config)
-    settle_hashes(os.environ)
+    fix_hash_seed(os.environ)
     if place is not None or layout.world_size == 1:
         sys.stdout.flush()
         os.execv(command[0], command)
     same = _same(command, layout)
-    patience = Patience(first_sign_s=None)  # a script may prepare data for an hour before it joins
+    patience = AgentTimeouts(first_sign_s=None)  # a script may prepare data for an hour before it joins
     return run_node(command, node_of(config, layout), timeout_s=config.workers.timeout, patience=patience, **same)
 
 

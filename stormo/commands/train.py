@@ -14,8 +14,8 @@ from stormo.config.layout import Layout
 from stormo.config.plan import resolve
 from stormo.config.schema import TrainConfig
 from stormo.errors import EXIT_FAILURE, StormoError, full_disk
-from stormo.launch import Place, alone, open_lifeline, run_node
-from stormo.launch.environments.local import hush_tracker
+from stormo.launch import RankInfo, alone, open_failure_reporter, run_node
+from stormo.launch.environments.local import silence_resource_tracker
 from stormo.launch.environments.torchrun import note_failure
 from stormo.launch.hosts import hosts_of, on_hosts, start_on_hosts
 from stormo.launch.nodes import check_restarts, find_place, node_of, run_with_restarts
@@ -89,27 +89,29 @@ def _start_workers(
     return run_with_restarts(attempt, restarts=workers.max_restarts, signals=signals, join_s=workers.timeout)
 
 
-def _work(config: TrainConfig, layout: Layout, task: Task, place: Place) -> int:
+def _work(config: TrainConfig, layout: Layout, task: Task, place: RankInfo) -> int:
     """Train as one worker; a failure is reported to the others before this process ends."""
     if place.launcher == "torchrun":
         die_with_parent()  # torchrun would leave it behind
-    hush_tracker(os.environ)
+    silence_resource_tracker(os.environ)
     # Opened before torch is imported where possible: an agent wants signs of life from the start.
-    lifeline = open_lifeline(place) if place.launcher in ("local", "alone") else None
+    lifeline = open_failure_reporter(place) if place.launcher in ("local", "alone") else None
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's sockets warn of every name they cannot look up
     try:
-        from stormo.distributed.store import Store, board_of
+        from stormo.distributed.store import Store, address_book_of
         from stormo.training.trainer import run_worker
 
         if config.command.preflight:
-            from stormo.doctor.network import require_meeting_point
+            from stormo.doctor.network import require_rendezvous
 
-            require_meeting_point(place)
+            require_rendezvous(place)
         timeout_s = config.workers.timeout
         if lifeline is None:
             same = _same_on_all(config, layout)
-            lifeline = open_lifeline(place, board=board_of(place, timeout_s), timeout_s=timeout_s, **same)
-        store = Store(place, timeout_s, lifeline.meeting_point) if place.world_size > 1 else None
+            lifeline = open_failure_reporter(
+                place, board=address_book_of(place, timeout_s), timeout_s=timeout_s, **same
+            )
+        store = Store(place, timeout_s, lifeline.store_address) if place.world_size > 1 else None
         code = run_worker(config, layout, task, place, store, lifeline)
     except (Exception, SystemExit) as raised:
         error = _no_exit(raised) if isinstance(raised, SystemExit) else full_disk(raised) or raised

@@ -54,7 +54,7 @@ class Layout:
         return SPECS[self.strategy]
 
     @property
-    def is_spread(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether no worker need hold the whole model with all that belongs to it."""
         return self.spec.is_sharded
 

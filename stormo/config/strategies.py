@@ -43,7 +43,7 @@ class StrategySpec:
     least_workers: int = 1
     is_one_process: bool = False  # one process drives all GPUs of its node
     is_sharded: bool = False  # a worker may hold less than the whole model
-    saves_apart: bool = False  # every worker writes its own file of a checkpoint, so all must see the run folder
+    sharded_checkpoint: bool = False  # every worker writes its own file of a checkpoint, so all must see the run folder
     local_updates: bool = False  # workers step by themselves, and their weights are averaged now and then
     averages_gradients: bool = True  # in buckets, during backward
     takes_compression: bool = False
@@ -64,7 +64,7 @@ class StrategySpec:
 
 def _sharded(name: str, axis: str | None, meaning: str, **fields: object) -> StrategySpec:
     reason = "a model that is spread has no gradient of one worker's samples to compare"
-    made = {"is_sharded": True, "saves_apart": True, "no_noise_scale": reason, **fields}
+    made = {"is_sharded": True, "sharded_checkpoint": True, "no_noise_scale": reason, **fields}
     return StrategySpec(name=name, axis=axis, meaning=meaning, **made)  # type: ignore[arg-type]
 
 
@@ -79,7 +79,7 @@ SPECS: dict[str, StrategySpec] = {
             name="local",
             meaning="every worker steps by itself, with the gradient of its own samples",
             options=("average_every", "outer_lr", "outer_momentum"),
-            saves_apart=True,
+            sharded_checkpoint=True,
             local_updates=True,
             averages_gradients=False,
             no_noise_scale="workers that step by themselves never bring their gradients together",
@@ -89,7 +89,7 @@ SPECS: dict[str, StrategySpec] = {
             meaning="workers send their gradients to servers",
             options=("servers", "staleness"),
             least_workers=2,
-            saves_apart=True,
+            sharded_checkpoint=True,
             averages_gradients=False,
             takes_fp16=False,
             no_noise_scale="gradients are brought together by servers, each of which sees its own part of them alone",

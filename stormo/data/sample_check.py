@@ -28,11 +28,11 @@ def require_same_samples(world: World, data: Any, *, may_read: bool) -> None:
     if world.size == 1:
         return
     here = _look(data) if may_read else None
-    found = world.share_json(_first_difference(world.gather_json(here)))
+    found = world.broadcast_object(_first_difference(world.gather_objects(here)))
     if found is None:
         return
     is_still = here is not None and _same(here, _look(data))
-    if not all(world.share_json(world.gather_json(is_still))):
+    if not all(world.broadcast_object(world.gather_objects(is_still))):
         return
     sample, rank = found
     raise SettingError(
@@ -68,11 +68,11 @@ def require_same_start(
     if world.size == 1:
         return
     here = _summed_up_or_none(batch)
-    found = world.share_json(_first_difference(world.gather_json(here)))
+    found = world.broadcast_object(_first_difference(world.gather_objects(here)))
     if found is None:
         return
     is_still = here is not None and (read_again is None or _same(here, _summed_up_or_none(read_again())))
-    if all(world.share_json(world.gather_json(is_still))):
+    if all(world.broadcast_object(world.gather_objects(is_still))):
         raise refusal(found[1])
 
 

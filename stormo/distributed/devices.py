@@ -9,14 +9,16 @@ import torch
 
 from stormo.distributed.store import Store
 from stormo.errors import SettingError, counted
-from stormo.launch import Place
+from stormo.launch import RankInfo
 from stormo.system.hardware import num_cores
 
 # Launchers that start the workers of a node from one process, in its own environment.
 _SHOW_ALL_THE_SAME = ("alone", "local", "torchrun")
 
 
-def device_of(device_type: str, place: Place, store: Store | None = None, *, may_share: bool = False) -> torch.device:
+def device_of(
+    device_type: str, place: RankInfo, store: Store | None = None, *, may_share: bool = False
+) -> torch.device:
     """The device of a worker: its own GPU, or the CPU.
 
     Args:
@@ -38,7 +40,7 @@ def device_of(device_type: str, place: Place, store: Store | None = None, *, may
     return torch.device("cuda", choose_gpus(told, place.host)[place.local_rank])
 
 
-def _require_own_gpu(place: Place, store: Store) -> None:
+def _require_own_gpu(place: RankInfo, store: Store) -> None:
     """Refuse two ranks that share a GPU because nobody told them that they are on one host."""
     signed = store.signed("devices")
     signed.put(str(place.rank), [place.host, *_identities(1)])
@@ -90,7 +92,7 @@ def _identities(num_visible: int) -> list[str]:
     return [str(torch.cuda.get_device_properties(index).uuid) for index in range(num_visible)]
 
 
-def share_cores(place: Place) -> None:
+def share_cores(place: RankInfo) -> None:
     """Limit torch's threads to this worker's share of the cores, unless the user or the launcher has given it some."""
     if place.local_size > 1 and "OMP_NUM_THREADS" not in os.environ and num_cores() == os.cpu_count():
         torch.set_num_threads(max(1, num_cores() // place.local_size))

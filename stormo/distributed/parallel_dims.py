@@ -24,7 +24,7 @@ _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 _scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Line:
+class SubGroup:
     """Workers that differ along some axes only: this one's rank among them, and their collectives."""
 
     def __init__(self, ranks: Sequence[int], rank: int, group: dist.ProcessGroup | None) -> None:
@@ -55,7 +55,7 @@ class Line:
         return work
 
 
-class Grid:
+class ParallelDims:
     """The mesh of a run, seen from one worker. All workers make it, and ask it for the same groups in one order."""
 
     def __init__(self, mesh: Mesh, rank: int, device: torch.device, timeout: timedelta | None = None) -> None:
@@ -65,7 +65,7 @@ class Grid:
         self._device = device
         self._timeout = timeout
         self._devices: DeviceMesh | None = None
-        self._lines: dict[tuple[str, ...], Line] = {}
+        self._lines: dict[tuple[str, ...], SubGroup] = {}
 
     @property
     def devices(self) -> DeviceMesh:
@@ -87,21 +87,21 @@ class Grid:
         mine: dist.ProcessGroup = dist.new_subgroups_by_enumeration(groups, timeout=self._timeout)[0]
         return mine
 
-    def line(self, *axes: str) -> Line:
+    def line(self, *axes: str) -> SubGroup:
         """The workers along these axes. All workers call it."""
         key = tuple(axis for axis in AXES if axis in axes)
         if key not in self._lines:
             self._lines[key] = self._make(key)
         return self._lines[key]
 
-    def _make(self, axes: tuple[str, ...]) -> Line:
+    def _make(self, axes: tuple[str, ...]) -> SubGroup:
         ranks = self.ranks(axes, self.at)
         long = [axis for axis in axes if getattr(self.mesh, axis) > 1]
         if len(ranks) == 1:
-            return Line(ranks, self.rank, None)
+            return SubGroup(ranks, self.rank, None)
         is_own_axis = len(long) == 1 and len(ranks) < self.mesh.size
         group = self.devices.get_group(long[0]) if is_own_axis else self._group(axes)
-        return Line(ranks, self.rank, group)
+        return SubGroup(ranks, self.rank, group)
 
     def ranks(self, axes: Sequence[str], at: dict[str, int]) -> tuple[int, ...]:
         """The ranks along these axes, through a place in the mesh."""

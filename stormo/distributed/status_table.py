@@ -284,7 +284,7 @@ def _share(world: World) -> tuple[SharedMemoryTable | None, list[list[int]]]:
 
 def _open_shared(world: World, name: str) -> tuple[SharedMemoryTable | None, list[list[int]]]:
     place = world.place
-    told = world.share_json(world.gather_json([place.node_id, place.local_rank, name]))
+    told = world.broadcast_object(world.gather_objects([place.node_id, place.local_rank, name]))
     nodes: dict[int, list[int]] = {}
     for rank, (node, _, _) in enumerate(told):
         nodes.setdefault(node, []).append(rank)

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from stormo.errors import StormoError
-from stormo.launch import AddressBook, Place, StoreAddress
+from stormo.launch import AddressBook, RankInfo, StoreAddress
 from stormo.launch.address import listen, listening_address
 from stormo.launch.auth import job_secret
 from stormo.launch.peer_loss import PeerLoss, is_file_timeout, peer_loss
@@ -49,14 +49,14 @@ class Store:
     address alone. torch's own server would listen on every interface, so it gets a socket that is already bound.
     """
 
-    def __init__(self, place: Place, timeout_s: float, at: StoreAddress | None = None) -> None:
+    def __init__(self, place: RankInfo, timeout_s: float, at: StoreAddress | None = None) -> None:
         """`at` is what rank 0 told; without, what the agent of this node has left in the environment."""
         self.timeout = timedelta(seconds=timeout_s)
         at = at or inherited_store_address(place, os.environ)
         self._store = dist.PrefixStore("stormo", self._open(place, at))
         self._key = b"" if at.memory is not None else job_secret(os.environ, at.port)
 
-    def _open(self, place: Place, at: StoreAddress) -> dist.Store:
+    def _open(self, place: RankInfo, at: StoreAddress) -> dist.Store:
         if at.memory is not None:
             # FileStore opens the path again at every use and at its end: it gets a descriptor that is never closed.
             store = dist.FileStore(f"/proc/self/fd/{os.dup(at.memory)}")
@@ -145,7 +145,7 @@ class AgentAddressBook:
     at which nobody knows the secret of the job is an earlier round's, or a stranger's.
     """
 
-    def __init__(self, place: Place, timeout_s: float) -> None:
+    def __init__(self, place: RankInfo, timeout_s: float) -> None:
         timeout = timedelta(seconds=timeout_s)
         self._store = dist.TCPStore(place.master_addr, place.master_port, is_master=False, timeout=timeout)
 
@@ -161,7 +161,7 @@ class AgentAddressBook:
         return ""
 
 
-def board_of(place: Place, timeout_s: float) -> AddressBook | None:
+def address_book_of(place: RankInfo, timeout_s: float) -> AddressBook | None:
     """Where the ranks of torchrun find rank 0; None where rank 0 itself listens at the master port."""
     is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and place.launcher == "torchrun"
     return AgentAddressBook(place, timeout_s) if is_served and place.world_size > 1 else None

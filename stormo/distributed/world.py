@@ -22,12 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stormo.config.mesh import Mesh
-from stormo.distributed.parallel_dims import DATA, Grid
+from stormo.distributed.parallel_dims import DATA, ParallelDims
 from stormo.distributed.status_table import StatusTable
 from stormo.distributed.store import PeerFailedError, Store, within
 from stormo.errors import SettingError, StormoError
 from stormo.launch.address import interface_towards
-from stormo.launch.rank_info import Place
+from stormo.launch.rank_info import RankInfo
 
 _Result = TypeVar("_Result")
 _BUNDLE_BYTES = 2**25  # of small tensors that travel as one message
@@ -51,7 +51,7 @@ class World:
 
     def __init__(
         self,
-        place: Place,
+        place: RankInfo,
         device: torch.device,
         *,
         store: Store | None = None,
@@ -83,7 +83,7 @@ class World:
         """Set the mesh, and the axes along which workers take different samples. All workers call it."""
         self.mesh = mesh
         self._data_axes = tuple(data_axes)
-        self.grid = Grid(mesh, self.rank, self.device, self.timeout)
+        self.grid = ParallelDims(mesh, self.rank, self.device, self.timeout)
         self.data = self.grid.line(*self._data_axes)
 
     def _join(self, backend: str, timeout: timedelta) -> None:
@@ -152,7 +152,7 @@ class World:
         self._signed.get(f"{key}/all", _FETCH_TIMEOUT)
         return self._signed.get(f"{key}/{self.place.node_id}", _FETCH_TIMEOUT)
 
-    def on_main(self, work: Callable[[], _Result]) -> _Result | None:
+    def on_rank_0(self, work: Callable[[], _Result]) -> _Result | None:
         """Run on rank 0 while the others wait as long as it takes; an error there is raised by all."""
         if self.size == 1:
             return work()
@@ -181,9 +181,9 @@ class World:
             raise error_there
         return None
 
-    def from_main(self, work: Callable[[], Any]) -> Any:
+    def from_rank_0(self, work: Callable[[], Any]) -> Any:
         """Run on rank 0; its JSON-able result on all workers, which wait as long as it takes."""
-        return self.share_json(self.on_main(work))
+        return self.broadcast_object(self.on_rank_0(work))
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum in place over all workers."""
@@ -208,15 +208,15 @@ class World:
         if self.size > 1:
             dist.all_reduce(torch.zeros(1))
 
-    def share_json(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         """Rank 0's JSON-able value, on all workers."""
         if self.size == 1:
             return value
         payload = bytearray(json.dumps(value).encode()) if self.is_main else bytearray()
         content = torch.frombuffer(payload, dtype=torch.uint8) if payload else None
-        return json.loads(bytes(self.share_vector(content, torch.uint8).numpy()))
+        return json.loads(bytes(self.broadcast_vector(content, torch.uint8).numpy()))
 
-    def share_vector(self, vector: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def broadcast_vector(self, vector: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Rank 0's vector of this type, on the CPU of all workers, which need not know its length."""
         if self.size == 1:
             assert vector is not None
@@ -225,12 +225,12 @@ class World:
         received = torch.empty(int(length), dtype=dtype) if vector is None else vector
         return self.broadcast(received) if len(received) else received
 
-    def share_tensors(self, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    def broadcast_tensors(self, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
         """Rank 0's named tensors, on the CPU of all workers."""
         if self.size == 1:
             assert tensors is not None
             return dict(tensors)
-        described = self.share_json(
+        described = self.broadcast_object(
             [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in (tensors or {}).items()]
         )
         shared: dict[str, Tensor] = {}
@@ -279,7 +279,7 @@ class World:
             dist.recv(content, src=rank)
         return bytes(content.numpy())
 
-    def hand_out(self, payload_of: Callable[[int], bytes] | None) -> bytes:
+    def scatter_bytes(self, payload_of: Callable[[int], bytes] | None) -> bytes:
         """What rank 0 makes for this worker; it holds one worker's bytes at a time. All workers call it."""
         if not self.is_main:
             length = torch.zeros(1, dtype=torch.int64)
@@ -295,23 +295,23 @@ class World:
 
     def require_same(self, values: Mapping[str, Any]) -> None:
         """Raise the same sentence on every worker if a value differs from rank 0's on one of them."""
-        gathered = self.gather_json(dict(values))
+        gathered = self.gather_objects(dict(values))
         differs: list[str] | None = None
         for rank, theirs in enumerate(gathered or []):
             for name, value in values.items():
                 if theirs[name] != value and differs is None:
                     differs = [f"the {name} is {value} on rank 0", f"it is {theirs[name]} on rank {rank}"]
-        differs = self.share_json(differs)
+        differs = self.broadcast_object(differs)
         if differs is not None:
             what, why = differs
             raise SettingError(what, why, "set it, or give every node the same devices and settings")
 
-    def gather_json(self, value: Any) -> list[Any] | None:
+    def gather_objects(self, value: Any) -> list[Any] | None:
         """Every worker's JSON-able value, in the order of ranks, on rank 0; None on the others."""
         gathered = self.gather_bytes(json.dumps(value).encode())
         return None if gathered is None else [json.loads(payload) for payload in gathered]
 
-    def leave_word(self, name: str, value: Any) -> None:
+    def store_put(self, name: str, value: Any) -> None:
         """Put a JSON-able value into the store, without waiting; nothing happens if rank 0 is gone."""
         if self._signed is not None:
             with contextlib.suppress(dist.DistError):
@@ -368,7 +368,7 @@ def _keep_groups() -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
-class Vote:
+class AsyncAllReduce:
     """A sum, and the largest of the proposed numbers, over all workers: cast at the start of a step, read at its end.
 
     The all-reduce runs in the background while the step computes, and every worker reads the same outcome at the

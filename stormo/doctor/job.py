@@ -19,7 +19,7 @@ from stormo.doctor.judge import Names, sentence
 from stormo.doctor.measure import Measurements
 from stormo.doctor.preflight import Limits, Preflight, PreflightError, PreflightStoppedError, end_process, watchdog
 from stormo.errors import EXIT_FAILURE, SettingError, StormoError, counted
-from stormo.launch import Lifeline, Patience, Place, alone, open_lifeline, run_node
+from stormo.launch import AgentTimeouts, FailureReporter, RankInfo, alone, open_failure_reporter, run_node
 from stormo.launch.hosts import hosts_of, start_on_hosts
 from stormo.launch.nodes import find_place, launched_by, node_of
 from stormo.launch.rank_info import host_name
@@ -129,7 +129,7 @@ def _start_workers(arguments: list[str], asked: Asked, layout: Layout) -> int:
     with os.fdopen(os.memfd_create("stormo-doctor"), "rb") as code_file:
         environ = {**os.environ, _CODE_FILE: f"/proc/{os.getpid()}/fd/{code_file.fileno()}"}
         node = node_of(asked.config, layout)
-        patience = Patience(interrupted_s=_INTERRUPTED_S)
+        patience = AgentTimeouts(interrupted_s=_INTERRUPTED_S)
         same = _same_on_all(asked, layout)
         code = run_node(command, node, timeout_s=asked.limit_s, environ=environ, patience=patience, **same)
         return code or int(code_file.read() or b"0")
@@ -145,20 +145,22 @@ def _same_on_all(asked: Asked, layout: Layout) -> dict[str, Any]:
     return {"digest": hashlib.sha256(repr(sorted(words.items())).encode()).hexdigest(), "options": words}
 
 
-def _work(asked: Asked, layout: Layout, place: Place) -> int:
+def _work(asked: Asked, layout: Layout, place: RankInfo) -> int:
     """Be a worker; whatever goes wrong is told to the others before this process ends."""
-    lifeline = open_lifeline(place) if place.launcher in ("local", "alone") else None
+    lifeline = open_failure_reporter(place) if place.launcher in ("local", "alone") else None
     code_file = os.environ.pop(_CODE_FILE, None)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch's sockets warn of every name they cannot look up
     try:
-        from stormo.distributed.store import Store, board_of
-        from stormo.doctor.network import require_meeting_point
+        from stormo.distributed.store import Store, address_book_of
+        from stormo.doctor.network import require_rendezvous
 
-        require_meeting_point(place)
+        require_rendezvous(place)
         if lifeline is None:
             same = _same_on_all(asked, layout)
-            lifeline = open_lifeline(place, board=board_of(place, asked.limit_s), timeout_s=asked.limit_s, **same)
-        store = Store(place, asked.limit_s, lifeline.meeting_point) if place.world_size > 1 else None
+            lifeline = open_failure_reporter(
+                place, board=address_book_of(place, asked.limit_s), timeout_s=asked.limit_s, **same
+            )
+        store = Store(place, asked.limit_s, lifeline.store_address) if place.world_size > 1 else None
         code = _examine(asked, layout, place, store, lifeline)
     except Exception as error:
         if lifeline is None or not lifeline.shows_failures:
@@ -175,7 +177,7 @@ def _work(asked: Asked, layout: Layout, place: Place) -> int:
     return 0
 
 
-def _examine(asked: Asked, layout: Layout, place: Place, store: Any, lifeline: Lifeline) -> int:
+def _examine(asked: Asked, layout: Layout, place: RankInfo, store: Any, lifeline: FailureReporter) -> int:
     """Go through all phases; print what was found, on rank 0, and return the exit code on all."""
     from stormo.distributed.devices import device_of, share_cores
     from stormo.distributed.world import World
@@ -216,7 +218,7 @@ def _examine(asked: Asked, layout: Layout, place: Place, store: Any, lifeline: L
     return code
 
 
-def _of_this_machine(place: Place) -> list[dict[str, Any]]:
+def _of_this_machine(place: RankInfo) -> list[dict[str, Any]]:
     """What is wrong with this node by itself; one of its workers looks."""
     if place.local_rank:
         return []
@@ -251,9 +253,9 @@ def join_after_preflight(
     device: torch.device,
     config: TrainConfig,
     layout: Layout,
-    place: Place,
+    place: RankInfo,
     store: Store | None,
-    lifeline: Lifeline,
+    lifeline: FailureReporter,
 ) -> tuple[World, list[Notice]]:
     """Join the workers when their nodes reach one another, and measure them; what to tell, or the culprit raised."""
     from stormo.distributed.store import PeerFailedError
@@ -264,7 +266,7 @@ def join_after_preflight(
         backend=layout.backend,
         limits=Limits(arrival_s=config.workers.timeout),
         runs_folder=Path(config.run.runs_folder),
-        needs_shared_folder=layout.spec.saves_apart,
+        needs_shared_folder=layout.spec.sharded_checkpoint,
         on_hang=lambda trouble: end_process(trouble, lifeline),
     )
     try:

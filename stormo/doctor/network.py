@@ -26,7 +26,7 @@ from stormo.doctor.finding import Fact, Finding, Level
 from stormo.doctor.machine import Machine
 from stormo.doctor.measure import Attempt, WorkerInfo
 from stormo.errors import SettingError, StormoError, counted
-from stormo.launch import Place
+from stormo.launch import RankInfo
 from stormo.launch.address import LOOPBACK, interface_towards, listen, resolve, shown
 from stormo.launch.rank_info import host_name
 
@@ -272,7 +272,7 @@ _NUM_CLOCK_READINGS = 5
 _BACKLOG = 4096
 
 
-def own_address(place: Place, environ: Mapping[str, str] | None = None) -> str:
+def own_address(place: RankInfo, environ: Mapping[str, str] | None = None) -> str:
     """The numeric address under which the other nodes will find this one's workers."""
     if place.all_on_this_host:
         return LOOPBACK
@@ -294,7 +294,7 @@ def own_address(place: Place, environ: Mapping[str, str] | None = None) -> str:
     return next(iter(usable or numbers), LOOPBACK)
 
 
-def require_meeting_point(place: Place, limit_s: float = 5.0) -> None:
+def require_rendezvous(place: RankInfo, limit_s: float = 5.0) -> None:
     """Refuse to wait for a rendezvous that cannot be reached, where it is known to be open already."""
     if place.launcher != "local" or place.node_id == 0:
         return

@@ -38,7 +38,7 @@ from stormo.doctor.measure import (
 )
 from stormo.doctor.network import OPEN_PORTS, Greeter, own_address
 from stormo.errors import EXIT_FAILURE, StormoError
-from stormo.launch import Lifeline, Place
+from stormo.launch import FailureReporter, RankInfo
 
 if TYPE_CHECKING:
     import torch
@@ -174,7 +174,7 @@ def watchdog(limit_s: float, call: Callable[[], None]) -> threading.Timer:
     return timer
 
 
-def end_process(error: StormoError, lifeline: Lifeline) -> None:
+def end_process(error: StormoError, lifeline: FailureReporter) -> None:
     """Report the error to all workers and end this process, whatever its main thread waits for."""
     if lifeline.shows_failures:
         lifeline.report_failure(error, secondary=False)
@@ -254,7 +254,7 @@ class Preflight:
 
     def __init__(
         self,
-        place: Place,
+        place: RankInfo,
         store: Store | None,
         *,
         backend: str,

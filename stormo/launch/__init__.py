@@ -7,20 +7,20 @@ from __future__ import annotations
 
 from stormo.launch.agent import run_node
 from stormo.launch.environments.local import Node
-from stormo.launch.failure_reporter import AddressBook, Lifeline, open_lifeline
-from stormo.launch.rank_info import DEFAULT_MASTER_PORT, Place, alone
+from stormo.launch.failure_reporter import AddressBook, FailureReporter, open_failure_reporter
+from stormo.launch.rank_info import DEFAULT_MASTER_PORT, RankInfo, alone
 from stormo.launch.rendezvous import StoreAddress
-from stormo.launch.worker_group import Patience
+from stormo.launch.worker_group import AgentTimeouts
 
 __all__ = [
     "DEFAULT_MASTER_PORT",
     "AddressBook",
-    "Lifeline",
+    "AgentTimeouts",
+    "FailureReporter",
     "Node",
-    "Patience",
-    "Place",
+    "RankInfo",
     "StoreAddress",
     "alone",
-    "open_lifeline",
+    "open_failure_reporter",
     "run_node",
 ]

@@ -24,7 +24,7 @@ from stormo.launch.rank_info import host_name
 from stormo.launch.rendezvous import Rendezvous, StoppedError, join_nodes
 from stormo.launch.root_cause import FailureEvent, Severity
 from stormo.launch.signals import SignalQueue
-from stormo.launch.worker_group import Patience, Worker, WorkerGroup
+from stormo.launch.worker_group import AgentTimeouts, Worker, WorkerGroup
 from stormo.system.early_signals import stopping_text
 
 _SIGNALS = (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -39,7 +39,7 @@ def run_node(
     options: Mapping[str, str] | None = None,
     timeout_s: float = 600.0,
     environ: Mapping[str, str] | None = None,
-    patience: Patience | None = None,
+    patience: AgentTimeouts | None = None,
     signals: set[int] | None = None,
 ) -> int:
     """Run the workers of one node to their end and return the exit code of the whole job.
@@ -52,7 +52,7 @@ def run_node(
         timeout_s: for all nodes to come together, and for a worker without a sign of life.
         signals: takes the signals that were passed on to the workers.
     """
-    patience = patience or Patience()
+    patience = patience or AgentTimeouts()
     hello = Hello(
         member=node.node_id,
         num_members=node.num_nodes,
@@ -97,7 +97,7 @@ class Agent:
         signals: SignalQueue,
         log: LogMultiplexer,
         timeout_s: float,
-        timeouts: Patience,
+        timeouts: AgentTimeouts,
     ) -> None:
         self._node = node
         self._name = f"node {node.node_id}"

@@ -24,7 +24,7 @@ from stormo.launch.root_cause import (
     root_cause,
     severity_of,
 )
-from stormo.launch.worker_group import Patience, Worker, WorkerGroup
+from stormo.launch.worker_group import AgentTimeouts, Worker, WorkerGroup
 
 
 class FailureCollector:
@@ -105,7 +105,7 @@ class WorkerFailures(FailureCollector):
         *,
         log: LogMultiplexer,
         timeout_s: float,
-        timeouts: Patience,
+        timeouts: AgentTimeouts,
     ) -> None:
         settle = timeouts.settle
         if node.node_id == 0:

@@ -33,7 +33,7 @@ from stormo.launch.failure import Failure, of_exception
 from stormo.launch.failure_collector import FailureCollector
 from stormo.launch.json_socket import JsonSocket
 from stormo.launch.output import STDERR, write_all
-from stormo.launch.rank_info import Place
+from stormo.launch.rank_info import RankInfo
 from stormo.launch.rendezvous import BACKLOG, StoreAddress, open_store_address, rank_0_address, received_store_address
 from stormo.launch.root_cause import MissingRank, SettleTimes, Severity
 from stormo.launch.server import Server
@@ -60,11 +60,11 @@ class AddressBook(Protocol):
         """What was said last; empty where nothing was."""
 
 
-class Lifeline:
+class FailureReporter:
     """What a rank calls, whoever started it; here nobody is told."""
 
     shows_failures = False  # whether a reported failure is shown to the user, so that the caller need not
-    meeting_point: StoreAddress | None = None  # of which rank 0 has told; None where the environment does
+    store_address: StoreAddress | None = None  # of which rank 0 has told; None where the environment does
 
     def report_failure(self, error: BaseException, *, secondary: bool) -> None:
         """Say that this rank fails; secondary when it only misses a peer. The caller ends the process after it."""
@@ -76,16 +76,16 @@ class Lifeline:
         """Say that this rank ends in order."""
 
 
-class NoLifeline(Lifeline):
+class NoReporter(FailureReporter):
     """For a process that is the whole job."""
 
 
-class AgentReporter(Lifeline):
+class AgentReporter(FailureReporter):
     """To the agent of the node, over the socket it gave; ends the process when the agent is gone."""
 
     shows_failures = True
 
-    def __init__(self, place: Place, environ: MutableMapping[str, str]) -> None:
+    def __init__(self, place: RankInfo, environ: MutableMapping[str, str]) -> None:
         self._place = place
         self._step: int | None = None
         self._closing = threading.Event()
@@ -138,7 +138,7 @@ class AgentReporter(Lifeline):
 class _PeerFailures(FailureCollector):
     """The failures that a rank without an agent knows of; rank 0 hears of all."""
 
-    def __init__(self, place: Place, control: Client | Server, settle: SettleTimes) -> None:
+    def __init__(self, place: RankInfo, control: Client | Server, settle: SettleTimes) -> None:
         # Rank 0 decides a little before the others would on their own.
         settle = replace(settle, cause_s=0.0, other_nodes_s=0.8 * settle.other_nodes_s)
         super().__init__(settle, noun="rank", several_nodes=True)
@@ -164,14 +164,14 @@ def _state_of(pid: int | None, step: int | None) -> str:
     return f"(pid {pid}){' ' if at else ''}{at}: {process_state(pid)}"
 
 
-class PeerReporter(Lifeline):
+class PeerReporter(FailureReporter):
     """One rank's end of the channel; a daemon thread owns it, so that a rank stuck in a collective still ends."""
 
     shows_failures = True
 
     def __init__(
         self,
-        place: Place,
+        place: RankInfo,
         *,
         timeout_s: float,
         board: AddressBook | None = None,
@@ -204,8 +204,8 @@ class PeerReporter(Lifeline):
         # From here on every death is noticed. If they do not come together, the thread ends the process and says why.
         while not self._all_came.wait(0.5):
             assert self._thread.is_alive(), "the lifeline's thread has ended"
-        if self.meeting_point is None:
-            self.meeting_point = received_store_address(place, self._payload)
+        if self.store_address is None:
+            self.store_address = received_store_address(place, self._payload)
 
     def _connect(self, board: AddressBook | None, timeouts: ChannelTimeouts, hello: Hello) -> Client | Server:
         place = self._place
@@ -216,8 +216,8 @@ class PeerReporter(Lifeline):
             return Client(address, place.master_port, hello, secret=secret, timeouts=timeouts, noun="rank", look=look)
         number = rank_0_address(place)
         listener = listen(number, place.master_port if board is None else 0, backlog=BACKLOG)
-        self.meeting_point = open_store_address(place, number)
-        payload = self.meeting_point.described()
+        self.store_address = open_store_address(place, number)
+        payload = self.store_address.described()
         server = Server(listener, hello, secret=secret, timeouts=timeouts, noun="rank", payload=payload)
         if board is not None:
             board.write(f"{number} {listener.getsockname()[1]}")
@@ -374,15 +374,15 @@ class PeerReporter(Lifeline):
         os._exit(exit_code)
 
 
-def open_lifeline(
-    place: Place,
+def open_failure_reporter(
+    place: RankInfo,
     *,
     board: AddressBook | None = None,
     timeout_s: float = 600.0,
     digest: str = "",
     options: Mapping[str, str] | None = None,
     environ: MutableMapping[str, str] | None = None,
-) -> Lifeline:
+) -> FailureReporter:
     """The lifeline that fits a place.
 
     Args:
@@ -394,7 +394,7 @@ def open_lifeline(
     if place.launcher == "local":
         return AgentReporter(place, os.environ if environ is None else environ)
     if place.world_size == 1:
-        return NoLifeline()
+        return NoReporter()
     return PeerReporter(place, board=board, timeout_s=timeout_s, digest=digest, options=options)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from stormo.config.layout import DEFAULT_PORT, Launched, Layout
 from stormo.config.schema import NodeRange, TrainConfig
 from stormo.errors import EXIT_FAILURE, SettingError, counted
-from stormo.launch import Node, Place
+from stormo.launch import Node, RankInfo
 from stormo.launch.control import JoinError, RefusedError
 from stormo.launch.environments.detect import LAUNCHERS, check_flags, detect
 from stormo.launch.environments.slurm import check_alone, gpus_on_node, hints
@@ -27,7 +27,7 @@ _FLAGS = ("num_nodes", "node_id", "num_gpus", "master_addr", "master_port")
 _TRY_AGAIN_S = 0.5
 
 
-def find_place(config: TrainConfig, *, is_meant_alone: bool = False) -> Place | None:
+def find_place(config: TrainConfig, *, is_meant_alone: bool = False) -> RankInfo | None:
     """Who this process is if a launcher started it; the user's flags must not contradict it.
 
     Args:
@@ -61,7 +61,7 @@ def find_place(config: TrainConfig, *, is_meant_alone: bool = False) -> Place | 
     return place
 
 
-def check_restarts(config: TrainConfig, place: Place | None) -> None:
+def check_restarts(config: TrainConfig, place: RankInfo | None) -> None:
     """Refuse restarts that nothing would do, or that would not find the run."""
     restarts, run = config.workers.max_restarts, config.run
     if place is not None and place.launcher == "torchrun" and "max_restarts" in config.given:
@@ -94,7 +94,7 @@ def _say(sentence: str | None) -> None:
         print(f"stormo: {sentence}", file=sys.stderr)  # noqa: T201
 
 
-def launched_by(place: Place | None) -> Launched | None:
+def launched_by(place: RankInfo | None) -> Launched | None:
     """The shape of a world that another program has started; None where stormo starts it."""
     if place is None or place.launcher == "local":
         return None

@@ -23,7 +23,7 @@ DEFAULT_MASTER_PORT = 29_600
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class RankInfo:
     """Who this process is among all processes of the job."""
 
     launcher: str  # one of LAUNCHERS
@@ -87,9 +87,9 @@ class Place:
         return self.num_nodes == 1
 
 
-def alone() -> Place:
+def alone() -> RankInfo:
     """A process that is a whole job by itself."""
-    return Place(
+    return RankInfo(
         launcher="alone",
         rank=0,
         world_size=1,

@@ -23,7 +23,7 @@ from stormo.launch.auth import job_secret
 from stormo.launch.client import Client
 from stormo.launch.control import ChannelTimeouts, Control, Go, Hello
 from stormo.launch.environments.local import STORE_FD, Node
-from stormo.launch.rank_info import Place
+from stormo.launch.rank_info import RankInfo
 from stormo.launch.server import Server
 from stormo.launch.signals import SignalQueue
 
@@ -184,7 +184,7 @@ class StoreAddress:
         return {"address": self.address, "port": self.port}
 
 
-def rank_0_address(place: Place) -> str:
+def rank_0_address(place: RankInfo) -> str:
     """Where rank 0 listens: by number on its own node, where its name may lead to a loopback address."""
     if place.node_id:
         return place.master_addr
@@ -196,7 +196,7 @@ def new_store_memory() -> int:
     return os.memfd_create("stormo-store")
 
 
-def open_store_address(place: Place, number: str) -> StoreAddress:
+def open_store_address(place: RankInfo, number: str) -> StoreAddress:
     """Open a new one on rank 0, where a foreign launcher started the ranks; `number` is the address of rank 0."""
     if place.all_on_this_host:
         return StoreAddress(memory=new_store_memory())
@@ -205,7 +205,7 @@ def open_store_address(place: Place, number: str) -> StoreAddress:
     return StoreAddress(listener=listener.detach(), address=number, port=port)
 
 
-def received_store_address(place: Place, described: Mapping[str, Any]) -> StoreAddress:
+def received_store_address(place: RankInfo, described: Mapping[str, Any]) -> StoreAddress:
     """What rank 0 said over the control channel, checked, as it is opened here."""
     memory, address, port = (described.get(name) for name in ("memory", "address", "port"))
     if place.all_on_this_host and isinstance(memory, str) and _MEMORY.fullmatch(memory):
@@ -221,7 +221,7 @@ def received_store_address(place: Place, described: Mapping[str, Any]) -> StoreA
     raise StormoError("Rank 0 did not say where the ranks meet; install the same release of stormo on every node.")
 
 
-def inherited_store_address(place: Place, environ: MutableMapping[str, str]) -> StoreAddress:
+def inherited_store_address(place: RankInfo, environ: MutableMapping[str, str]) -> StoreAddress:
     """What the agent of this node has left in the environment of a worker."""
     given = environ.pop(STORE_FD, None)  # a program that this worker starts is no worker
     descriptor = None if given is None else int(given)

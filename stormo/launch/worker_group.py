@@ -28,7 +28,7 @@ _READ_REST_S = 0.3  # for the pipes of killed workers to end
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Patience:
+class AgentTimeouts:
     """How long the agent waits for what."""
 
     silent_warning_s: float = 15.0  # without a sign of life from a worker, until a warning
@@ -187,7 +187,7 @@ def start_worker(
 class WorkerGroup:
     """The workers of one node; what they write goes to the log."""
 
-    def __init__(self, selector: selectors.BaseSelector, log: LogMultiplexer, timeouts: Patience) -> None:
+    def __init__(self, selector: selectors.BaseSelector, log: LogMultiplexer, timeouts: AgentTimeouts) -> None:
         self._selector = selector
         self._log = log
         self._timeouts = timeouts

@@ -88,7 +88,7 @@ def _plain(method: Callable[..., Any]) -> Any:
     return getattr(method, "__func__", method)
 
 
-def localise(optimizer: Optimizer, part_of: Mapping[Tensor, Tensor | None]) -> None:
+def to_local_params(optimizer: Optimizer, part_of: Mapping[Tensor, Tensor | None]) -> None:
     """Replace every parameter by its part on this worker, and drop those of which it has none.
 
     Groups stay, even empty ones, so that the learning rates line up on all workers.

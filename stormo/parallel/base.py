@@ -1,6 +1,6 @@
 """The contract of all strategies, and the strategy of one device.
 
-A strategy builds the task's model and optimizer, runs micro-batches (`forward_backward`), steps (`step`), and gives and
+A strategy builds the task's model and optimizer, runs micro-batches (`micro_step`), steps (`step`), and gives and
 takes state. A strategy for several workers overrides how the model is made and wrapped and how gradients meet. What
 others must know of it without torch is its row in `stormo.config.strategies`.
 """
@@ -31,12 +31,12 @@ from stormo.layers.sync_batch_norm import (
 )
 from stormo.optim.own import check_rates, group_rates, left_out, notice, own_optimizer
 from stormo.optim.table import make_optimizer, start_momentum
-from stormo.parallel.compression import HALVES, PowerSgd
+from stormo.parallel.compression import HALF_DTYPES, PowerSgd
 from stormo.parallel.cuda_graph import CaptureRefusedError, MicroBatchGraph, capture
 from stormo.parallel.gradient_noise import GradientNoise, NoiseScaleMeter, total_norm
 from stormo.parallel.loss_weights import REASON as REASON_OF_LOSS
 from stormo.parallel.loss_weights import LossWeights
-from stormo.parallel.parameter_shards import Part, whole_part
+from stormo.parallel.parameter_shards import ParameterShard, whole_shard
 from stormo.tasks.returned import check_model, read_loss, without_gradient
 from stormo.tasks.task import Task
 
@@ -65,9 +65,9 @@ class Strategy:
     """One device. Subclasses spread the same work over several."""
 
     exposed_reason: str | None = None  # why it is not known how long a worker waits for gradients of others
-    is_apart = False  # whether steps were done since the weights of all workers were the same
+    replicas_differ = False  # whether steps were done since the weights of all workers were the same
     staleness = 0  # steps that a worker may be ahead of the slowest
-    low_rank: PowerSgd | None = None  # the error feedback of PowerSGD
+    powersgd: PowerSgd | None = None  # the error feedback of PowerSGD
     _is_trying = False  # whether the step under way is one of `try_step`
 
     def __init__(self, world: World, plan: Plan, task: Task, settings: schema.TrainConfig) -> None:
@@ -75,11 +75,11 @@ class Strategy:
         self.task = task
         self._plan = plan
         self._settings = settings
-        self._autocast_dtype = HALVES.get(plan.precision)  # a pipeline tries its stages while it makes them
+        self._autocast_dtype = HALF_DTYPES.get(plan.precision)  # a pipeline tries its stages while it makes them
         spec = plan.layout.spec
-        self.is_spread = spec.is_sharded  # whether this worker may hold less than the whole model
-        self.saves_apart = spec.saves_apart  # whether every worker writes its own file of a checkpoint
-        self.steps_alone = spec.local_updates  # whether every worker has weights of its own between two averagings
+        self.is_sharded = spec.is_sharded  # whether this worker may hold less than the whole model
+        self.sharded_checkpoint = spec.sharded_checkpoint  # whether every worker writes its own file of a checkpoint
+        self.local_updates = spec.local_updates  # whether every worker has weights of its own between two averagings
         self.notices: list[str] = []  # what the user should know once the run has begun
         self.module = self._make_model()  # the user's model itself
         # Every group keeps its ratio to the first, whose learning rate is given to `step`.
@@ -89,7 +89,7 @@ class Strategy:
         self.scaler = self._make_scaler()
         self.clock: Clock = _Start()  # the run's progress, once there is one
         self._noise = GradientNoise(settings, world.device)
-        self.weighing = LossWeights(task, world)
+        self.loss_weights = LossWeights(task, world)
         self._has_looked_for_counts = False
         self._is_sparse = False  # whether any worker has sparse gradients, once a micro-batch has shown it
         self.noise_scale = self._meter()
@@ -103,9 +103,9 @@ class Strategy:
         """The task's model on this worker's device, and its optimizer."""
         model = self._place(check_model(self.task, self.task.model()))
         if self._settings.sharding.checkpoint_activations:
-            from stormo.parallel.units import blocks_of, recompute  # loads the compiler, which takes seconds
+            from stormo.parallel.units import recompute, units_of  # loads the compiler, which takes seconds
 
-            recompute(model, blocks_of(model, self._settings.sharding.shard_modules) or [""])
+            recompute(model, units_of(model, self._settings.sharding.shard_modules) or [""])
         self._make_optimizer(model)
         return model
 
@@ -137,7 +137,7 @@ class Strategy:
         return torch.amp.GradScaler(self.world.device.type, enabled=self._plan.precision == "fp16")
 
     def _meter(self) -> NoiseScaleMeter | None:
-        is_measured = self._plan.noise_scale and not self._is_sparse and self.weighing.is_plain
+        is_measured = self._plan.noise_scale and not self._is_sparse and self.loss_weights.is_plain
         return NoiseScaleMeter(self.world) if is_measured else None
 
     def _wrap(self, model: nn.Module) -> nn.Module:
@@ -155,7 +155,7 @@ class Strategy:
         count = self._plan.layout.devices_per_worker
         return [self.world.device] if count == 1 else [torch.device("cuda", index) for index in range(count)]
 
-    def layers_it_has(self) -> dict[str, bool | None]:
+    def layer_kinds(self) -> dict[str, bool | None]:
         """Which kinds of layers the model has of those that the plan speaks of; None where another worker has them."""
         if self._plan.layout.mesh.pipeline > 1:
             return {"has_convolutions": None, "has_batch_norms": None}
@@ -165,27 +165,27 @@ class Strategy:
             "has_batch_norms": any(isinstance(layer, norms) for layer in self.module.modules()),
         }
 
-    def stepped(self) -> list[nn.Parameter]:
+    def optimizer_params(self) -> list[nn.Parameter]:
         """The tensors that the optimizer steps on this worker, as far as it holds all."""
         return list(self.module.parameters())
 
     def weights(self) -> list[Tensor]:
         """What is trained, as far as this worker holds it."""
-        return [parameter for parameter in self.stepped() if parameter.requires_grad]
+        return [parameter for parameter in self.optimizer_params() if parameter.requires_grad]
 
     @property
     def validated(self) -> nn.Module:
         """The model as a validation calls it."""
         return self.module
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[ParameterShard]:
         """What this worker holds of the model, in the order of its parameters."""
         return [
-            whole_part(name, parameter, is_counted=True, is_saved=self.world.is_main)
+            whole_shard(name, parameter, is_counted=True, is_saved=self.world.is_main)
             for name, parameter in self.module.named_parameters()
         ]
 
-    def parts_changed(self) -> None:
+    def shards_changed(self) -> None:
         """The tensors of `parts` have been given other values."""
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
@@ -227,13 +227,13 @@ class Strategy:
             return nullcontext()
         return torch.autocast(self.world.device.type, self._autocast_dtype)
 
-    def forward_backward(self, batch: Batch) -> Tensor:
+    def micro_step(self, batch: Batch) -> Tensor:
         """Add this micro-batch's part of the step's gradient; return its part of the loss, detached.
 
         The parts of a mean over samples add up to the mean loss of the step; of others `weighing.of_step` makes it.
         """
         if batch.span.is_first:
-            self.weighing.begin()
+            self.loss_weights.begin()
         is_full = self._is_full(batch)
         if is_full and self._graph is not None:
             loss = self._graph.replay(batch.data)
@@ -283,9 +283,9 @@ class Strategy:
         # Gradients are averaged over those who take parts of a batch, hence the factor of their number: together they
         # make the gradient of (sum of all samples' losses) / (number of all samples), however unequal the shares are.
         # With a count it is a sum over items, until the step divides it by the number of all of them.
-        with self.autocast(), self.weighing.guarded(model) as guard:
+        with self.autocast(), self.loss_weights.guarded(model) as guard:
             loss, count = read_loss(self.task, self.task.loss(model, data))
-        loss, factor = self.weighing.weigh(loss, count, weight, guard)
+        loss, factor = self.loss_weights.weigh(loss, count, weight, guard)
         self._backward(self.scaler.scale(loss * (factor * self.world.data.size)))
         return loss.detach() * (factor * self._loss_share)
 
@@ -312,18 +312,18 @@ class Strategy:
     @property
     def noise_scale_reason(self) -> str:
         """Why the noise scale is measured, or is not."""
-        if self._plan.noise_scale and not self.weighing.is_plain:
+        if self._plan.noise_scale and not self.loss_weights.is_plain:
             return REASON_OF_LOSS
         return _SPARSE if self._is_sparse and self._plan.noise_scale else self._plan.noise_scale_reason
 
-    def cut_as(self, plan: Plan) -> None:
+    def set_accumulation(self, plan: Plan) -> None:
         """Go by another plan with the same model and batches cut into another number of micro-batches."""
         self._plan = plan
         meter = self._meter()
         if self.world.size == 1 and (meter is None) != (self.noise_scale is None):  # it compares micro-batches
             self.noise_scale = meter
 
-    def pipeline_seen(self) -> dict[str, Any] | None:
+    def pipeline_trace(self) -> dict[str, Any] | None:
         """What the workers of a pipeline did in one pass; None where there is none."""
         return None
 
@@ -351,16 +351,16 @@ class Strategy:
         """Hand the gradients of the micro-batches to what the optimizer steps."""
 
     def _gradients(self) -> list[Tensor]:
-        return [parameter.grad for parameter in self.stepped() if parameter.grad is not None]
+        return [parameter.grad for parameter in self.optimizer_params() if parameter.grad is not None]
 
     def _divide_by_items(self, gradients: Iterable[Tensor]) -> None:
         """Where losses have counts: make gradients of their mean."""
-        if self.weighing.has_counts:
-            self.weighing.divide(gradients, self._total_items())
+        if self.loss_weights.has_counts:
+            self.loss_weights.divide(gradients, self._total_items())
 
     def _total_items(self) -> Tensor:
         """The items of all workers in this step."""
-        own = self.weighing.own.clone()
+        own = self.loss_weights.own.clone()
         return own if self._is_trying else self.world.data.sum(own)
 
     def _finish_gradients(self) -> None:
@@ -377,7 +377,7 @@ class Strategy:
         if meter is not None or clip_norm is not None:
             norm = self._gradient_norm()
             if clip_norm is not None:
-                nn.utils.clip_grads_with_norm_(self.stepped(), clip_norm, norm, foreach=True)
+                nn.utils.clip_grads_with_norm_(self.optimizer_params(), clip_norm, norm, foreach=True)
             if meter is not None:
                 meter.end(norm if is_unscaled or scale is None else norm / scale, scale)
         if adds_noise:
@@ -388,7 +388,7 @@ class Strategy:
         return total_norm(self._gradients())
 
     def _add_noise(self) -> None:
-        self._noise.add([parameter.grad for parameter in self.stepped()], self.clock.step)
+        self._noise.add([parameter.grad for parameter in self.optimizer_params()], self.clock.step)
 
     def _spread_weights(self) -> None:
         """Send other workers what the optimizer has made of this one's weights."""
@@ -429,7 +429,7 @@ class Strategy:
         """What a step with the mean of all workers keeps, by name; the same on all of them."""
         return {}
 
-    def averaged(self) -> AbstractContextManager[Any]:
+    def swap_in_mean_weights(self) -> AbstractContextManager[Any]:
         """While it lasts, the weights are those of the run as a whole. All workers enter it."""
         return nullcontext()
 
@@ -437,7 +437,7 @@ class Strategy:
         """While it lasts, steps are taken. All workers enter it, and leave it together unless something fails."""
         return nullcontext()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Come to the same weights on all workers, where they may be some steps apart. All workers call it."""
 
     @property
@@ -468,7 +468,7 @@ class Strategy:
             meter.forget()
         with torch.random.fork_rng(devices=[self.world.device] if self.world.device.type == "cuda" else []):
             for batch in loader.first_and_last() if batches is None else batches:
-                loss = self.forward_backward(batch)
+                loss = self.micro_step(batch)
                 if look is not None:
                     look(loss)
                 self._look_for_sparse()
@@ -477,7 +477,7 @@ class Strategy:
                 check_rates(self.optimizer, self.rates)
                 if self._plan.graph and self._graph is None and self._is_full(batch):
                     self._capture(batch)
-        self.noise_scale = meter if self.weighing.is_plain and not self._is_sparse else None
+        self.noise_scale = meter if self.loss_weights.is_plain and not self._is_sparse else None
         for name, buffer in self.module.named_buffers():
             if name in buffers:  # a module may make some in its first forward
                 buffer.copy_(buffers[name])
@@ -528,8 +528,8 @@ class Strategy:
         if self._has_looked_for_counts:
             return
         self._has_looked_for_counts = True
-        self.weighing.agree(self._plan.accumulate)
-        if self._plan.noise_scale and not self.weighing.is_plain:
+        self.loss_weights.agree(self._plan.accumulate)
+        if self._plan.noise_scale and not self.loss_weights.is_plain:
             self.notices.append(f"The gradient noise scale is not measured, as {REASON_OF_LOSS}.")
 
     def _capture(self, batch: Batch) -> None:

@@ -61,7 +61,7 @@ class Try:
         return _VERDICTS[self.verdict].format(size=self.size, used=self.used_bytes / _GIB, room=self.room_bytes / _GIB)
 
 
-def find_passes(config: TrainConfig, plan: Plan, strategy: Strategy, loader: Loader) -> Plan:
+def find_micro_batch_size(config: TrainConfig, plan: Plan, strategy: Strategy, loader: Loader) -> Plan:
     """The plan, and with it the strategy and the loader, cut into passes that fit. All workers call it."""
     before = StateSnapshot(strategy)
     # cuDNN would time its algorithms for every size, with as much memory as there is.
@@ -86,7 +86,7 @@ def find_passes(config: TrainConfig, plan: Plan, strategy: Strategy, loader: Loa
         raise _nothing_fits(plan, strategy, tries[-1])
     plan = _with_passes(config, plan, tries, memory, rest_bytes)
     loader.share = replace(loader.share, accumulate=plan.accumulate)
-    strategy.cut_as(plan)
+    strategy.set_accumulation(plan)
     return plan
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stormo.data.order import derive_seed
-from stormo.distributed.parallel_dims import Line
+from stormo.distributed.parallel_dims import SubGroup
 from stormo.distributed.world import World
 from stormo.parallel.gradient_noise import NoiseScaleMeter, begin_sum
 
@@ -49,7 +49,7 @@ class Wire:
         self.size = group.size()
         self.blocks = f"{device.type}:nccl" not in dist.get_backend_config(group)
         self._group = group
-        self._line = Line(range(self.size), group.rank(), group)
+        self._line = SubGroup(range(self.size), group.rank(), group)
         self._through_host = self.blocks and device.type != "cpu"
 
     def swap(self, rows: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ def _by_strides(values: Tensor, parameter: Tensor) -> Tensor:
     return values.as_strided(parameter.shape, parameter.stride()) if is_dense else values
 
 
-HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+HALF_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _HEAD_BYTES = 4  # of a row: the power of two its numbers were multiplied with
 _LARGEST = 14  # the largest number of a row lies below 2 to this, whose double fp16 can hold
 _MOST = 100  # powers of two that float32 can be multiplied with

@@ -19,7 +19,7 @@ from stormo.data.loaders import Batch, Loader
 from stormo.errors import SettingError
 from stormo.optim.table import spare_compiler
 from stormo.parallel.base import Strategy
-from stormo.parallel.compression import HALVES, Compression, HalfPrecision, PowerSgd
+from stormo.parallel.compression import HALF_DTYPES, Compression, HalfPrecision, PowerSgd
 from stormo.profiling.ranges import range_of
 from stormo.tasks.returned import unused_parameters, without_gradient
 from stormo.tasks.task import Task
@@ -121,30 +121,30 @@ class Ddp(Strategy):
         """How gradients are sent in fewer bytes."""
         name = self._settings.workers.compress
         if name != "powersgd":
-            return HalfPrecision(HALVES[name])
+            return HalfPrecision(HALF_DTYPES[name])
         self.world.require_same(_arithmetic(self.world.device))
         rank = self._settings.workers.compress_rank
-        self.low_rank = PowerSgd(model, rank, self._settings.run.seed)
-        if not self.low_rank.errors:
+        self.powersgd = PowerSgd(model, rank, self._settings.run.seed)
+        if not self.powersgd.errors:
             raise SettingError(
                 f"--compress powersgd was set with --compress-rank {rank}",
                 "of no weight of this model would two matrices of that rank be half as large or less",
                 "set --compress bf16" + ", or a smaller --compress-rank" * (rank > 1),
             )
-        self.saves_apart = True
-        return self.low_rank
+        self.sharded_checkpoint = True
+        return self.powersgd
 
     def warm_up(
         self, loader: Loader, batches: Iterable[Batch] | None = None, look: Callable[[Tensor], None] | None = None
     ) -> None:
         """As on one device; no error feedback and no waiting of these passes is kept."""
-        if self.low_rank is not None:
-            self.low_rank.is_rehearsal = True
+        if self.powersgd is not None:
+            self.powersgd.is_rehearsal = True
         try:
             super().warm_up(loader, batches, look)
         finally:
-            if self.low_rank is not None:
-                self.low_rank.is_rehearsal = False
+            if self.powersgd is not None:
+                self.powersgd.is_rehearsal = False
         self._exposed.forget()
 
     @property
@@ -152,10 +152,10 @@ class Ddp(Strategy):
         """Seconds from this worker's own last gradient to the last sum; on a GPU of the steps it has finished."""
         return self._exposed.total_s
 
-    def forward_backward(self, batch: Batch) -> Tensor:
+    def micro_step(self, batch: Batch) -> Tensor:
         """As on one device; a parameter that DDP waits for in vain is named."""
         with in_own_words(self.task, self.module):
-            return super().forward_backward(batch)
+            return super().micro_step(batch)
 
     def _collect_gradients(self) -> None:
         if self.world.size > 1:

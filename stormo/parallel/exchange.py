@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from stormo.distributed.world import World
 from stormo.errors import StormoError, counted
 from stormo.parallel.buckets import Bucket, make_buckets, put_mark, take_mark
-from stormo.parallel.compression import HALVES, Compression, GradBucket, HalfPrecision
+from stormo.parallel.compression import HALF_DTYPES, Compression, GradBucket, HalfPrecision
 
 _PARTS_OF_A_STEP = "world.backward(loss, more=True) for all but the last backward of a step"
 _groups: weakref.WeakKeyDictionary[World, dist.ProcessGroup] = weakref.WeakKeyDictionary()
@@ -316,5 +316,5 @@ def _own_compression(world: World, name: str) -> Compression:
     """One for all models as well: it keeps nothing of them, and what is sent by one thread keeps its order."""
     made = _compressions.setdefault(world, {})
     if name not in made:
-        made[name] = Compression(world, HalfPrecision(HALVES[name]))
+        made[name] = Compression(world, HalfPrecision(HALF_DTYPES[name]))
     return made[name]

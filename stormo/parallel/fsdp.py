@@ -20,23 +20,23 @@ from stormo.config import schema
 from stormo.config.plan import Plan
 from stormo.config.schema import TrainConfig
 from stormo.data.loaders import Batch
-from stormo.distributed.parallel_dims import MODEL, Grid
+from stormo.distributed.parallel_dims import MODEL, ParallelDims
 from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.optim.layerwise import LayerwiseOptimizer
-from stormo.optim.local import check_elementwise, localise
+from stormo.optim.local import check_elementwise, to_local_params
 from stormo.optim.scaler import AgreedGradScaler
 from stormo.optim.whole import WholeSquares
 from stormo.parallel.base import Strategy
-from stormo.parallel.compression import HALVES
+from stormo.parallel.compression import HALF_DTYPES
 from stormo.parallel.ddp import check_reached, in_own_words, replica
-from stormo.parallel.meta_init import Values, blank_model, make_room
-from stormo.parallel.parameter_shards import LocalParameter, Part, as_part, local_parameters, plain
+from stormo.parallel.meta_init import Values, materialize, meta_model
+from stormo.parallel.parameter_shards import LocalParameter, ParameterShard, as_shard_parameter, local_parameters, plain
 from stormo.parallel.tensor.hybrid import split_classifier
 from stormo.parallel.tensor.layers import ShardSpec
 from stormo.parallel.tensor.plan import derive_plan
 from stormo.parallel.tensor.split import split_tensor, unequal_gradients
-from stormo.parallel.units import blocks_of, recompute
+from stormo.parallel.units import recompute, units_of
 from stormo.tasks.returned import without_gradient
 from stormo.tasks.task import Task
 
@@ -64,7 +64,7 @@ class Sharded(Strategy):
     # Building
 
     def _make_model(self) -> nn.Module:
-        model, values = blank_model(self.world, self.task, self.notices)
+        model, values = meta_model(self.world, self.task, self.notices)
         _check_dense(model)
         if self._plan.precision == "fp64":
             model = model.double()
@@ -82,7 +82,7 @@ class Sharded(Strategy):
 
     def _make_room(self, model: nn.Module) -> None:
         """Give the model memory for its values."""
-        make_room(model, torch.device("cpu") if self._settings.sharding.offload else self.world.device)
+        materialize(model, torch.device("cpu") if self._settings.sharding.offload else self.world.device)
 
     @torch.no_grad()
     def _fill(self, model: nn.Module, values: Values) -> None:
@@ -130,7 +130,7 @@ class Sharded(Strategy):
         self._held = local_parameters(self.module.named_parameters(), self._whole_shapes, self._cuts, grid)
         self._pairs = [(one, self._part(one)) for one in self._held]
         own = {part.name: part.local for _, part in self._pairs}
-        localise(self.optimizer, {parameter: own.get(name) for name, parameter in self._whole.items()})
+        to_local_params(self.optimizer, {parameter: own.get(name) for name, parameter in self._whole.items()})
         del self._whole
         numbers = {name: number for number, name in enumerate(self._whole_shapes)}
         self._squares = WholeSquares(
@@ -144,19 +144,21 @@ class Sharded(Strategy):
         if isinstance(self.optimizer, LayerwiseOptimizer) and self._copy.size > 1:
             self.optimizer.whole_squares = self._squares
 
-    def _part(self, one: LocalParameter) -> Part:
+    def _part(self, one: LocalParameter) -> ParameterShard:
         """What this worker steps of a parameter."""
         is_sharded = self._zero > 0
-        return Part(
+        return ParameterShard(
             name=one.name,
             whole_shape=one.whole_shape,
             offset=one.offset,
-            local=as_part(one.tensor, requires_grad=one.parameter.requires_grad) if is_sharded else one.parameter,
+            local=as_shard_parameter(one.tensor, requires_grad=one.parameter.requires_grad)
+            if is_sharded
+            else one.parameter,
             is_counted=one.is_first,
             is_saved=one.is_first and self.world.grid.at["replicate"] == 0,
         )
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[ParameterShard]:
         """What this worker holds of the model."""
         self._follow_torch()
         return [part for _, part in self._pairs]
@@ -167,7 +169,7 @@ class Sharded(Strategy):
             if part.local.data_ptr() != one.tensor.data_ptr():
                 part.local.data = one.tensor
 
-    def parts_changed(self) -> None:
+    def shards_changed(self) -> None:
         """The tensors of `parts` have been given other values: what torch has gathered of the old ones is freed."""
         self._reshard()
 
@@ -181,7 +183,7 @@ class Sharded(Strategy):
                 if isinstance(module, FSDPModule):
                     module.reshard()
 
-    def stepped(self) -> list[nn.Parameter]:
+    def optimizer_params(self) -> list[nn.Parameter]:
         """The parts."""
         return [part.local for _, part in self._pairs]
 
@@ -202,10 +204,10 @@ class Sharded(Strategy):
             return self._replica.no_sync()
         return nullcontext()
 
-    def forward_backward(self, batch: Batch) -> Tensor:
+    def micro_step(self, batch: Batch) -> Tensor:
         """As on one device; a parameter that DDP waits for in vain is named."""
         with in_own_words(self.task, self.module):
-            return super().forward_backward(batch)
+            return super().micro_step(batch)
 
     def _collect_gradients(self) -> None:
         if self._replica is not None:
@@ -265,7 +267,7 @@ def _check_dense(model: nn.Module) -> None:
 
 
 def compose(
-    model: nn.Module, roots: Sequence[nn.Module], plan: Plan, settings: TrainConfig, task: Task, grid: Grid
+    model: nn.Module, roots: Sequence[nn.Module], plan: Plan, settings: TrainConfig, task: Task, grid: ParallelDims
 ) -> dict[str, ShardSpec]:
     """Tensor, recomputing, compiling, sharding, in this order and in place; a pipeline has cut the model before.
 
@@ -294,7 +296,7 @@ def compose(
         if layout.zero:
             # ZeRO-1 and 2 gather the weights as they are, once for the whole step.
             frees = layout.zero == 3 and grid.mesh.shard > 1
-            dtype, on_gpu = HALVES.get(plan.precision) if layout.zero == 3 else None, layout.device_type == "cuda"
+            dtype, on_gpu = HALF_DTYPES.get(plan.precision) if layout.zero == 3 else None, layout.device_type == "cuda"
             # What computes again in backward does so unit by unit, and what was asked for stays as it is.
             merges = grid.mesh.size == 1 and not sharding.checkpoint_activations and sharding.shard_modules is None
             shard(root, units, grid, dtype=dtype, frees=frees, offload=sharding.offload, on_gpu=on_gpu, merges=merges)
@@ -304,8 +306,8 @@ def compose(
 def _units(model: nn.Module, roots: Sequence[nn.Module], asked: str | None) -> list[list[str]]:
     """Paths of the blocks in each root; those that are asked for go by their names in the whole model."""
     if asked is None:
-        return [blocks_of(root) for root in roots]
-    wanted = [model.get_submodule(path) for path in blocks_of(model, asked)]
+        return [units_of(root) for root in roots]
+    wanted = [model.get_submodule(path) for path in units_of(model, asked)]
     found = []
     for root in roots:
         paths = {module: path for path, module in root.named_modules()}
@@ -319,7 +321,7 @@ _LONE_GROUPS = 4  # every unit costs the host some milliseconds a step; what is 
 def shard(
     model: nn.Module,
     units: Sequence[str],
-    grid: Grid,
+    grid: ParallelDims,
     *,
     dtype: torch.dtype | None,
     frees: bool,

@@ -43,13 +43,13 @@ class Local(Strategy):
 
     def _total_items(self) -> Tensor:
         """As if all had as many items as this worker: each steps with the mean over its own."""
-        return self.weighing.own * self.world.data.size
+        return self.loss_weights.own * self.world.data.size
 
     def exchange_weights(self) -> None:
         """Average the weights, where that is due."""
         clock = self.clock
-        self.is_apart = not self._plan.is_averaging_due(clock.epoch, clock.step, clock.position)
-        if self.is_apart:
+        self.replicas_differ = not self._plan.is_averaging_due(clock.epoch, clock.step, clock.position)
+        if self.replicas_differ:
             return
         weights = self.weights()
         with range_of("averaging"):
@@ -61,7 +61,7 @@ class Local(Strategy):
     def mean_weights(self) -> Iterator[Tensor]:
         """The mean of each, where they differ."""
         weights = self.weights()
-        return means(self.world, weights) if self.is_apart else iter(weights)
+        return means(self.world, weights) if self.replicas_differ else iter(weights)
 
     def outer_state(self) -> dict[str, Tensor]:
         """What the step after an averaging keeps."""
@@ -72,9 +72,9 @@ class Local(Strategy):
         return {f"{key}/{name}": t for key, each in kept.items() for name, t in zip(names, each, strict=bool(each))}
 
     @contextmanager
-    def averaged(self) -> Iterator[None]:
+    def swap_in_mean_weights(self) -> Iterator[None]:
         """Put the mean weights in the place of this worker's own."""
-        if not self.is_apart or self.world.size == 1:
+        if not self.replicas_differ or self.world.size == 1:
             yield
             return
         weights = self.weights()
@@ -85,9 +85,9 @@ class Local(Strategy):
         finally:
             copy(weights, own)
 
-    def parts_changed(self) -> None:
+    def shards_changed(self) -> None:
         """All workers have been given the same weights."""
-        self.is_apart = False
+        self.replicas_differ = False
         if self.outer is not None:
             self.outer.begin(self.weights())
 

@@ -108,7 +108,7 @@ def memory_of(world: World, devices: Sequence[torch.device]) -> Memory:
     else:
         # Workers under Gloo may share a GPU on purpose.
         own = str(torch.cuda.get_device_properties(world.device).uuid)
-        every = world.share_json(world.gather_json(own))
+        every = world.broadcast_object(world.gather_objects(own))
         memory = GpuMemory(devices, every.count(own))
     world.barrier()
     return memory

@@ -47,15 +47,15 @@ class Values:
             yield names, tensor
 
 
-def blank_model(world: World, task: Task, notices: list[str]) -> tuple[nn.Module, Values]:
+def meta_model(world: World, task: Task, notices: list[str]) -> tuple[nn.Module, Values]:
     """The model on meta, and the values that one process would begin with. Every worker calls it."""
     before = host_states()
     built: list[nn.Module] = []
-    described, is_plain, states = world.from_main(lambda: _build_in_memory(task, built))
+    described, is_plain, states = world.from_rank_0(lambda: _build_in_memory(task, built))
     own = None
     if world.is_main:
         model, own = built[0], dict(_named_tensors(built[0]))
-        without_memory(model)
+        to_meta(model)
     else:
         found = _try_on_meta(task, described) if is_plain else None
         if found is None:
@@ -63,7 +63,7 @@ def blank_model(world: World, task: Task, notices: list[str]) -> tuple[nn.Module
             found = _built(task)
             if _describe(found) != described:
                 raise StormoError(f"{type(task).__name__}.model() returned another model on rank {world.rank}.")
-            without_memory(found)
+            to_meta(found)
             notices.append("The model is built in the host memory of every worker, as it keeps or reads values there.")
         model = found
         _set_states(states)
@@ -95,7 +95,7 @@ def _try_on_meta(task: Task, described: _Described) -> nn.Module | None:
         return None
     if _describe(model) != described:
         return None
-    without_memory(model)  # what was made on another device by name
+    to_meta(model)  # what was made on another device by name
     return model
 
 
@@ -129,14 +129,14 @@ def _set_states(states: list[Any]) -> None:
     numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
 
 
-def without_memory(model: nn.Module) -> None:
+def to_meta(model: nn.Module) -> None:
     """Move a model to meta; unlike torch's `to`, it leaves tied what is tied, and attributes of parameters there."""
     kept = {id(tensor): tensor.__dict__ for tensor in (*model.parameters(), *model.buffers())}
     for tensor, old in _replaced(model, lambda: model.to("meta")):
         tensor.__dict__.update(kept[old])
 
 
-def make_room(model: nn.Module, device: torch.device) -> None:
+def materialize(model: nn.Module, device: torch.device) -> None:
     """Give a model on meta memory for its values; unlike torch's `to_empty`, it leaves tied what is tied."""
     _replaced(model, lambda: model.to_empty(device=device))
 

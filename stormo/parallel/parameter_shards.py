@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from stormo.distributed.parallel_dims import Grid
+from stormo.distributed.parallel_dims import ParallelDims
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class ParameterShard:
     """A box of one whole parameter, on this worker."""
 
     name: str  # of the whole parameter, as one process has it
@@ -91,7 +91,7 @@ def local_parameters(
     parameters: Iterable[tuple[str, nn.Parameter]],
     whole_shapes: Mapping[str, tuple[int, ...]],
     cuts: Mapping[str, ShardSpec],
-    grid: Grid,
+    grid: ParallelDims,
 ) -> list[LocalParameter]:
     """The place of every parameter of this worker; DTensors hold rows of what the axis tensor has left."""
     found = []
@@ -116,13 +116,15 @@ def local_parameters(
     return found
 
 
-def whole_part(name: str, tensor: nn.Parameter, *, is_counted: bool, is_saved: bool) -> Part:
+def whole_shard(name: str, tensor: nn.Parameter, *, is_counted: bool, is_saved: bool) -> ParameterShard:
     """A parameter that is not cut."""
     shape = tuple(tensor.shape)
     offset = (0,) * tensor.ndim
-    return Part(name=name, whole_shape=shape, offset=offset, local=tensor, is_counted=is_counted, is_saved=is_saved)
+    return ParameterShard(
+        name=name, whole_shape=shape, offset=offset, local=tensor, is_counted=is_counted, is_saved=is_saved
+    )
 
 
-def as_part(tensor: Tensor, *, requires_grad: bool) -> nn.Parameter:
+def as_shard_parameter(tensor: Tensor, *, requires_grad: bool) -> nn.Parameter:
     """A parameter in the memory of a tensor."""
     return nn.Parameter(tensor.detach(), requires_grad=requires_grad)

@@ -18,7 +18,7 @@ from stormo.config.plan.sharding import STAGES_PER_WORKER
 from stormo.data.batches import batch_length, cut
 from stormo.data.generators import host_states
 from stormo.data.loaders import Batch
-from stormo.distributed.parallel_dims import Line
+from stormo.distributed.parallel_dims import SubGroup
 from stormo.errors import SettingError
 from stormo.layers.norm_act import NormAct
 from stormo.parallel.fsdp import Sharded, compose
@@ -99,7 +99,7 @@ class Pipelined(Sharded):
         if self.world.is_main:
             with self.autocast():
                 costs = measured_costs(pieces, self._call, self.world.device)
-        return [float(cost) for cost in self.world.share_json(costs)]
+        return [float(cost) for cost in self.world.broadcast_object(costs)]
 
     def _batch_norm_notice(self, model: nn.Module) -> list[str]:
         size = self._plan.batch_per_pass // self._plan.micro_batches
@@ -140,11 +140,11 @@ class Pipelined(Sharded):
     def _gradient_sync(self, is_last: bool) -> AbstractContextManager[Any]:
         return nullcontext()  # a stage exchanges its gradients in the backward of its last micro-batch
 
-    def forward_backward(self, batch: Batch) -> Tensor:
+    def micro_step(self, batch: Batch) -> Tensor:
         """Add this pass's part of the global batch's mean-loss gradient; return its part of that loss, detached."""
         self._num_full += self._is_full(batch)
         self._is_even = batch.span.step_samples % (self.world.data.size * self._plan.accumulate) == 0
-        return super().forward_backward(batch)
+        return super().micro_step(batch)
 
     def _pass(self, model: nn.Module, data: Any, weight: float) -> Tensor:
         task, method = self.task, f"{type(self.task).__name__}.loss"
@@ -152,15 +152,15 @@ class Pipelined(Sharded):
         num_samples = batch_length(data)
         count = self._engine.num_micro_batches(num_samples) if self._is_even or not self._is_in_step else 1
         size = num_samples // count
-        before = self.weighing.own.clone()
+        before = self.loss_weights.own.clone()
         seen = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        knows_counts = self.weighing.has_counts is not None
+        knows_counts = self.loss_weights.has_counts is not None
 
         def loss_of(output: Any, number: int) -> Tensor:
             part, guard = cut(data, number * size, (number + 1) * size), Guard()
             guard.watch(output)
             found = with_output(lambda stand_in: task.loss(stand_in, part), output, self.module, method)
-            loss, factor = self.weighing.weigh(*read_loss(task, found), weight / count, guard)
+            loss, factor = self.loss_weights.weigh(*read_loss(task, found), weight / count, guard)
             seen.add_(loss.detach() * factor)
             return self.scaler.scale(loss * (factor * self.world.data.size))
 
@@ -171,11 +171,11 @@ class Pipelined(Sharded):
         if self._zero in (1, 2):
             self._reshard()  # weights stay gathered for the micro-batches of a pass
         # Only the last stage has seen the losses and their counts.
-        has_counts = torch.full_like(seen, float(bool(self.weighing.has_counts)))
-        told = self._line.sum(torch.stack([seen, self.weighing.own - before, has_counts]))
-        self.weighing.take(before + told[1])
+        has_counts = torch.full_like(seen, float(bool(self.loss_weights.has_counts)))
+        told = self._line.sum(torch.stack([seen, self.loss_weights.own - before, has_counts]))
+        self.loss_weights.take(before + told[1])
         if not knows_counts:
-            self.weighing.require_alike(bool(told[2]))
+            self.loss_weights.require_alike(bool(told[2]))
         return told[0] * self._loss_share
 
     def _collect_gradients(self) -> None:
@@ -207,7 +207,7 @@ class Pipelined(Sharded):
         if self._engine.watch is not None:
             self.spans, self._engine.watch = self._engine.watch.gather(), None
 
-    def pipeline_seen(self) -> dict[str, Any] | None:
+    def pipeline_trace(self) -> dict[str, Any] | None:
         """One pass of the main worker's line, and the idle share of its workers beside what the schedule must have."""
         if self.spans is None:
             return None
@@ -235,7 +235,7 @@ def _through(engine: Engine, model: nn.Module, count: int | None) -> nn.Module:
 
 
 @torch.no_grad()
-def average(gradients: Sequence[Tensor], line: Line) -> None:
+def average(gradients: Sequence[Tensor], line: SubGroup) -> None:
     """The mean of every gradient over the workers of a line, in place, some at a time."""
     if line.size == 1:
         return

@@ -24,12 +24,12 @@ from stormo.distributed.store import PeerFailedError, is_secondary
 from stormo.distributed.world import World
 from stormo.errors import SettingError, counted
 from stormo.layers.sync_batch_norm import local_statistics
-from stormo.optim.local import check_elementwise, localise
+from stormo.optim.local import check_elementwise, to_local_params
 from stormo.optim.table import start_momentum
 from stormo.parallel.base import Strategy
 from stormo.parallel.coalesced import share
 from stormo.parallel.gradient_noise import total_norm
-from stormo.parallel.parameter_shards import Part, whole_part
+from stormo.parallel.parameter_shards import ParameterShard, whole_shard
 from stormo.parallel.server_transport import (
     FAILED,
     AsyncServer,
@@ -83,7 +83,7 @@ class Server(Strategy):
             for _, parameter in self._dealt[self.world.rank]:
                 on_host = torch.empty(parameter.shape, dtype=parameter.dtype).copy_(parameter.detach())
                 kept[parameter] = nn.Parameter(on_host)
-        localise(self.optimizer, {parameter: kept.get(parameter) for parameter in self.module.parameters()})
+        to_local_params(self.optimizer, {parameter: kept.get(parameter) for parameter in self.module.parameters()})
         if not kept:
             return None
         kind = AsyncServer if self.staleness else SyncServer
@@ -98,11 +98,11 @@ class Server(Strategy):
 
     # A step
 
-    def forward_backward(self, batch: Batch) -> Tensor:
+    def micro_step(self, batch: Batch) -> Tensor:
         """As on one device."""
         if isinstance(self._server, AsyncServer):
             self._server.wake()
-        return super().forward_backward(batch)
+        return super().micro_step(batch)
 
     def step(self, learning_rate: float) -> None:
         """Send the gradients to the servers, and take the weights that they answer with."""
@@ -137,7 +137,7 @@ class Server(Strategy):
         for parameter in self.module.parameters():
             parameter.grad = None
 
-    def stepped(self) -> list[nn.Parameter]:
+    def optimizer_params(self) -> list[nn.Parameter]:
         """What this worker keeps as a server."""
         return [] if self._server is None else self._server.tensors
 
@@ -154,7 +154,7 @@ class Server(Strategy):
     def _add_noise(self) -> None:
         numbers = {name: number for number, (name, _) in enumerate(self.module.named_parameters())}
         boxes = []
-        for (name, _), kept in zip(self._dealt[self.world.rank], self.stepped(), strict=True):
+        for (name, _), kept in zip(self._dealt[self.world.rank], self.optimizer_params(), strict=True):
             if kept.grad is not None:
                 boxes.append((kept.grad, numbers[name], tuple(kept.shape), (0,) * kept.ndim))
         self._noise.add_to_boxes(boxes, self.clock.step)
@@ -169,7 +169,7 @@ class Server(Strategy):
 
     def _look_for_counts(self) -> None:
         super()._look_for_counts()
-        if self.weighing.has_counts and self.staleness:
+        if self.loss_weights.has_counts and self.staleness:
             raise SettingError(
                 f"--staleness {self.staleness} was set",
                 f"{type(self.task).__name__}.loss() returns counts, and workers that do not wait for each other cannot "
@@ -198,7 +198,7 @@ class Server(Strategy):
         if self._server is not None:
             self._server.end()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Have the same weights on all workers, once all gradients have been stepped with, until training goes on."""
         if not self.staleness:
             return
@@ -207,24 +207,26 @@ class Server(Strategy):
         if isinstance(self._server, AsyncServer):
             self._server.rest()
             ages = self._server.ages
-        self.parts_changed()
-        self._ages = _added(self.world.gather_json(ages) or [])  # nobody goes on before all have come here
+        self.shards_changed()
+        self._ages = _added(self.world.gather_objects(ages) or [])  # nobody goes on before all have come here
 
-    def parts_changed(self) -> None:
+    def shards_changed(self) -> None:
         """The tensors of `parts` have been given other values."""
         for server, message in enumerate(self._messages):
             if server == self.world.rank:
-                message.pack(self.stepped())
+                message.pack(self.optimizer_params())
             dist.broadcast(message.buffer, src=server)
         self._take_weights()
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[ParameterShard]:
         """What this worker keeps as a server, and what nobody steps."""
-        own = zip(self._dealt[self.world.rank], self.stepped(), strict=True) if self._server is not None else ()
+        own = (
+            zip(self._dealt[self.world.rank], self.optimizer_params(), strict=True) if self._server is not None else ()
+        )
         kept = [(name, tensor, True) for (name, _), tensor in own]
         frozen = [(name, p, self.world.is_main) for name, p in self.module.named_parameters() if not p.requires_grad]
         return [
-            whole_part(name, tensor, is_counted=speaks, is_saved=speaks) for name, tensor, speaks in (*kept, *frozen)
+            whole_shard(name, tensor, is_counted=speaks, is_saved=speaks) for name, tensor, speaks in (*kept, *frozen)
         ]
 
     # How old gradients were

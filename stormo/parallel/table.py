@@ -19,7 +19,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
 
 def strategy_class(layout: Layout) -> type[Strategy]:
     """What spreads the model over these workers."""
-    if not layout.is_spread:
+    if not layout.is_sharded:
         return STRATEGIES[layout.strategy]
     # Here, because torch's sharding takes long to import.
     if layout.mesh.pipeline > 1:

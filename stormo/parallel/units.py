@@ -31,7 +31,7 @@ _UNEQUAL = 2  # times as many parameters: such neighbours are stages of a networ
 _NUM_NEAR = 5
 
 
-def blocks_of(model: nn.Module, asked: str | Sequence[str] | None = None) -> list[str]:
+def units_of(model: nn.Module, asked: str | Sequence[str] | None = None) -> list[str]:
     """Paths of the units, in the model's order.
 
     Args:

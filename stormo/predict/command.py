@@ -17,7 +17,7 @@ from stormo.predict.advice import Advice, Outcome, Question, advise
 from stormo.predict.candidates import Candidate, command_line, list_candidates, remarks
 from stormo.predict.forecast import GIB, RULES, Forecast, ModelSize, gpus_needed
 from stormo.system.hardware import GPU_SHARE, KNOWN_GPUS, Gpu, visible_gpus
-from stormo.tasks.check import check_made, check_task
+from stormo.tasks.check import check_init, check_task
 from stormo.telemetry.runs_folder import align
 from stormo.telemetry.text import write_text
 from stormo.training.settings import read_settings
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> int:
 
     with contextlib.redirect_stdout(sys.stderr):
         task = task_class(config.task_options)
-        check_made(task)
+        check_init(task)
         forecaster = Forecaster(task, config, gpus)
         found = [forecaster.forecast(candidate) for candidate in list_candidates(config, gpus, forecaster.facts)]
         advice = _advised(asked, config, found, forecaster, has_nvlink)

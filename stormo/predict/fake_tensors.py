@@ -19,7 +19,7 @@ from stormo.data.batches import tensors_in
 from stormo.errors import SettingError
 from stormo.layers.max_pool import MaxPool2x2
 from stormo.layers.norm_act import NormAct, add_residual
-from stormo.parallel.meta_init import make_room, without_memory
+from stormo.parallel.meta_init import materialize, to_meta
 from stormo.tasks.returned import check_model
 from stormo.tasks.task import Task
 
@@ -58,11 +58,11 @@ class FakeModel:
             except Exception:  # building it in real memory shows the error
                 torch.set_rng_state(state)
                 self._on_meta = check_model(self._task, self._task.model())
-                without_memory(self._on_meta)
+                to_meta(self._on_meta)
                 self.notices.append("The model was built in host memory, as it reads its own values")
         model = copy.deepcopy(self._on_meta)
         with self.fake:
-            make_room(model, torch.device("cpu"))
+            materialize(model, torch.device("cpu"))
         return model
 
     def convert(self, model: nn.Module, change: Callable[[Tensor], Tensor], *, of_norms: bool = True) -> None:

@@ -12,7 +12,7 @@ from stormo.config.plan.sharding import STAGES_PER_WORKER
 from stormo.config.schema import TrainConfig
 from stormo.data.fashion_mnist import DataNotFoundError
 from stormo.errors import SettingError, StormoError
-from stormo.parallel.compression import HALVES
+from stormo.parallel.compression import HALF_DTYPES
 from stormo.predict.candidates import Candidate
 from stormo.predict.fake_tensors import FakeModel
 from stormo.predict.forecast import Forecast, MemoryCurve, ModelSize, ParallelSpec, Rows, forecast
@@ -118,7 +118,7 @@ class Forecaster:
         except UntraceableError:
             return None
         num_workers = max(2, self.num_gpus * int(self._config.workers.num_nodes))
-        half = HALVES.get(self.precision)
+        half = HALF_DTYPES.get(self.precision)
         half_bytes = None if half is None else half.itemsize
         spec = ParallelSpec(num_workers=num_workers, shard=num_workers, zero=3, half_bytes=half_bytes, recompute=True)
         return spec, forecast(self.model, spec, curve, self._gpu.memory_bytes)
@@ -166,7 +166,7 @@ class Forecaster:
             cut = cut_by(self._task, self._fake_model.model(), mesh.tensor)
         if mesh.pipeline > 1:
             stages = pipeline_stages(self._task, self._fake_model.model(), mesh.pipeline, per_worker)
-        half = HALVES.get(self.precision)
+        half = HALF_DTYPES.get(self.precision)
         return ParallelSpec(
             num_workers=layout.world_size,
             workers_per_node=layout.workers_per_node,

@@ -25,7 +25,7 @@ from stormo.parallel.pipeline.split import into_stages
 from stormo.parallel.tensor.hybrid import find_classifier
 from stormo.parallel.tensor.plan import COLUMN, GATHERED, ROW, WHOLE_ROW, derive_plan, matched
 from stormo.parallel.tensor.split import KINDS
-from stormo.parallel.units import blocks_of
+from stormo.parallel.units import units_of
 from stormo.predict.fake_tensors import OTHER, FakeModel, MemoryTrace, storage_of
 from stormo.predict.forecast import ModelSize, ParameterSize
 from stormo.tasks.task import Task
@@ -42,7 +42,7 @@ def count_model(task: Task, fake_model: FakeModel, settings: schema.TrainConfig)
     optimizer = own_optimizer(task.optimizer, twin) or make_optimizer(twin, settings.optimizer)
     fake_model.frozen |= {name for name, parameter in twin.named_parameters() if not parameter.requires_grad}
     state, step_bytes, notices = _optimizer_bytes(twin, optimizer, fake)
-    units = blocks_of(twin, settings.sharding.shard_modules)
+    units = units_of(twin, settings.sharding.shard_modules)
     return ModelSize(
         parameters=tuple(
             ParameterSize(

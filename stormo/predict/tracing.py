@@ -17,9 +17,9 @@ from torch.autograd.graph import _engine_run_backward
 from stormo.data.batches import repeat_rows, tensors_in
 from stormo.errors import StormoError
 from stormo.layers.ghost_batch_norm import convert_ghost_batch_norm
-from stormo.parallel.compression import HALVES
+from stormo.parallel.compression import HALF_DTYPES
 from stormo.parallel.meta_init import sample_batch
-from stormo.parallel.units import Recomputed, blocks_of, recompute
+from stormo.parallel.units import Recomputed, recompute, units_of
 from stormo.predict.fake_tensors import OTHER, FakeModel, GpuKernels, MemoryTrace, fuse_layers
 from stormo.predict.forecast import MemoryCurve, Rows
 from stormo.predict.model import keep_hybrid_shard, keep_tensor_shard
@@ -73,7 +73,7 @@ class Tracer:
         ghost_batch_size: int | None = None,
     ) -> None:
         self._task, self._fake_model, self._batch, self._fake = task, fake_model, batch, fake_model.fake
-        self._half, self._precision = HALVES.get(precision), precision
+        self._half, self._precision = HALF_DTYPES.get(precision), precision
         self._on_gpu, self._has_fused = on_gpu, has_fused
         self._shard_modules, self._ghosts = shard_modules, ghost_batch_size
         self._seen: dict[tuple[Any, ...], MemoryCurve] = {}
@@ -135,7 +135,7 @@ class Tracer:
             half = self._half
             self._fake_model.convert(model, lambda tensor: tensor.to(half), of_norms=False)
         if recomputes:
-            recompute(model, blocks_of(model, self._shard_modules) or [""])
+            recompute(model, units_of(model, self._shard_modules) or [""])
             for layer in model.modules():
                 if isinstance(layer, Recomputed):
                     layer._changing_buffers = []  # finding those that change takes values

@@ -120,7 +120,7 @@ class ProfileWindow:
                 own["notice"] = _NO_KERNELS
         except (OSError, RuntimeError, ValueError) as error:  # a full disk must not end the training
             own["failure"] = _reason(error)
-        gathered = self._world.gather_json(own)
+        gathered = self._world.gather_objects(own)
         if gathered is None:
             return []
         assert self._folder is not None

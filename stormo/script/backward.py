@@ -155,8 +155,8 @@ class Backward:
         found = Look(False, []) if info.is_padding else look(loss, info.num_samples, info.step_samples)
         if world.size > 1:
             self._loop.check.exchange(post)
-        gathered = world.gather_json([found.is_sum, info.num_samples, found.divisors])
-        looks: list[tuple[bool, int, list[float]]] = world.share_json(gathered)
+        gathered = world.gather_objects([found.is_sum, info.num_samples, found.divisors])
+        looks: list[tuple[bool, int, list[float]]] = world.broadcast_object(gathered)
         if any(is_sum for is_sum, _, _ in looks):
             raise SettingError(
                 f"world.backward() in {site} was given a loss that is, or contains, a sum over the batch",

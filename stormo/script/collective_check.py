@@ -135,7 +135,7 @@ class CollectiveCheck:
             )
 
     def _raise_difference(self, kinds: list[int]) -> NoReturn:
-        posts = self._guard(lambda: self._world.share_json(self._world.gather_json(self._posted)))
+        posts = self._guard(lambda: self._world.broadcast_object(self._world.gather_objects(self._posted)))
         if _ERROR in kinds:
             self._broken = SettingError.__new__(SettingError, posts[kinds.index(_ERROR)])  # a whole sentence already
             raise self._broken

@@ -16,12 +16,12 @@ from typing import Any
 
 from stormo.distributed.world import World
 from stormo.energy import Meter, own_meter, read_bill
-from stormo.energy.keeper import Keeper, NoKeeper
 from stormo.energy.ledger import owners
 from stormo.energy.meter import Window
+from stormo.energy.node_recorder import NodeRecorder, NoNodeRecorder
 from stormo.energy.summary import SMALLEST_SHOWN_SHARE, amount_text, rounded
 from stormo.errors import counted
-from stormo.training.measuring import AnyKeeper, gpus_by_node, shared_clock
+from stormo.training.measuring import AnyNodeRecorder, gpus_by_node, shared_clock
 
 _LAST_READINGS_S = 5.0  # the other nodes end when rank 0 does, or are not waited for
 
@@ -63,7 +63,7 @@ class Energy:
 class Starts:
     """The energy of this start, counted in the folder that it first saves to."""
 
-    def __init__(self, keeper: AnyKeeper, node_id: int | str) -> None:
+    def __init__(self, keeper: AnyNodeRecorder, node_id: int | str) -> None:
         self._keeper = keeper
         self._node_id = node_id
         self._loaded: dict[Path, int] = {}  # folder -> the step that was loaded
@@ -138,20 +138,20 @@ class ScriptMeter:
         self._nodes = sorted(gpus, key=int)
         place = world.place
         self._meter: Meter | None = None
-        self.starts = Starts(NoKeeper(), 0)
+        self.starts = Starts(NoNodeRecorder(), 0)
         if place.local_rank == 0:
             self._meter, _ = own_meter(gpus.get(str(place.node_id), []), place.node_id)
             if self._meter.sources:
                 host = socket.gethostname()
-                keeper = Keeper(self._meter, None, place.node_id, host, num_nodes=len(gpus), clock=clock)
+                keeper = NodeRecorder(self._meter, None, place.node_id, host, num_nodes=len(gpus), clock=clock)
                 self.starts = Starts(keeper, place.node_id)
         self._began_s = time.monotonic()
         self.is_closed = False
 
     def total(self) -> Energy:
         """What all nodes drew so far; all workers ask together."""
-        gathered = self._world.gather_json(self._reading())
-        readings = self._world.share_json([reading for reading in gathered or [] if reading is not None])
+        gathered = self._world.gather_objects(self._reading())
+        readings = self._world.broadcast_object([reading for reading in gathered or [] if reading is not None])
         return add_up(readings, self._nodes)
 
     def close(self) -> Energy | None:
@@ -168,7 +168,7 @@ class ScriptMeter:
             self._meter.close()
         if not world.is_main:
             if reading is not None:
-                world.leave_word(f"energy/{world.place.node_id}", reading)
+                world.store_put(f"energy/{world.place.node_id}", reading)
             return None
         own = str(world.place.node_id) if reading is not None else None
         words = world.words([f"energy/{node}" for node in self._nodes if node != own], _LAST_READINGS_S)

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from stormo.config import schema
 from stormo.config.layout import Launched, Layout, resolve_layout
 from stormo.distributed.devices import device_of, share_cores
-from stormo.distributed.store import Store, board_of, is_secondary
+from stormo.distributed.store import Store, address_book_of, is_secondary
 from stormo.distributed.world import World
 from stormo.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_RESUMABLE, SettingError, StormoError
-from stormo.launch import Lifeline, Place, alone, open_lifeline
+from stormo.launch import FailureReporter, RankInfo, alone, open_failure_reporter
 from stormo.launch.environments.detect import detect
 from stormo.launch.environments.slurm import gpus_on_node
 from stormo.launch.nodes import BACKEND, DEVICE, TIMEOUT
@@ -34,12 +34,12 @@ _STOPPED_BY_SCRIPT = 1  # below every signal's number
 _releases: list[Callable[[], None]] = []  # called before an error ends the process at once
 
 
-def join(device: str | None, backend: str | None, timeout_s: float | None) -> tuple[World, Lifeline]:
+def join(device: str | None, backend: str | None, timeout_s: float | None) -> tuple[World, FailureReporter]:
     """Meet the other workers; None stands for what `stormo run` was told, or else the default."""
     _require_clean_process()
     _write_whole_lines()
     place = detect(os.environ) or alone()
-    lifeline = open_lifeline(place) if place.launcher in ("local", "alone") else None
+    lifeline = open_failure_reporter(place) if place.launcher in ("local", "alone") else None
     if lifeline is not None:
         _report_errors(place, lifeline)
     limit_s = timeout_s if timeout_s is not None else float(os.environ.get(TIMEOUT, schema.Workers.timeout))
@@ -48,15 +48,15 @@ def join(device: str | None, backend: str | None, timeout_s: float | None) -> tu
     if lifeline is None:  # another launcher has started the workers
         same = {"the script and its flags": " ".join(sys.argv), "the device": layout.device_type}
         digest = hashlib.sha256(repr(sorted(same.items())).encode()).hexdigest()
-        board = board_of(place, limit_s)
-        lifeline = open_lifeline(place, board=board, timeout_s=limit_s, digest=digest, options=same)
+        board = address_book_of(place, limit_s)
+        lifeline = open_failure_reporter(place, board=board, timeout_s=limit_s, digest=digest, options=same)
         _report_errors(place, lifeline)
-    store = Store(place, limit_s, lifeline.meeting_point) if place.world_size > 1 else None
+    store = Store(place, limit_s, lifeline.store_address) if place.world_size > 1 else None
     own = device_of(layout.device_type, place, store, may_share=layout.backend == "gloo")
     return World(place, own, store=store, backend=layout.backend, timeout_s=limit_s), lifeline
 
 
-def _layout(place: Place, device: str | None, backend: str | None, timeout_s: float) -> Layout:
+def _layout(place: RankInfo, device: str | None, backend: str | None, timeout_s: float) -> Layout:
     choices: dict[str, Any] = {"timeout": timeout_s}
     for name, given, flag in (
         ("device", device, os.environ.get(DEVICE)),
@@ -101,7 +101,7 @@ def _write_whole_lines() -> None:
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
-def _report_errors(place: Place, lifeline: Lifeline) -> None:
+def _report_errors(place: RankInfo, lifeline: FailureReporter) -> None:
     """From now on the others are told of an error that ends this script; one of stormo's is a sentence, not a trace."""
     inner = sys.excepthook
     pid = os.getpid()

@@ -89,10 +89,10 @@ class SamplerOrder:
 
     def draw(self, _epoch: int, _position: int, _num_samples: int) -> _Drawn:
         """The order of an epoch, wherever the position is. All workers call it."""
-        drawn = self._world.on_main(lambda: self._early or self._draw())
+        drawn = self._world.on_rank_0(lambda: self._early or self._draw())
         self._early = None
         one = None if drawn is None else torch.cat([torch.tensor([len(drawn[1])]), drawn[1], drawn[0]])
-        shared = self._world.share_vector(one, torch.int64)
+        shared = self._world.broadcast_vector(one, torch.int64)
         start = 1 + int(shared[0])
         return _narrow(shared[start:]), shared[1:start].clone()
 

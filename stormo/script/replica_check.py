@@ -75,7 +75,7 @@ class ReplicaCheck:
             return
         number = self._numbers[differences[rank] - 1]
         if number.kind == "rate":
-            values = self._world.share_json(self._world.gather_json(number.value))
+            values = self._world.broadcast_object(self._world.gather_objects(number.value))
             raise SettingError(
                 f"the learning rate {number.name} is {values[0]:g} on rank 0",
                 f"it is {values[rank]:g} on rank {rank}, so their weights would differ",

@@ -36,7 +36,7 @@ def save(loop: Loop, folder: Path, extra: dict[str, Any], *, keep: int) -> None:
     loop.check_replicas("what is saved")
     random_tensors, random_json = checkpoint.collect_random_state()
     gathered = world.gather_bytes(safetensors.torch.save({n: t.contiguous() for n, t in random_tensors.items()}))
-    random_states = world.gather_json(random_json)
+    random_states = world.gather_objects(random_json)
     if gathered is not None:
         own = {f"{r}/{n}": t for r, payload in enumerate(gathered) for n, t in safetensors.torch.load(payload).items()}
 
@@ -58,24 +58,24 @@ def save(loop: Loop, folder: Path, extra: dict[str, Any], *, keep: int) -> None:
             state=state,
         )
         step = loop.num_steps
-        checkpoint.save(folder, snapshot, checkpoint.Saving(step=step, identity=_IDENTITY, keep_last=keep))
+        checkpoint.save(folder, snapshot, checkpoint.RetentionPolicy(step=step, identity=_IDENTITY, keep_last=keep))
         loop.folders.add(folder.resolve())
 
-    world.on_main(write)
+    world.on_rank_0(write)
 
 
 def load(loop: Loop, folder: Path) -> dict[str, Any] | None:
     """Take over the newest checkpoint of a folder, on all workers; its extra values, or None if there is none."""
     world = loop.world
-    path, snapshot = world.on_main(lambda: _read(folder)) or (None, None)
-    path = world.share_json(path)
+    path, snapshot = world.on_rank_0(lambda: _read(folder)) or (None, None)
+    path = world.broadcast_object(path)
     loop.folders.add(folder.resolve())
     if path is None:
         return None
-    state = world.share_json(snapshot.state if snapshot else None)
-    tensors = world.share_tensors(snapshot.ranks if snapshot else None)
-    model = world.share_tensors(snapshot.model if snapshot else None)
-    optimizer = world.share_tensors(snapshot.optimizer if snapshot else None)
+    state = world.broadcast_object(snapshot.state if snapshot else None)
+    tensors = world.broadcast_tensors(snapshot.ranks if snapshot else None)
+    model = world.broadcast_tensors(snapshot.model if snapshot else None)
+    optimizer = world.broadcast_tensors(snapshot.optimizer if snapshot else None)
     plain = {name.removeprefix(_PLAIN): tensor for name, tensor in tensors.items() if name.startswith(_PLAIN)}
     groups, loaders = decode(state["groups"], plain), decode(state["loaders"], plain)
     _require_count(path, "calls of world.wrap()", len(loop.groups), len(groups))
@@ -139,7 +139,7 @@ def _require_same_places(loop: Loop) -> None:
     """All workers load rank 0's places: a loader must be in the same one everywhere."""
     states = {str(number): loader.state() for number, loader in loop.loaders.items()}
     here = {number: f"epoch {state['epoch'] + 1}, sample {state['position']}" for number, state in states.items()}
-    places: list[dict[str, str]] = loop.world.share_json(loop.world.gather_json(here))
+    places: list[dict[str, str]] = loop.world.broadcast_object(loop.world.gather_objects(here))
     for rank, theirs in enumerate(places):
         for number, main in places[0].items():
             # One that is no longer in use may be gone on some workers sooner than on others.
@@ -245,8 +245,8 @@ def _require_count(path: str, what: str, here: int, there: int) -> None:
 def synchronise_generators(world: World) -> None:
     """Give every worker rank 0's random state: splits and weights that a script draws are the same then."""
     tensors, values = checkpoint.collect_random_state()
-    shared = world.share_tensors(tensors)
-    values = world.share_json(values)
+    shared = world.broadcast_tensors(tensors)
+    values = world.broadcast_object(values)
     shared.pop("cuda_rng", None)
     checkpoint.restore_random_state(shared, values)
     if torch.cuda.is_initialized() and "cuda_rng" in tensors:

@@ -94,7 +94,7 @@ def broadcast_bytes(world: World, payloads: list[bytes] | None) -> list[bytes]:
     tensors = None
     if payloads is not None:
         tensors = {str(n): torch.frombuffer(bytearray(each), dtype=torch.uint8) for n, each in enumerate(payloads)}
-    return [tensor.numpy().tobytes() for tensor in world.share_tensors(tensors).values()]
+    return [tensor.numpy().tobytes() for tensor in world.broadcast_tensors(tensors).values()]
 
 
 # Sums and maxima over the workers

@@ -27,9 +27,9 @@ from stormo.data.order import derive_seed, seed_generators
 from stormo.data.staging.nodes import local_folder, stage_on_nodes
 from stormo.data.staging.shelf import Hold
 from stormo.distributed.world import World as Workers
-from stormo.energy.keeper import NoKeeper
+from stormo.energy.node_recorder import NoNodeRecorder
 from stormo.errors import SettingError
-from stormo.launch import Lifeline
+from stormo.launch import FailureReporter
 from stormo.script import joining, saving, values
 from stormo.script.backward import Backward
 from stormo.script.collective_check import CollectiveCheck, call_site
@@ -77,20 +77,20 @@ class World:
         joining.at_exit(self.close)
 
     @classmethod
-    def _of(cls, workers: Workers, lifeline: Lifeline) -> World:
+    def _of(cls, workers: Workers, lifeline: FailureReporter) -> World:
         """On workers that have met already, besides the one of this process."""
         self = cls.__new__(cls)
         self._set_up(workers, lifeline)
         return self
 
-    def _set_up(self, workers: Workers, lifeline: Lifeline, *, energy: bool = False) -> None:
+    def _set_up(self, workers: Workers, lifeline: FailureReporter, *, energy: bool = False) -> None:
         self._workers = workers
         self._lifeline = lifeline
         self._stop = joining.StopRequest(announces=workers.place.launcher == "alone")
         self._seen_posts = 0
         self._staged: list[Hold] = []
         self._meter = ScriptMeter(workers) if energy else None
-        self._starts = Starts(NoKeeper(), 0) if self._meter is None else self._meter.starts
+        self._starts = Starts(NoNodeRecorder(), 0) if self._meter is None else self._meter.starts
         self._has_own_seed = False
         check = CollectiveCheck(workers, self._stop.current)
         self._loop = Loop(world=workers, check=check, begin=self._draw_own_numbers)
@@ -197,7 +197,7 @@ class World:
                 with fewer dimensions have them along the first.
         """
         self._exchange("world.loader")
-        seed = self._workers.share_json(_seed_of_state() if seed is None else seed)
+        seed = self._workers.broadcast_object(_seed_of_state() if seed is None else seed)
         batches = Batches(batch_size, global_batch_size, shuffle, num_workers, collate_fn)
         return make_loader(self._loop, data, batches, accumulate=accumulate, sharded=sharded, seed=seed, dim=batch_dim)
 

@@ -17,7 +17,7 @@ from stormo.distributed.world import World
 from stormo.errors import SettingError, counted
 from stormo.layers.sync_batch_norm import LocalNorm, SynchronisedNorm, convert_sync_batch_norm
 from stormo.parallel.buckets import is_summed
-from stormo.parallel.compression import HALVES
+from stormo.parallel.compression import HALF_DTYPES
 from stormo.script.collective_check import batch_norm_site, call_site
 from stormo.script.loop import Loop
 from stormo.script.stepping import Group
@@ -103,7 +103,7 @@ def _forget_unused(loop: Loop) -> None:
     loop.groups.clear()
     gc.collect()
     world = loop.world
-    found = world.share_json(world.gather_json([reference() is not None for reference in references]))
+    found = world.broadcast_object(world.gather_objects([reference() is not None for reference in references]))
     for reference, is_there in zip(references, zip(*found, strict=True), strict=True):
         group = reference()
         if group is not None and all(is_there):
@@ -146,7 +146,7 @@ def _check_parts(parts: tuple[Any, ...], models: list[nn.Module], group: Group |
         if not isinstance(part, nn.Module | Optimizer) and not (hasattr(part, "step") and hasattr(part, "state_dict")):
             raise SettingError(called, "it is no model, optimizer, scheduler or loss scaler", "leave it out")
     called = f"world.wrap(…, compress={compress!r}) was called"
-    if compress not in ("none", *HALVES):
+    if compress not in ("none", *HALF_DTYPES):
         raise SettingError(called, "scripts can send gradients as bf16 or fp16", 'set compress="bf16", or leave it out')
     if compress != "none" and not models:
         raise SettingError(called, "gradients are those of a model", "set it where the model is wrapped")

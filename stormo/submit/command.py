@@ -20,7 +20,7 @@ from stormo.submit import sbatch
 from stormo.submit.script import SCRIPT, Job, render
 from stormo.submit.settings import Slurm, read_slurm
 from stormo.system.hardware import Gpu
-from stormo.tasks.check import check_made, check_task
+from stormo.tasks.check import check_init, check_task
 from stormo.tasks.task import Task
 from stormo.telemetry.folder import write_whole
 from stormo.telemetry.runs_folder import default_run_name, require_new_run
@@ -130,7 +130,7 @@ def _check_training(config: TrainConfig, task_class: type[Task]) -> None:
     layout = resolve_layout(config, gpus, None if is_one else launched)
     check_settings(config, layout)
     task = task_class(config.task_options)
-    check_made(task)
+    check_init(task)
     if not task.needs_data_for_facts():
         resolve(config, layout, task.facts())
 

@@ -58,7 +58,7 @@ def check_task(task_class: type[Task]) -> None:
         )
 
 
-def check_made(task: Task) -> None:
+def check_init(task: Task) -> None:
     """Raise a sentence where a task's own `__init__` does not call that of `Task`."""
     if not hasattr(task, "options") or not hasattr(task, "_datasets"):
         raise SettingError(

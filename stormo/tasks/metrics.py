@@ -187,7 +187,7 @@ def _gather(part: Any, world: World, *_: Any, **__: Any) -> None:
             for rank, theirs in enumerate(gathered)
             for key, tensor in safetensors.torch.load(theirs).items()
         }
-    shared = {key: tensor.to(world.device) for key, tensor in world.share_tensors(every).items()}
+    shared = {key: tensor.to(world.device) for key, tensor in world.broadcast_tensors(every).items()}
     for index, name in enumerate(names):
         value: Any
         if isinstance(part._defaults[name], list):

@@ -87,7 +87,7 @@ class EpochDone:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeSampled:
-    """The state of rank 0's node, with the keys of `stormo.energy.vitals`."""
+    """The state of rank 0's node, with the keys of `stormo.energy.node_metrics`."""
 
     sample: Mapping[str, Any]
 

@@ -14,10 +14,10 @@ import torch
 
 from stormo.data.loaders import Loader
 from stormo.distributed.world import World
-from stormo.energy.keeper import Mark
 from stormo.energy.meter import MAX_ERROR
+from stormo.energy.node_recorder import Mark
 from stormo.parallel.base import Strategy
-from stormo.training.measuring import AnyKeeper
+from stormo.training.measuring import AnyNodeRecorder
 from stormo.training.progress import Progress
 
 _UNKNOWN = -1.0  # in a row of figures, where no figure is negative
@@ -69,7 +69,9 @@ def _idle_in_pools(device: torch.device) -> int:
 class TrainingClock:
     """Runs while the model trains; stands still for validation and checkpoints."""
 
-    def __init__(self, world: World, loader: Loader, progress: Progress, strategy: Strategy, keeper: AnyKeeper) -> None:
+    def __init__(
+        self, world: World, loader: Loader, progress: Progress, strategy: Strategy, keeper: AnyNodeRecorder
+    ) -> None:
         self._world = world
         self._loader = loader
         self._progress = progress

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from stormo.distributed.world import Vote
-from stormo.energy.keeper import steady_unix_s
+from stormo.distributed.world import AsyncAllReduce
+from stormo.energy.node_recorder import steady_unix_s
 from stormo.profiling.ranges import range_of
 from stormo.telemetry.record import EpochDone, Notice, ValidationProgress
 from stormo.training.clock import TrainingClock
@@ -82,9 +82,9 @@ def end_epoch(run: Training, clock: TrainingClock, losses: LossMonitor) -> int |
 
 def _validate(run: Training) -> dict[str, float] | int:
     """The metrics over the whole validation set, or the signal that was agreed on meanwhile."""
-    strategy, validation, vote = run.state.strategy, run.validation, Vote(run.world)
+    strategy, validation, vote = run.state.strategy, run.validation, AsyncAllReduce(run.world)
     strategy.average_buffers()
-    with strategy.averaged():
+    with strategy.swap_in_mean_weights():
         for turn, metrics in enumerate(validation.run(strategy.validated, strategy.autocast), start=1):
             if metrics is not None:
                 return metrics

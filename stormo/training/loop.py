@@ -12,7 +12,7 @@ from stormo.config.plan import Plan
 from stormo.config.schema import TrainConfig
 from stormo.data.batches import tensors_in
 from stormo.data.loaders import Loader
-from stormo.distributed.world import Vote, World
+from stormo.distributed.world import AsyncAllReduce, World
 from stormo.errors import counted
 from stormo.launch.signals import StopFlag
 from stormo.optim.schedule import Schedule
@@ -22,7 +22,7 @@ from stormo.telemetry.record import NodeSampled, Notice, Record, StepDone
 from stormo.training.clock import TrainingClock
 from stormo.training.divergence import Diverged, LossMonitor, StepInfo, patience_steps, wait_steps
 from stormo.training.epoch_end import end_epoch, target_held
-from stormo.training.measuring import AnyKeeper
+from stormo.training.measuring import AnyNodeRecorder
 from stormo.training.state import RunState
 from stormo.training.validation import Validation
 
@@ -44,7 +44,7 @@ class Training:
     record: Callable[[Record], None]  # does nothing except on rank 0
     save: Callable[[float | None], None]  # publishes a checkpoint; its argument is the metric that ranks it
     sign_of_life: Callable[[int], None]
-    keeper: AnyKeeper  # records the node's energy
+    keeper: AnyNodeRecorder  # records the node's energy
     profile: ProfileWindow
     recover: Callable[[Diverged], bool] = lambda diverged: False  # goes back to a good checkpoint, where that is set
     shown_sample: Mapping[str, Any] | None = None  # the newest sample of the node that was recorded
@@ -100,7 +100,7 @@ def _train_epochs(run: Training, clock: TrainingClock) -> Outcome:
     return Outcome("target" if target_held(run) else "epochs")
 
 
-def _train_epoch(run: Training, clock: TrainingClock, vote: Vote, losses: LossMonitor) -> Outcome | None:
+def _train_epoch(run: Training, clock: TrainingClock, vote: AsyncAllReduce, losses: LossMonitor) -> Outcome | None:
     """Train the rest of an epoch; None once it is done."""
     progress, strategy = run.state.progress, run.state.strategy
     size = run.loader.share.global_batch_size
@@ -110,7 +110,7 @@ def _train_epoch(run: Training, clock: TrainingClock, vote: Vote, losses: LossMo
         if batch.span.is_first:
             vote.cast(run.flag.signal_number, losses.share())
         with range_of("forward+backward"):
-            loss = strategy.forward_backward(batch)
+            loss = strategy.micro_step(batch)
         losses.add(loss)
         if not batch.span.is_last:
             continue
@@ -155,7 +155,7 @@ def _train_epoch(run: Training, clock: TrainingClock, vote: Vote, losses: LossMo
     return None
 
 
-def _open_vote(run: Training) -> tuple[Vote, LossMonitor]:
+def _open_vote(run: Training) -> tuple[AsyncAllReduce, LossMonitor]:
     """What the ranks agree on in every step, and the losses that travel with it."""
     # A vote is cast when a step begins and read when it ends, so a rank can be one step ahead of others.
     staleness = run.state.strategy.staleness
@@ -171,7 +171,7 @@ def _open_vote(run: Training) -> tuple[Vote, LossMonitor]:
         patience=patience_steps(run.plan.steps_per_epoch),
         vote_lag=lag,
     )
-    return Vote(run.world, lag, levels), losses
+    return AsyncAllReduce(run.world, lag, levels), losses
 
 
 def _is_checkpoint_due(run: Training, losses: LossMonitor) -> bool:
@@ -183,11 +183,11 @@ def _is_checkpoint_due(run: Training, losses: LossMonitor) -> bool:
     return losses.owes_checkpoint and losses.is_stable
 
 
-def _sync_workers(run: Training, clock: TrainingClock, vote: Vote) -> int:
+def _sync_workers(run: Training, clock: TrainingClock, vote: AsyncAllReduce) -> int:
     """Stop the clock and bring all ranks to the same step; return a signal that was not read yet."""
     clock.pause()
     stop = vote.drain()
-    run.state.strategy.settle()
+    run.state.strategy.synchronize()
     return stop
 
 
@@ -197,7 +197,7 @@ def _follow_growth(run: Training) -> None:
     before = loader.share.global_batch_size
     if plan.global_batch_size != before:
         loader.share = replace(loader.share, global_batch_size=plan.global_batch_size, accumulate=plan.accumulate)
-        run.state.strategy.cut_as(plan)
+        run.state.strategy.set_accumulation(plan)
         change = "grown" if plan.global_batch_size > before else "gone back"
         text = (
             f"The batch has {change} to {plan.global_batch_size} samples in {counted(plan.accumulate, 'micro-batch')}."

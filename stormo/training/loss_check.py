@@ -24,7 +24,7 @@ from stormo.data.batches import batch_length, cut, rotated, tensors_in
 from stormo.data.loaders import Batch
 from stormo.errors import SettingError, counted
 from stormo.parallel.base import Strategy
-from stormo.parallel.compression import HALVES
+from stormo.parallel.compression import HALF_DTYPES
 from stormo.parallel.pipeline.trial import trial
 from stormo.tasks.metrics import held_metrics
 from stormo.tasks.task import Task
@@ -57,7 +57,7 @@ def check_loss_parts(strategy: Strategy, batch: Batch | None, num_passes: int) -
         num_passes: the most micro-batches of a rank in a step.
     """
     task, plan = strategy.task, strategy._plan
-    is_own = strategy.steps_alone or strategy.staleness > 0  # each rank's gradient makes a step of its own
+    is_own = strategy.local_updates or strategy.staleness > 0  # each rank's gradient makes a step of its own
     num_parts = (1 if is_own else strategy.world.data.size) * num_passes * plan.micro_batches
     if num_parts == 1:
         return
@@ -70,11 +70,13 @@ def check_loss_parts(strategy: Strategy, batch: Batch | None, num_passes: int) -
     parts = None if batch is None else _parts(batch)
     can = torch.tensor([float(parts is not None)])
     # Ranks of a sharded model must call it equally often: all of them check, or none.
-    if strategy.is_spread and strategy.world.max(1 - can).item():
+    if strategy.is_sharded and strategy.world.max(1 - can).item():
         parts = None
     found = None if parts is None else _find(strategy, *parts)
-    told = strategy.world.gather_json(None if found is None else [getattr(found, name) for name in _Mismatch.__slots__])
-    first = strategy.world.share_json(next((each for each in told or [] if each is not None), None))
+    told = strategy.world.gather_objects(
+        None if found is None else [getattr(found, name) for name in _Mismatch.__slots__]
+    )
+    first = strategy.world.broadcast_object(next((each for each in told or [] if each is not None), None))
     if first is not None:
         raise _refusal(task, _Mismatch(*first), num_parts)
 
@@ -173,7 +175,7 @@ def _exact(strategy: Strategy) -> Iterator[None]:
         warnings.simplefilter("ignore")
         if strategy._plan.compile:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        is_gathered_in_half = strategy._plan.layout.zero == 3 and strategy._plan.precision in HALVES
+        is_gathered_in_half = strategy._plan.layout.zero == 3 and strategy._plan.precision in HALF_DTYPES
         if is_gathered_in_half:
             stack.enter_context(strategy.autocast())
         matmul.fp32_precision = conv.fp32_precision = "ieee"
@@ -193,7 +195,7 @@ def _evaluate(strategy: Strategy, model: nn.Module, data: Any) -> _Evaluation | 
 
     def enter(module: nn.Module, inputs: Any) -> None:
         nonlocal is_inside, is_over
-        if strategy.is_spread:
+        if strategy.is_sharded:
             is_over = bool(strategy.world.max(torch.zeros(1)).item())
             if is_over:
                 raise _OutsideError
@@ -217,13 +219,13 @@ def _evaluate(strategy: Strategy, model: nn.Module, data: Any) -> _Evaluation | 
             rows=_rows(outputs, batch_length(data)),
         )
     except Exception:
-        if strategy.is_spread and is_inside:
+        if strategy.is_sharded and is_inside:
             raise
         found = None  # a task may take whole batches only, or give no loss in a validation
     finally:
         for hook in hooks:
             hook.remove()
-    if strategy.is_spread and not is_over:
+    if strategy.is_sharded and not is_over:
         strategy.world.max(torch.ones(1))  # a rank that would call the model once more does not
     return found
 

@@ -9,27 +9,27 @@ import torch
 
 from stormo.distributed.world import World
 from stormo.energy import own_meter
-from stormo.energy.keeper import Keeper, NoKeeper, steady_unix_s
+from stormo.energy.node_metrics import NodeMetrics
+from stormo.energy.node_recorder import NodeRecorder, NoNodeRecorder, steady_unix_s
 from stormo.energy.nvml import Device, NvmlUnavailableError, open_nvml
-from stormo.energy.vitals import Vitals
 
-AnyKeeper = Keeper | NoKeeper
+AnyNodeRecorder = NodeRecorder | NoNodeRecorder
 
 
-def open_keeper(world: World, *, devices_per_worker: int, is_on: bool) -> AnyKeeper:
+def open_node_recorder(world: World, *, devices_per_worker: int, is_on: bool) -> AnyNodeRecorder:
     """A recorder in one rank of each node, and one that does nothing in the others. All ranks call it."""
     if not is_on:
-        return NoKeeper()
+        return NoNodeRecorder()
     uuids, main_unix_s = gpus_by_node(world, devices_per_worker=devices_per_worker)
     clock = shared_clock(world, main_unix_s)
     place = world.place
     if place.local_rank:
-        return NoKeeper()
+        return NoNodeRecorder()
     own = uuids.get(str(place.node_id), [])
     meter, _ = own_meter(own, place.node_id)
-    return Keeper(
+    return NodeRecorder(
         meter,
-        Vitals(_devices(own)).sample,
+        NodeMetrics(_devices(own)).sample,
         place.node_id,
         socket.gethostname(),
         num_nodes=len(uuids),
@@ -49,12 +49,12 @@ def gpus_by_node(world: World, *, devices_per_worker: int) -> tuple[dict[str, li
     if world.device.type == "cuda":
         indices = [world.device.index] if devices_per_worker == 1 else range(devices_per_worker)
         own = [str(torch.cuda.get_device_properties(index).uuid) for index in indices]
-    gathered = world.gather_json([world.place.node_id, own])
+    gathered = world.gather_objects([world.place.node_id, own])
     by_node: dict[str, list[str]] = {}
     for node_id, uuids in gathered or []:
         known = by_node.setdefault(str(node_id), [])
         known += [uuid for uuid in uuids if uuid not in known]
-    found, main_unix_s = world.share_json([by_node, steady_unix_s()])
+    found, main_unix_s = world.broadcast_object([by_node, steady_unix_s()])
     return found, main_unix_s
 
 

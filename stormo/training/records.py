@@ -33,7 +33,7 @@ from stormo.telemetry.record import CheckpointSaved, Notice, Record, RunEnded, R
 from stormo.telemetry.runs_folder import forget_launch, note_launch
 from stormo.telemetry.tensorboard import TensorBoardFile
 from stormo.telemetry.text import run_reference
-from stormo.training.measuring import AnyKeeper
+from stormo.training.measuring import AnyNodeRecorder
 from stormo.training.progress import Progress
 from stormo.training.run_folder import lock_folder, open_folder, remove_unbegun, torch_environment
 from stormo.training.state import RunState
@@ -44,7 +44,7 @@ class RunRecorder:
     """Opens the folder of a run, new or resumed, and writes into it until the end."""
 
     def __init__(
-        self, config: TrainConfig, plan: Plan, world: World, state: RunState, set_up: SetUp, keeper: AnyKeeper
+        self, config: TrainConfig, plan: Plan, world: World, state: RunState, set_up: SetUp, keeper: AnyNodeRecorder
     ) -> None:
         self.keeper = keeper
         self._config = config
@@ -78,15 +78,15 @@ class RunRecorder:
         if run.resume is None:
             return
         path = self._checkpoint_to_resume(run.resume) if self._world.is_main else None
-        shared = self._world.share_json(None if path is None else str(path.resolve()))
+        shared = self._world.broadcast_object(None if path is None else str(path.resolve()))
         if shared is None:
             return
-        self._state.take_up(self._world, path or Path(shared), run.seed)
+        self._state.restore(self._world, path or Path(shared), run.seed)
         if path is not None:
             self._resumed_from = path
             self._weights_sha256 = checkpoint.read_manifest(path).weights_sha256
         self._wall_before_s = self._state.progress.wall_time_s
-        self._has_summary_of_end = self._world.share_json(self._has_ended() if self._world.is_main else None)
+        self._has_summary_of_end = self._world.broadcast_object(self._has_ended() if self._world.is_main else None)
 
     def _has_ended(self) -> bool:
         """Whether the summary says so, of this very step; a run that was killed has none."""
@@ -143,7 +143,7 @@ class RunRecorder:
     def start(self) -> None:
         """Write the settings and open every sink. All ranks call it."""
         self._open_node_files()
-        launches = {one for one in self._world.gather_json(launch_id(os.environ)) or [] if one is not None}
+        launches = {one for one in self._world.gather_objects(launch_id(os.environ)) or [] if one is not None}
         if not self._world.is_main:
             return
         if self._resumed_from is not None:
@@ -208,9 +208,9 @@ class RunRecorder:
 
     def _open_node_files(self) -> None:
         """Tell every node's recorder where its file is: in the run folder, where the node sees it."""
-        shared = self._world.share_json(str(self.folder.path.resolve()) if self._world.is_main else "")
+        shared = self._world.broadcast_object(str(self.folder.path.resolve()) if self._world.is_main else "")
         self.run_folder = Path(shared)
-        if self._state.strategy.saves_apart:
+        if self._state.strategy.sharded_checkpoint:
             checkpoint.require_seen(self._world, self.run_folder)  # now, not at the first checkpoint
         progress = self._state.progress
         if self.run_folder.is_dir():
@@ -242,7 +242,7 @@ class RunRecorder:
 
     def _save(self, metric: float | None, began: float) -> None:
         world, run, progress = self._world, self._config.run, self._state.progress
-        saving = checkpoint.Saving(
+        saving = checkpoint.RetentionPolicy(
             step=progress.step,
             identity=self.folder.name if world.is_main else "",
             keep_last=run.keep_checkpoints,

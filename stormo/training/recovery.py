@@ -55,7 +55,7 @@ class Recovery:
             return False
         self._records.wait_for_save()  # a checkpoint that is being written may be the one
         good = self._last_good(diverged) if world.is_main else None
-        shared = world.share_json(None if good is None else str(good.resolve()))
+        shared = world.broadcast_object(None if good is None else str(good.resolve()))
         if shared is None:
             return False
         progress.diverged_rate = self._diverged_rate(diverged)
@@ -63,7 +63,7 @@ class Recovery:
         num_rollbacks, rate_factor = progress.num_rollbacks + 1, progress.rate_factor * stop.rollback_factor
         if good is not None:
             self._records.supersede_after(good)
-        self._state.take_up(world, good or Path(shared), self._config.run.seed)
+        self._state.restore(world, good or Path(shared), self._config.run.seed)
         for name, value in kept.items():
             setattr(progress, name, value)
         progress.num_rollbacks, progress.rate_factor = num_rollbacks, rate_factor

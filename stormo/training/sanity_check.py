@@ -263,7 +263,7 @@ def _find_means(strategy: Strategy, batch: Any, whole: Sums) -> None:
         return
     length = _num_rows(batch)
     is_short = length < 2
-    if strategy.is_spread:  # ranks that share a model must call it equally often
+    if strategy.is_sharded:  # ranks that share a model must call it equally often
         is_short = bool(strategy.world.max(torch.tensor([float(is_short)])).item())
     if is_short:
         return
@@ -389,10 +389,10 @@ def _advice(config: TrainConfig, plan: Plan, has_model: bool) -> str:
         advice.append("a smaller --batch-size (with --accumulate the global batch stays)")
     if has_model and not sharding.checkpoint_activations:
         advice.append("--checkpoint-activations")
-    if not layout.is_spread:
+    if not layout.is_sharded:
         advice.append("--strategy fsdp" + " --offload" * (layout.world_size == 1))
     elif layout.zero and not sharding.offload:
         advice.append("--offload")
-    if layout.is_spread or not advice:
+    if layout.is_sharded or not advice:
         advice.append("more GPUs")
     return " or ".join(advice)

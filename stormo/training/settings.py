@@ -13,10 +13,10 @@ from stormo.config import options
 from stormo.config.layout import Layout, resolve_layout
 from stormo.config.plan import check_settings
 from stormo.config.schema import Change, Effective, TrainConfig
-from stormo.launch import Place
+from stormo.launch import RankInfo
 from stormo.launch.nodes import launched_by
 from stormo.system.hardware import visible_gpus
-from stormo.tasks.check import check_made, check_options
+from stormo.tasks.check import check_init, check_options
 from stormo.tasks.find import TASKS, find_task
 from stormo.tasks.task import Task
 from stormo.training import staging
@@ -105,12 +105,12 @@ def handed_settings(environ: MutableMapping[str, str]) -> tuple[TrainConfig, typ
     return settings.config(task_class.Options), task_class
 
 
-def checked(config: TrainConfig, task_class: type[Task], place: Place | None = None) -> tuple[Layout, Task]:
+def checked(config: TrainConfig, task_class: type[Task], place: RankInfo | None = None) -> tuple[Layout, Task]:
     """The layout and the task; refuses, before any process starts, settings that hold for no data."""
     layout = resolve_layout(config, visible_gpus(), launched_by(place))
     check_settings(config, layout)
     task = task_class(config.task_options)
-    check_made(task)
+    check_init(task)
     staging.check(config.command, task)
     if config.run.prometheus is not None:
         from stormo.telemetry import prometheus

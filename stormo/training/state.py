@@ -23,26 +23,26 @@ from stormo import checkpoint
 from stormo.checkpoint import (
     BUFFER,
     BUFFERS,
-    KEPT_BACK,
+    ERROR_FEEDBACK,
     LOSSES,
     OWN,
     Shard,
     Snapshot,
     aliases,
-    boxes_of,
+    chunks_of,
     collect_random_state,
+    error_feedback_chunks,
     flatten_optimizer,
-    kept_boxes,
-    local_boxes,
+    local_chunks,
     local_state,
     losses_of,
+    restore_error_feedback,
+    restore_local,
     restore_optimizer,
     restore_random_state,
+    restore_sharded,
     stored_buffers,
-    take_checkpoint,
-    take_kept,
-    take_local,
-    whole_box,
+    whole_chunk,
 )
 from stormo.config.mesh import Mesh
 from stormo.data.order import derive_seed, seed_generators
@@ -70,14 +70,14 @@ class RunState:
 
     def add_loss(self, part: Tensor, num_samples: int) -> Tensor:
         """Add this rank's part of a step's loss; return its part of the mean loss."""
-        mean, loss_sum, num_items = self.strategy.weighing.of_step(part, num_samples)
+        mean, loss_sum, num_items = self.strategy.loss_weights.of_step(part, num_samples)
         self.loss_sum += loss_sum
         self.num_items += num_items
         return mean
 
     def content(self, world: World, seed: int) -> Snapshot | Shard | None:
         """What this rank gives to a checkpoint. All ranks call it."""
-        return self.shard(world, seed) if self.strategy.saves_apart else self.snapshot(world, seed)
+        return self.shard(world, seed) if self.strategy.sharded_checkpoint else self.snapshot(world, seed)
 
     def snapshot(self, world: World, seed: int) -> Snapshot | None:
         """The state of all ranks, on rank 0; None on the others. All ranks call it."""
@@ -101,19 +101,19 @@ class RunState:
         """This rank's boxes of a checkpoint; rank 0 has the plain values besides."""
         strategy, buffers = self.strategy, stored_buffers(world, self.strategy)
         random_tensors, state = self._plain(world, seed, buffers.sources)
-        if strategy.steps_alone:
-            boxes, local = local_boxes(world, strategy), local_state(world, strategy)
+        if strategy.local_updates:
+            boxes, local = local_chunks(world, strategy), local_state(world, strategy)
         else:
-            boxes, local = boxes_of(strategy.parts(), strategy.optimizer), None
-        boxes += kept_boxes(world, strategy)
-        boxes += [whole_box("model", name, tensor) for name, tensor in buffers.model.items()]
-        boxes += [whole_box(OWN, BUFFER + name, tensor) for name, tensor in buffers.own.items()]
-        boxes += [whole_box(OWN, name, tensor) for name, tensor in random_tensors.items()]
+            boxes, local = chunks_of(strategy.parts(), strategy.optimizer), None
+        boxes += error_feedback_chunks(world, strategy)
+        boxes += [whole_chunk("model", name, tensor) for name, tensor in buffers.model.items()]
+        boxes += [whole_chunk(OWN, BUFFER + name, tensor) for name, tensor in buffers.own.items()]
+        boxes += [whole_chunk(OWN, name, tensor) for name, tensor in random_tensors.items()]
         if state is not None:
             if local is not None:
                 state["local"] = local
-            if strategy.low_rank is not None:
-                state[KEPT_BACK] = strategy.low_rank.rank
+            if strategy.powersgd is not None:
+                state[ERROR_FEEDBACK] = strategy.powersgd.rank
             state["mesh"] = _mesh(world)
         return Shard(chunks=boxes, aliases=aliases(strategy), state=state)
 
@@ -126,7 +126,7 @@ class RunState:
         random_tensors, random_json = collect_random_state()
         own = {_RANDOM + name: tensor for name, tensor in random_tensors.items()}
         sums = [float(self.loss_sum.detach().double()), float(self.num_items.detach().double())]
-        gathered = world.gather_json([random_json, *sums])
+        gathered = world.gather_objects([random_json, *sums])
         if gathered is None:
             return own, None
         return own, {
@@ -140,26 +140,28 @@ class RunState:
             **own_values,
         }
 
-    def take_up(self, world: World, path: Path, seed: int) -> None:
+    def restore(self, world: World, path: Path, seed: int) -> None:
         """Restore a checkpoint of either version, whatever mesh has saved it. All ranks call it.
 
         Only ranks that save their own part must see the path; else rank 0 is enough.
         """
-        if self.strategy.saves_apart:
-            state, own = take_checkpoint(world, path, self.strategy, lambda state: _is_same_mesh(state, world))
+        if self.strategy.sharded_checkpoint:
+            state, own = restore_sharded(world, path, self.strategy, lambda state: _is_same_mesh(state, world))
             self._restore_rest(world, state, own, seed)
             is_same = _is_same_mesh(state, world)
-            if self.strategy.steps_alone:
-                take_local(world, path, self.strategy, state, is_same=is_same)
-            take_kept(world, path, self.strategy, state, is_same=is_same)
+            if self.strategy.local_updates:
+                restore_local(world, path, self.strategy, state, is_same=is_same)
+            restore_error_feedback(world, path, self.strategy, state, is_same=is_same)
         else:
-            self.restore(world, checkpoint.load(path) if world.is_main else None, seed)
+            self.restore_snapshot(world, checkpoint.load(path) if world.is_main else None, seed)
 
-    def restore(self, world: World, snapshot: Snapshot | None, seed: int) -> None:
+    def restore_snapshot(self, world: World, snapshot: Snapshot | None, seed: int) -> None:
         """Restore a snapshot that rank 0 has. All ranks call it."""
-        state = world.share_json(None if snapshot is None else {LOSSES: losses_of(snapshot.ranks), **snapshot.state})
-        model = world.share_tensors(snapshot.model if snapshot else None)
-        optimizer = world.share_tensors(snapshot.optimizer if snapshot else None)
+        state = world.broadcast_object(
+            None if snapshot is None else {LOSSES: losses_of(snapshot.ranks), **snapshot.state}
+        )
+        model = world.broadcast_tensors(snapshot.model if snapshot else None)
+        optimizer = world.broadcast_tensors(snapshot.optimizer if snapshot else None)
         strategy = self.strategy
         strategy.module.load_state_dict(model)
         restore_optimizer(strategy.optimizer, _names(strategy), optimizer)
@@ -171,7 +173,7 @@ class RunState:
         strategy = self.strategy
         if problem := _problem(state):
             raise StormoError(f"The checkpoint cannot be resumed: its state.json {problem}.")
-        is_own = strategy.steps_alone and _is_same_mesh(state, world)
+        is_own = strategy.local_updates and _is_same_mesh(state, world)
         if "local" in state and state["world_size"] > 1 and not is_own:
             strategy.notices.append(
                 f"The checkpoint is of {counted(state['world_size'], 'worker')} that stepped by themselves: the run "
@@ -227,8 +229,8 @@ def _handed_out(world: World, snapshot: Snapshot | None, state: Mapping[str, Any
     replicas = {
         BUFFER + name: by_rank[rank].pop(BUFFER + name) for name, rank in state.get(BUFFERS, {}).items() if by_rank
     }
-    shared = world.share_tensors(replicas)
-    own = world.hand_out(lambda rank: safetensors.torch.save(by_rank.get(rank, {})))
+    shared = world.broadcast_tensors(replicas)
+    own = world.scatter_bytes(lambda rank: safetensors.torch.save(by_rank.get(rank, {})))
     return shared | safetensors.torch.load(own)
 
 

@@ -26,7 +26,7 @@ def make_summary(config: TrainConfig, plan: Plan, state: RunState, run_folder: P
     return {
         "task": config.task,
         "strategy": plan.layout.strategy,
-        "mesh": str(plan.layout.mesh) if plan.layout.is_spread else None,
+        "mesh": str(plan.layout.mesh) if plan.layout.is_sharded else None,
         "device": plan.layout.gpu.name if plan.layout.gpu else "cpu",
         "precision": plan.precision,
         "world_size": plan.layout.world_size,
@@ -57,7 +57,7 @@ def make_summary(config: TrainConfig, plan: Plan, state: RunState, run_folder: P
             num_samples=progress.samples_seen,
             target_unix_s=progress.target_unix_s,
         ),
-        "pipeline": state.strategy.pipeline_seen(),
+        "pipeline": state.strategy.pipeline_trace(),
         **_noise_scale(config, plan, state, stopped_by),
         **_staleness(config, plan, state),
         "stopped_by": stopped_by,

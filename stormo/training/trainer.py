@@ -25,10 +25,10 @@ from stormo.distributed.devices import device_of, share_cores
 from stormo.distributed.store import Store
 from stormo.distributed.world import World
 from stormo.errors import EXIT_DIVERGED, EXIT_INTERRUPTED, EXIT_RESUMABLE
-from stormo.launch import Lifeline, Place
+from stormo.launch import FailureReporter, RankInfo
 from stormo.launch.signals import StopFlag, stop_flag
 from stormo.optim.schedule import make_schedule
-from stormo.parallel.batch_size import find_passes
+from stormo.parallel.batch_size import find_micro_batch_size
 from stormo.parallel.table import strategy_class
 from stormo.profiling.ranges import record_for_nsight
 from stormo.profiling.window import ProfileWindow
@@ -38,7 +38,7 @@ from stormo.system.process import SetUp
 from stormo.tasks.task import Task
 from stormo.telemetry.record import Notice
 from stormo.training.loop import Outcome, Training, train
-from stormo.training.measuring import open_keeper
+from stormo.training.measuring import open_node_recorder
 from stormo.training.progress import Progress
 from stormo.training.records import RunRecorder
 from stormo.training.recovery import Recovery
@@ -56,7 +56,7 @@ from stormo.training.validation import Validation
 
 
 def run_worker(
-    config: TrainConfig, layout: Layout, task: Task, place: Place, store: Store | None, lifeline: Lifeline
+    config: TrainConfig, layout: Layout, task: Task, place: RankInfo, store: Store | None, lifeline: FailureReporter
 ) -> int:
     """Train as one rank of the job; return its exit code."""
     set_up = SetUp()
@@ -82,7 +82,7 @@ class Trainer:
     task: Task
 
     def __init__(
-        self, config: TrainConfig, lifeline: Lifeline, flag: StopFlag, set_up: SetUp, resources: ExitStack
+        self, config: TrainConfig, lifeline: FailureReporter, flag: StopFlag, set_up: SetUp, resources: ExitStack
     ) -> None:
         self.config = config
         self._lifeline = lifeline
@@ -92,7 +92,7 @@ class Trainer:
         self._closing = ExitStack()  # closed after success alone
         self._notices: list[Notice] = []  # for the run's records, once they are open
 
-    def setup(self, layout: Layout, task: Task, place: Place, store: Store | None) -> None:
+    def setup(self, layout: Layout, task: Task, place: RankInfo, store: Store | None) -> None:
         """Join, fetch and stage the data, resolve the plan, build, try the first batches, open the run folder."""
         self._join(layout, place, store)
         self._prepare_data(task)
@@ -156,7 +156,7 @@ class Trainer:
         self._resources.close()
         self.world.close()
 
-    def _join(self, layout: Layout, place: Place, store: Store | None) -> None:
+    def _join(self, layout: Layout, place: RankInfo, store: Store | None) -> None:
         config = self.config
         device = device_of(layout.device_type, place, store, may_share=layout.backend == "gloo")
         join = partial(
@@ -168,7 +168,7 @@ class Trainer:
             timeout_s=config.workers.timeout,
             mesh=layout.mesh,
             data_axes=layout.data_axes,
-            needs_group=layout.is_spread,
+            needs_group=layout.is_sharded,
         )
         if config.command.preflight:
             from stormo.doctor.job import join_after_preflight
@@ -177,7 +177,9 @@ class Trainer:
             self._notices += notices
         else:
             self.world = join()
-        keeper = open_keeper(self.world, devices_per_worker=layout.devices_per_worker, is_on=config.energy.energy)
+        keeper = open_node_recorder(
+            self.world, devices_per_worker=layout.devices_per_worker, is_on=config.energy.energy
+        )
         self._keeper = self._resources.enter_context(closing(keeper))
         self._set_up.done("joining")
 
@@ -223,7 +225,7 @@ class Trainer:
             resident=self.plan.loader == "resident",
             num_loader_workers=_num_loader_workers(config, world),
             make_batch=make_batch(task),
-            together=strategy.is_spread,
+            together=strategy.is_sharded,
         )
         self._closing.callback(self._validation.close)
         self._closing.callback(loader.close)
@@ -232,16 +234,16 @@ class Trainer:
             plan = with_own_optimizer(config, plan, type(strategy.optimizer).__name__)
         if config.batch.batch_size == "auto":
             with explain():
-                plan = find_passes(config, plan, strategy, loader)
+                plan = find_micro_batch_size(config, plan, strategy, loader)
             self._set_up.done("batch size")
-        self.plan = with_layers(config, plan, **strategy.layers_it_has(), loss_reduction=task.loss_reduction)
+        self.plan = with_layers(config, plan, **strategy.layer_kinds(), loss_reduction=task.loss_reduction)
 
     def _check(self) -> None:
         """Run the first batches and undo them, before the run has a folder."""
         config, plan, strategy, loader = self.config, self.plan, self._strategy, self._loader
         grown = max(map(plan.at_epoch, (stage.first_epoch for stage in plan.stages)), key=lambda at: at.batch_per_pass)
         largest = replace(loader.share, global_batch_size=grown.global_batch_size, accumulate=grown.accumulate)
-        is_larger = grown.batch_per_pass > plan.batch_per_pass and not strategy.is_spread
+        is_larger = grown.batch_per_pass > plan.batch_per_pass and not strategy.is_sharded
         check_streams(self.task, self.world, loader, self._validation)
         with explain_out_of_memory(config, plan, self.world.device, has_model=True):
             needs_no_warm_up = self.world.size == 1 and self.world.device.type == "cpu" and not plan.compile

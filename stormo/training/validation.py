@@ -198,8 +198,8 @@ class Validation:
 
     def _total(self, names: tuple[list[str], list[str]], rows: dict[int, Tensor]) -> dict[str, float]:
         world = self._world
-        gathered = world.gather_json(names)
-        for main, other in world.share_json([[gathered[0], theirs] for theirs in gathered] if gathered else None):
+        gathered = world.gather_objects(names)
+        for main, other in world.broadcast_object([[gathered[0], theirs] for theirs in gathered] if gathered else None):
             self._same_names((main[0], main[1]), (other[0], other[1]))
         table = torch.zeros(self.num_batches, len(names[0]), dtype=torch.float64, device=world.device)
         for slot, row in rows.items():
@@ -214,7 +214,7 @@ class Validation:
         for name in names[1]:
             found |= compute(name, self._objects[name], world)
         # Ranks that share a model may round differently, and all must decide alike when to stop.
-        return dict(world.share_json(found)) if self._together else found
+        return dict(world.broadcast_object(found)) if self._together else found
 
 
 def _listed(names: tuple[list[str], list[str]]) -> str:

@@ -47,7 +47,7 @@ def test_two_meshes_take_up_each_other(
 def _forgetful(world: Any, *arguments: Any) -> Any:
     """Workers that compute with other weights than they have read."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Sharded, "forward_backward", lambda self, batch: 2 * Strategy.forward_backward(self, batch))
+        patch.setattr(Sharded, "micro_step", lambda self, batch: 2 * Strategy.micro_step(self, batch))
         return reshard.restore_and_save(world, *arguments)
 
 

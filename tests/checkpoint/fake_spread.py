@@ -12,7 +12,7 @@ from stormo.checkpoint.reader import Reader, ReadItem
 from stormo.config.mesh import Mesh
 from stormo.distributed.world import World
 from stormo.optim.novograd import NovoGrad
-from stormo.parallel.parameter_shards import Part, chunk
+from stormo.parallel.parameter_shards import ParameterShard, chunk
 
 MESHES: dict[str, Mesh] = {
     "one": Mesh(),
@@ -48,9 +48,9 @@ class Model(nn.Module):
 class FakeSpread:
     """What the checkpoint room and `RunState` ask of a strategy."""
 
-    is_spread = saves_apart = True
-    steps_alone = False
-    low_rank = None
+    is_sharded = sharded_checkpoint = True
+    local_updates = False
+    powersgd = None
 
     def load_state_dict(self, state: object) -> None:
         """There is none."""
@@ -78,7 +78,7 @@ class FakeSpread:
         else:
             self.optimizer = torch.optim.AdamW(stepped, lr=0.1)
 
-    def _cut(self, name: str, whole: Tensor) -> Part:
+    def _cut(self, name: str, whole: Tensor) -> ParameterShard:
         """By columns, then by rows of what is left."""
         at, mesh = self.world.grid.at, self.world.mesh
         offset, shape, is_first = [0] * whole.ndim, list(whole.shape), at["tensor"] == 0
@@ -89,7 +89,7 @@ class FakeSpread:
             offset[0], shape[0] = chunk(shape[0], at["shard"], mesh.shard)
         else:
             is_first = is_first and at["shard"] == 0
-        return Part(
+        return ParameterShard(
             name=name,
             whole_shape=tuple(whole.shape),
             offset=tuple(offset),
@@ -123,13 +123,13 @@ class FakeSpread:
                 assert torch.equal(state[key], self._of(part, tensor)), f"{part.name}|{key}"
 
     @staticmethod
-    def _of(part: Part, tensor: Tensor) -> Tensor:
+    def _of(part: ParameterShard, tensor: Tensor) -> Tensor:
         return part.of(tensor) if tuple(tensor.shape) == part.whole_shape else tensor
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[ParameterShard]:
         return self._parts
 
-    def parts_changed(self) -> None:
+    def shards_changed(self) -> None:
         self.num_changes += 1
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:

@@ -22,14 +22,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 from conftest import assert_same, make_snapshot
 
-from stormo.checkpoint import Saving, Shard, find, load, newest_good, save, whole_box
+from stormo.checkpoint import RetentionPolicy, Shard, find, load, newest_good, save, whole_chunk
 from stormo.checkpoint.writer import Chunk, Publisher, ShardWriter, make_temp_dir
 
 OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "shutil.rmtree"}
 
 
 def store(folder: Path, step: int, seed: int) -> None:
-    save(folder, make_snapshot(seed), Saving(step=step, identity="run", keep_last=2))
+    save(folder, make_snapshot(seed), RetentionPolicy(step=step, identity="run", keep_last=2))
 
 
 def store_shards(folder: Path, step: int, seed: int) -> None:
@@ -48,9 +48,9 @@ def store_shards(folder: Path, step: int, seed: int) -> None:
                 chunks[0].append(chunk)
     for full_name, tensor in snapshot.ranks.items():
         rank, _, name = full_name.partition("/")
-        chunks[int(rank)].append(whole_box("own", name, tensor))
+        chunks[int(rank)].append(whole_chunk("own", name, tensor))
     main = Shard(chunks=chunks[0], state=snapshot.state)
-    saving = Saving(step=step, identity="run", keep_last=2)
+    saving = RetentionPolicy(step=step, identity="run", keep_last=2)
     new = make_temp_dir(folder, step, 0)
     for rank, shard in ((1, Shard(chunks=chunks[1])), (0, main)):
         ShardWriter(rank, shard).write(new.path, step)

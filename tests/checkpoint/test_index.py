@@ -160,11 +160,11 @@ def test_hostile_indexes_of_version_2_are_refused_in_words(data: bytes, words: s
         parse_index_v2(data, FILES)
 
 
-HALVES = [[0, [0, 0], [1, 3]], [1, [1, 0], [1, 3]]]
+HALF_DTYPES = [[0, [0, 0], [1, 3]], [1, [1, 0], [1, 3]]]
 
 
 def index(**changes: Any) -> bytes:
-    body = {"cuts": [HALVES, []], "model": {"w": ["F32", [2, 3], 0]}, "optimizer": {"w|m": ["BF16", [0, 3], 1]}}
+    body = {"cuts": [HALF_DTYPES, []], "model": {"w": ["F32", [2, 3], 0]}, "optimizer": {"w|m": ["BF16", [0, 3], 1]}}
     return json.dumps({**body, **changes}).encode()
 
 
@@ -174,7 +174,7 @@ def test_an_index_survives_its_own_format_and_lists_equal_chunks_once() -> None:
     assert parsed["model"]["tied"] == parsed["model"]["w"]
     again = index_json(parsed)
     assert parse_index(again, FILES) == parsed
-    assert json.loads(again)["cuts"] == [HALVES, []]
+    assert json.loads(again)["cuts"] == [HALF_DTYPES, []]
 
 
 @pytest.mark.parametrize(
@@ -190,8 +190,8 @@ def test_an_index_survives_its_own_format_and_lists_equal_chunks_once() -> None:
         (index(cuts=[[[True, [0, 0], [1, 3]]], []]), "not a rank, an offset and a shape"),
         (index(cuts=[[[-1, [0, 0], [1, 3]]], []]), "not a rank, an offset and a shape"),
         (index(cuts=[[[2, [0, 0], [2, 3]]], []]), "no tensor file of this checkpoint"),
-        (index(cuts=[HALVES[:1], []]), "do not cover its shape"),
-        (index(cuts=[[*HALVES, HALVES[0]], []]), "exactly once"),
+        (index(cuts=[HALF_DTYPES[:1], []]), "do not cover its shape"),
+        (index(cuts=[[*HALF_DTYPES, HALF_DTYPES[0]], []]), "exactly once"),
         (index(model=[]), "section model is not an object"),
         (index(model={"w": {}}), "not a dtype, a shape and a list of chunks"),
         (index(model={"w": ["F31", [2, 3], 0]}), "no valid dtype"),

@@ -19,8 +19,8 @@ from stormo import checkpoint
 from stormo.checkpoint import (
     CorruptCheckpointError,
     Reader,
+    RetentionPolicy,
     Saver,
-    Saving,
     Snapshot,
     find,
     load,
@@ -37,7 +37,7 @@ from stormo.checkpoint.index import StoredChunk
 from stormo.checkpoint.writer import write_file
 from stormo.distributed.world import World
 from stormo.errors import SettingError, StormoError
-from stormo.parallel.parameter_shards import Part
+from stormo.parallel.parameter_shards import ParameterShard
 from stormo.training.progress import Progress
 from stormo.training.state import RunState
 from tests.checkpoint.fake_spread import MESHES, FakeSpread, Model, read_chunk, read_tensor, require_whole, whole_values
@@ -51,8 +51,8 @@ def listed(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def saving(step: int) -> Saving:
-    return Saving(step=step, identity="run", keep_last=9)
+def saving(step: int) -> RetentionPolicy:
+    return RetentionPolicy(step=step, identity="run", keep_last=9)
 
 
 def run_state(strategy: FakeSpread, step: int = 0) -> RunState:
@@ -68,7 +68,7 @@ def save(strategy: FakeSpread, folder: str, step: int, *, in_background: bool = 
     one.settle()
     done = one.finished()
     assert (done is None) is not world.is_main
-    path: str = world.share_json(None if done is None else str(done.saved.path))
+    path: str = world.broadcast_object(None if done is None else str(done.saved.path))
     return path
 
 
@@ -87,7 +87,7 @@ def _take_all(world: World, folder: str, mesh: str, sources: list[tuple[int, str
     for seed, optimizer, path in sources:
         strategy = FakeSpread(world, mesh, optimizer)
         state = run_state(strategy)
-        state.take_up(world, Path(path), 0)
+        state.restore(world, Path(path), 0)
         strategy.require(seed)
         assert (state.progress.step, state.progress.num_resumes, strategy.num_changes) == (seed, 1, 1)
         again.append(save(strategy, f"{folder}/{mesh}", seed) if mesh == "grid" else path)
@@ -123,7 +123,7 @@ def _whole(folder: Path, optimizer: str, seed: int) -> Path:
             "progress": Progress(step=seed).to_json(),
         },
     )
-    return checkpoint.save(folder, snapshot, Saving(step=seed, identity="", keep_last=1)).path
+    return checkpoint.save(folder, snapshot, RetentionPolicy(step=seed, identity="", keep_last=1)).path
 
 
 def _own_things(world: World, folder: str) -> tuple[Any, ...]:
@@ -137,7 +137,7 @@ def _own_things(world: World, folder: str) -> tuple[Any, ...]:
     for mesh in ("stages of rows", "rows 4"):
         again = FakeSpread(world, mesh)
         state = run_state(again)
-        state.take_up(world, Path(path), 0)
+        state.restore(world, Path(path), 0)
         buffers = {name: buffer.numpy().copy() for name, buffer in again.named_buffers()}
         found.append((torch.rand(3).numpy(), buffers, float(state.loss_sum)))
     return drawn, *found
@@ -167,7 +167,7 @@ def _second_chunks(world: World, folder: str) -> str:
     strategy = FakeSpread(world, "rows 2", "sgd", nn.Linear(3, 6, bias=False))
     whole = torch.arange(18.0).reshape(6, 3)
     strategy._parts = [
-        Part(
+        ParameterShard(
             name="weight",
             whole_shape=(6, 3),
             offset=(row, 0),
@@ -183,7 +183,7 @@ def _second_chunks(world: World, folder: str) -> str:
         strategy.optimizer.state[part.local]["momentum_buffer"] = -part.of(whole).clone()
     path = save(strategy, folder, 1)
     again = FakeSpread(world, "rows 2", "sgd", nn.Linear(3, 6, bias=False))
-    run_state(again).take_up(world, Path(path), 0)
+    run_state(again).restore(world, Path(path), 0)
     (part,) = again.parts()
     assert torch.equal(part.local, part.of(whole))
     assert torch.equal(again.optimizer.state[part.local]["momentum_buffer"], -part.of(whole))
@@ -301,7 +301,7 @@ def _takes(world: World, path: str, module: str = "") -> tuple[str, int]:
         modules["wider"] = Model()
         modules["wider"].first = nn.Linear(6, 9)
     strategy = FakeSpread(world, "rows 2", module=modules[module])
-    return _told(lambda: run_state(strategy).take_up(world, Path(path), 0))
+    return _told(lambda: run_state(strategy).restore(world, Path(path), 0))
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from stormo.checkpoint import (
     CheckpointWriteError,
     CorruptCheckpointError,
     Reader,
-    Saving,
+    RetentionPolicy,
     Shard,
     Snapshot,
     find,
@@ -33,7 +33,7 @@ from stormo.checkpoint import (
     save,
     verify,
     weights_digest,
-    whole_box,
+    whole_chunk,
 )
 from stormo.checkpoint import reader as reader_module
 from stormo.checkpoint.format import FILES, INDEX, MANIFEST, STATE, TENSOR_FILES, FileEntry, Manifest, parse_manifest
@@ -48,7 +48,7 @@ ALL_FILES = (*FILES, MANIFEST)
 def folder(tmp_path: Path, make_snapshot: Callable[[int], Snapshot]) -> Path:
     """Steps 1 and 2, both good."""
     for step in (1, 2):
-        save(tmp_path, make_snapshot(step), Saving(step=step, identity="run", keep_last=5))
+        save(tmp_path, make_snapshot(step), RetentionPolicy(step=step, identity="run", keep_last=5))
     return tmp_path
 
 
@@ -425,12 +425,12 @@ def test_a_resealed_header_that_makes_no_sense_is_refused_by_the_reader_of_chunk
 
 def sharded(folder: Path, spoil: Callable[[Path], object] = lambda manifest: None) -> Path:
     """One worker's checkpoint of two tensors of eight bytes each; its manifest may be spoilt before it is published."""
-    chunks = [whole_box("model", "a", torch.ones(2)), whole_box("optimizer", "a|momentum_buffer", torch.zeros(2))]
+    chunks = [whole_chunk("model", "a", torch.ones(2)), whole_chunk("optimizer", "a|momentum_buffer", torch.zeros(2))]
     shard = Shard(chunks=chunks, state={})
     new = make_temp_dir(folder, 3, 0)
     ShardWriter(0, shard).write(new.path, 3)
     spoil(new.path / rank_manifest_name(0))
-    saving = Saving(step=3, identity="", keep_last=1)
+    saving = RetentionPolicy(step=3, identity="", keep_last=1)
     return Publisher(folder, shard, saving, 1).publish(new.path).path
 
 

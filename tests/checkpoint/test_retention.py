@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from stormo.checkpoint import CheckpointWriteError, Saving, Snapshot, find, save, writer
+from stormo.checkpoint import CheckpointWriteError, RetentionPolicy, Snapshot, find, save, writer
 from stormo.checkpoint import retention as module
 from stormo.checkpoint.retention import new_temp_dir, remove, remove_stale_temp_dirs
 
@@ -105,7 +105,7 @@ def test_nothing_with_another_name_is_touched(tmp_path: Path) -> None:
 
 def test_the_next_save_cleans_and_publishes(tmp_path: Path, make_snapshot: Make) -> None:
     abandoned(tmp_path, module._machine(), "4194304-1")
-    save(tmp_path, make_snapshot(1), Saving(step=1, identity="", keep_last=1))
+    save(tmp_path, make_snapshot(1), RetentionPolicy(step=1, identity="", keep_last=1))
     assert listed(tmp_path) == ["step-00000001"]
 
 
@@ -158,7 +158,7 @@ def test_a_writer_whose_folder_was_taken_away_fails_and_publishes_nothing(
 
     monkeypatch.setattr(writer, "_rename", taken_away)
     with pytest.raises(CheckpointWriteError, match="No such file"):
-        save(tmp_path, make_snapshot(1), Saving(step=1, identity="", keep_last=1))
+        save(tmp_path, make_snapshot(1), RetentionPolicy(step=1, identity="", keep_last=1))
     assert find(tmp_path) == []
     assert listed(tmp_path) == []
 

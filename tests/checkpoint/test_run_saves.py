@@ -31,7 +31,7 @@ Ranks = Callable[..., list[Any]]
 
 def run_of(world: World, folder: str, **flags: Any) -> tuple[Parts, Training, RunRecorder, list[Any]]:
     parts, training, (journal, _, records) = put_together(world, folder, Tiny, **flags)
-    data, together = parts.task.validation_data(), parts.strategy.is_spread
+    data, together = parts.task.validation_data(), parts.strategy.is_sharded
     training.validation = Validation(parts.task, data, 10, world, together=together)
     return parts, training, journal, records
 

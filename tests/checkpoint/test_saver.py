@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from stormo.checkpoint import Saver, Saving, Shard, Snapshot, find, load, saver, verify, whole_box
+from stormo.checkpoint import RetentionPolicy, Saver, Shard, Snapshot, find, load, saver, verify, whole_chunk
 from stormo.checkpoint.writer import write_file
 from stormo.distributed.world import World
 from stormo.errors import StormoError
@@ -23,8 +23,8 @@ Ranks = Callable[..., list[Any]]
 TENSORS = ("model", "optimizer", "ranks")
 
 
-def saving(step: int) -> Saving:
-    return Saving(step=step, identity="run", keep_last=2)
+def saving(step: int) -> RetentionPolicy:
+    return RetentionPolicy(step=step, identity="run", keep_last=2)
 
 
 class Gate:
@@ -129,13 +129,13 @@ def test_what_fails_in_a_thread_is_raised_by_all_and_leaves_nothing(
     assert listed(tmp_path) == []
 
 
-def _refused(world: World, folder: str, is_spread: bool) -> str:
+def _refused(world: World, folder: str, is_sharded: bool) -> str:
     """What no checkpoint can hold is refused before the thread starts, on all workers."""
     content: Any = None
     if world.is_main:
         content = Snapshot(model={"w": torch.zeros(2, dtype=torch.complex128)}, optimizer={}, ranks={}, state={})
-    if is_spread:
-        content = Shard(chunks=[whole_box("model", "w", torch.zeros(2, dtype=torch.complex128))], state={})
+    if is_sharded:
+        content = Shard(chunks=[whole_chunk("model", "w", torch.zeros(2, dtype=torch.complex128))], state={})
     one = Saver(world, in_background=True)
     with pytest.raises(StormoError) as caught:
         one.begin(content, Path(folder) if world.is_main else None, saving(1))
@@ -143,9 +143,9 @@ def _refused(world: World, folder: str, is_spread: bool) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("is_spread", [False, True])
-def test_what_cannot_be_stored_is_refused_at_once_by_all(run_ranks: Ranks, tmp_path: Path, is_spread: bool) -> None:
-    told = run_ranks(_refused, 2, str(tmp_path), is_spread)
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_what_cannot_be_stored_is_refused_at_once_by_all(run_ranks: Ranks, tmp_path: Path, is_sharded: bool) -> None:
+    told = run_ranks(_refused, 2, str(tmp_path), is_sharded)
     assert told[0] == told[1]
     assert "w has dtype torch.complex128" in told[0]
     assert listed(tmp_path) == []

@@ -14,11 +14,11 @@ from stormo.checkpoint import (
     CheckpointWriteError,
     CorruptCheckpointError,
     Reader,
-    Saving,
+    RetentionPolicy,
     Shard,
     find,
     verify,
-    whole_box,
+    whole_chunk,
     writer,
 )
 from stormo.checkpoint import reader as reader_module
@@ -41,7 +41,7 @@ NAMES = [f"layers.{layer}.weight" for layer in range(LAYERS)]
 VALUES = {name: whole(name) for weight in NAMES for name in (weight, *(f"{weight}|{key}" for key in STATE))}
 
 
-def boxes_of(rank: int, num_ranks: int) -> Iterator[Chunk]:
+def chunks_of(rank: int, num_ranks: int) -> Iterator[Chunk]:
     num_rows = RANKS * ROWS // num_ranks
     for name, tensor in VALUES.items():
         section = "optimizer" if "|" in name else "model"
@@ -49,8 +49,8 @@ def boxes_of(rank: int, num_ranks: int) -> Iterator[Chunk]:
         rows = tensor[start : start + num_rows]
         yield Chunk(section=section, name=name, whole_shape=tuple(tensor.shape), offset=(start,), tensor=rows)
         if not rank and "|" not in name:
-            yield whole_box("optimizer", f"{name}|step", torch.tensor(3.0))
-    yield whole_box("own", "random/torch_rng", torch.full((8,), rank))
+            yield whole_chunk("optimizer", f"{name}|step", torch.tensor(3.0))
+    yield whole_chunk("own", "random/torch_rng", torch.full((8,), rank))
 
 
 def save(folder: Path, step: int, num_ranks: int = RANKS, max_index_bytes: int = writer.MAX_INDEX_BYTES) -> Saved:
@@ -60,9 +60,9 @@ def save(folder: Path, step: int, num_ranks: int = RANKS, max_index_bytes: int =
         patch.setattr(writer, "LARGEST_READ_BACK_BYTES", 0)  # as for a model that needs so many ranks
         new = make_temp_dir(folder, step, 0)
         for rank in range(num_ranks):
-            ShardWriter(rank, Shard(chunks=list(boxes_of(rank, num_ranks)))).write(new.path, step)
+            ShardWriter(rank, Shard(chunks=list(chunks_of(rank, num_ranks)))).write(new.path, step)
         patch.setattr(writer, "MAX_INDEX_BYTES", max_index_bytes)
-        saving = Saving(step=step, identity="run", keep_last=1)
+        saving = RetentionPolicy(step=step, identity="run", keep_last=1)
         return Publisher(folder, Shard(chunks=[], state={"step": step}), saving, num_ranks).publish(new.path)
 
 

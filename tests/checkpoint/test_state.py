@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from stormo.checkpoint import (
-    Saving,
+    RetentionPolicy,
     Snapshot,
     collect_random_state,
     flatten_optimizer,
@@ -87,7 +87,7 @@ def names_of(model: nn.Module) -> dict[Tensor, str]:
 
 def through_a_file(model: nn.Module, tensors: dict[str, Tensor], folder: Path) -> Snapshot:
     snapshot = Snapshot(model=model.state_dict(), optimizer=tensors, ranks={}, state={})
-    saved = save(folder, snapshot, Saving(step=1, identity="", keep_last=1))
+    saved = save(folder, snapshot, RetentionPolicy(step=1, identity="", keep_last=1))
     return load(saved.path)
 
 

@@ -40,7 +40,7 @@ def digests(parts: Parts) -> dict[str, str]:
 
 def _taken_up(world: World, path: str, strategy: str) -> dict[str, str]:
     parts = build(world, {"num_train": 40}, strategy=strategy, **FLAGS)
-    parts.state.take_up(world, Path(path), 0)
+    parts.state.restore(world, Path(path), 0)
     return digests(parts)
 
 

@@ -18,7 +18,7 @@ import torch
 
 from stormo.checkpoint import (
     CheckpointWriteError,
-    Saving,
+    RetentionPolicy,
     Snapshot,
     find,
     load,
@@ -38,7 +38,7 @@ SCRIPT = Path(__file__).with_name("killed_saves.py")
 
 
 def store(folder: Path, snapshot: Snapshot, step: int, **settings: Any) -> Saved:
-    return save(folder, snapshot, Saving(**{"step": step, "identity": "run", "keep_last": 2, **settings}))
+    return save(folder, snapshot, RetentionPolicy(**{"step": step, "identity": "run", "keep_last": 2, **settings}))
 
 
 def steps(folder: Path) -> list[int]:

@@ -11,7 +11,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from stormo.checkpoint import CorruptCheckpointError, Saving, load, save, weights_digest
+from stormo.checkpoint import CorruptCheckpointError, RetentionPolicy, load, save, weights_digest
 from stormo.cli import main
 from stormo.errors import EXIT_USAGE
 from tests.checkpoint.conftest import make_snapshot
@@ -29,7 +29,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "config.toml").write_text("")
     for step, metric in ((10, 0.5), (20, 0.9), (30, None)):
-        saving = Saving(step=step, identity="demo", keep_last=9, metric=metric)
+        saving = RetentionPolicy(step=step, identity="demo", keep_last=9, metric=metric)
         save(folder / "checkpoints", make_snapshot(step), saving)
     return folder
 

@@ -51,7 +51,7 @@ def test_what_the_axis_shard_cuts(flags: dict[str, Any], zero: int) -> None:
 
 def test_a_mesh_of_copies_is_ddp() -> None:
     layout = _plan(num_gpus=4, mesh="replicate=4").layout
-    assert (layout.strategy, layout.is_spread) == ("ddp", False)
+    assert (layout.strategy, layout.is_sharded) == ("ddp", False)
 
 
 @pytest.mark.parametrize(
@@ -122,4 +122,4 @@ def test_what_cannot_be_is_refused(flags: dict[str, Any], sentence: str) -> None
 
 def test_one_worker_can_be_sharded() -> None:
     layout = _plan(num_gpus=1, strategy="fsdp", offload=True).layout
-    assert (layout.is_spread, layout.zero, layout.world_size) == (True, 3, 1)
+    assert (layout.is_sharded, layout.zero, layout.world_size) == (True, 3, 1)

@@ -14,7 +14,7 @@ from stormo.distributed import devices
 from stormo.distributed.devices import choose_gpus, device_of
 from stormo.distributed.store import SignedStore, Store
 from stormo.errors import SettingError, StormoError
-from stormo.launch import Place, alone
+from stormo.launch import RankInfo, alone
 from tests.launch.slurm_environments import tasks_of
 
 
@@ -74,7 +74,7 @@ class OneNode:
         return SignedStore(dist.PrefixStore(prefix, self._store), prefix, key)
 
 
-def second_of_two() -> Place:
+def second_of_two() -> RankInfo:
     return replace(alone(), launcher="slurm", rank=1, world_size=2, local_rank=1, local_size=2, host="n1")
 
 

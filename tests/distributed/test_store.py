@@ -11,14 +11,14 @@ import torch.distributed as dist
 
 from stormo.distributed.store import SignedStore, Store, is_secondary
 from stormo.errors import StormoError
-from stormo.launch import Place
+from stormo.launch import RankInfo
 from stormo.launch.rendezvous import StoreAddress, inherited_store_address, new_store_memory, received_store_address
 
 SOON = timedelta(seconds=1)
 
 
-def place_of(rank: int, num_nodes: int = 1) -> Place:
-    return Place(
+def place_of(rank: int, num_nodes: int = 1) -> RankInfo:
+    return RankInfo(
         launcher="slurm",
         rank=rank,
         world_size=2,

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from stormo.distributed.store import PeerFailedError, is_secondary
-from stormo.distributed.world import Vote, World, level_width
+from stormo.distributed.world import AsyncAllReduce, World, level_width
 from stormo.errors import SettingError, StormoError
 from stormo.launch import alone
 from tests.tiny_task import listening_addresses
@@ -51,7 +51,7 @@ _VALUE = {"a": [1, 2.5, None, True], "b": "× ü", "c": {}, "nan": float("nan")}
 
 
 def _share_json(world: World) -> list[Any]:
-    return [world.share_json(value if world.is_main else "of another") for value in (_VALUE, None, "", 0)]
+    return [world.broadcast_object(value if world.is_main else "of another") for value in (_VALUE, None, "", 0)]
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -78,7 +78,7 @@ def _many_tensors(world: World) -> tuple[int, bool]:
     messages, broadcast = list[int](), world.broadcast
     world.broadcast = lambda tensor: (messages.append(tensor.nbytes), broadcast(tensor))[1]  # type: ignore[method-assign]
     tensors = {str(number): torch.full((number % 3,), number, dtype=torch.int16) for number in range(1000)}
-    shared = world.share_tensors(tensors if world.is_main else None)
+    shared = world.broadcast_tensors(tensors if world.is_main else None)
     return len(messages), all(torch.equal(shared[name], tensor) for name, tensor in tensors.items())
 
 
@@ -87,7 +87,7 @@ def test_a_thousand_small_tensors_travel_as_one_message(run_ranks: Ranks) -> Non
 
 
 def _hand_out(world: World) -> bytes:
-    return world.hand_out((lambda rank: bytes([rank]) * (rank % 2 * 5)) if world.is_main else None)
+    return world.scatter_bytes((lambda rank: bytes([rank]) * (rank % 2 * 5)) if world.is_main else None)
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -96,8 +96,8 @@ def test_the_main_worker_hands_out_something_to_each(run_ranks: Ranks, size: int
 
 
 def _share_tensors(world: World) -> dict[str, tuple[str, list[int], bytes]]:
-    shared = world.share_tensors(_tensors() if world.is_main else None)
-    assert world.share_tensors({} if world.is_main else None) == {}
+    shared = world.broadcast_tensors(_tensors() if world.is_main else None)
+    assert world.broadcast_tensors({} if world.is_main else None) == {}
     return {name: (str(t.dtype), list(t.shape), _bits(t)) for name, t in shared.items()}
 
 
@@ -108,7 +108,7 @@ def test_tensors_of_every_kind_arrive_bit_by_bit(run_ranks: Ranks, size: int) ->
 
 
 def _gather(world: World) -> tuple[Any, Any]:
-    return world.gather_bytes(bytes([world.rank]) * (1 + 5 * world.rank)), world.gather_json({"rank": world.rank})
+    return world.gather_bytes(bytes([world.rank]) * (1 + 5 * world.rank)), world.gather_objects({"rank": world.rank})
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -194,14 +194,14 @@ def test_a_second_fetch_is_not_harmed_by_a_first_that_failed(run_ranks: Ranks) -
 
 def _on_main(world: World) -> list[Any]:
     """A collective would give up after --timeout, which work on the main worker may exceed."""
-    told: list[Any] = [world.from_main(lambda: [world.rank, "built"])]
+    told: list[Any] = [world.from_rank_0(lambda: [world.rank, "built"])]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "broadcast", lambda *_, **__: pytest.fail("a collective"))
         patch.setattr(dist, "all_reduce", lambda *_, **__: pytest.fail("a collective"))
-        told.append(world.on_main(lambda: f"rank {world.rank}"))
+        told.append(world.on_rank_0(lambda: f"rank {world.rank}"))
         for failure in (SettingError("a", "b", "c"), OSError("the disk is full")):
             with pytest.raises((StormoError, OSError)) as caught:
-                world.on_main(lambda failure=failure: _raise(failure))
+                world.on_rank_0(lambda failure=failure: _raise(failure))
             exit_code = getattr(caught.value, "exit_code", None)
             told.append([type(caught.value).__name__, str(caught.value), exit_code, is_secondary(caught.value)])
     return told
@@ -225,7 +225,7 @@ def test_what_the_main_worker_does_for_all_takes_no_collective_and_its_failure_i
 
 
 def _vote(world: World, lag: int) -> list[int]:
-    vote = Vote(world, lag, world.levels(least_workers=4) if lag else None)
+    vote = AsyncAllReduce(world, lag, world.levels(least_workers=4) if lag else None)
     for number in (0, 7, 3)[: lag + 1]:
         vote.cast(number * world.is_main)
     assert vote.drain() == (7 if lag else 0)  # what was cast is heard, and heard once
@@ -246,7 +246,7 @@ def test_all_workers_agree_on_a_signal_at_the_same_step(run_ranks: Ranks, size: 
 
 
 def _totals(world: World) -> list[float]:
-    vote, totals = Vote(world, 1, world.levels(least_workers=4)), list[float]()
+    vote, totals = AsyncAllReduce(world, 1, world.levels(least_workers=4)), list[float]()
     for step in range(4):
         vote.cast(0, 10.0**step * (1 + world.rank))
         totals.append(vote.total())

@@ -19,10 +19,10 @@ from stormo import __version__
 from stormo.doctor import job
 from stormo.doctor.finding import Finding
 from stormo.doctor.measure import WorkerInfo, measure_device
-from stormo.doctor.network import Greeter, own_address, require_meeting_point
+from stormo.doctor.network import Greeter, own_address, require_rendezvous
 from stormo.doctor.preflight import HungError, Limits, Phases, Preflight, PreflightError
 from stormo.errors import SettingError, StormoError
-from stormo.launch import Place, alone
+from stormo.launch import RankInfo, alone
 from tests import programs
 
 LOCAL = "127.0.0.1"
@@ -109,11 +109,11 @@ def test_a_meeting_point_that_cannot_be_reached_is_said_at_once() -> None:
     with socket.create_server((LOCAL, 0)) as listener:
         port = listener.getsockname()[1]
         place = replace(TWO_NODES, rank=1, node_id=1, host="n1", master_port=port)
-        require_meeting_point(place)
+        require_rendezvous(place)
     expected = rf"preflight: node 0 cannot be reached at 127.0.0.1:{port} from node 1 \(n1\): Connection refused; open"
     with pytest.raises(StormoError, match=expected):
-        require_meeting_point(place)
-    require_meeting_point(replace(place, launcher="slurm"))  # rank 0 may only be on its way
+        require_rendezvous(place)
+    require_rendezvous(replace(place, launcher="slurm"))  # rank 0 may only be on its way
 
 
 def test_a_main_worker_that_hangs_is_found_out_by_its_own_watch() -> None:
@@ -164,7 +164,7 @@ class _Meeting:
         return SignedStore(shared, prefix, b"secret")
 
 
-def _as_two_nodes(place: Place) -> Place:
+def _as_two_nodes(place: RankInfo) -> RankInfo:
     return replace(place, num_nodes=2, node_id=place.rank // 2, local_rank=place.rank % 2, local_size=2)
 
 

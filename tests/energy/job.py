@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from stormo.energy import Meter, ReplayProbe, Source
-from stormo.energy.keeper import Keeper, NoKeeper
+from stormo.energy.node_recorder import NodeRecorder, NoNodeRecorder
 
 WRAPS_AT_J = 1200.0  # goes round every few seconds at the powers below
 
@@ -82,16 +82,18 @@ class Job:
     def path(self, node: int) -> Path:
         return self.run_folder / "nodes" / f"{node}.jsonl"
 
-    def keeper(self, node: int, local_rank: int = 0) -> Keeper | NoKeeper:
+    def keeper(self, node: int, local_rank: int = 0) -> NodeRecorder | NoNodeRecorder:
         if local_rank > 0:
-            return NoKeeper()
+            return NoNodeRecorder()
         meter = Meter(
             [ReplayProbe(self._folder / f"{node}.trace", self.clock)],
             self.clock,
             machine=f"machine-{node}",
             background=False,
         )
-        return Keeper(meter, None, node, f"host{node}", num_nodes=len(self.sources), clock=self.clock, background=False)
+        return NodeRecorder(
+            meter, None, node, f"host{node}", num_nodes=len(self.sources), clock=self.clock, background=False
+        )
 
     def attempt(
         self,
@@ -124,7 +126,7 @@ class Job:
                 self.clock.now_s = min(self.clock.now_s + 1.0, end_s)
                 for worker in workers:
                     worker.advance(step if self.clock.now_s == end_s else first_step)
-                    if isinstance(worker, Keeper):
+                    if isinstance(worker, NodeRecorder):
                         worker.tick()
             first_step = step
         sizes_bytes = {place: place.stat().st_size for place in places}

@@ -6,7 +6,7 @@ import json
 import sys
 
 from stormo.errors import StormoError
-from stormo.launch import Node, Patience, run_node
+from stormo.launch import AgentTimeouts, Node, run_node
 from stormo.launch.control import ChannelTimeouts
 from stormo.launch.root_cause import SettleTimes
 
@@ -20,7 +20,7 @@ def main() -> None:
         code = run_node(
             arguments.pop("command"),
             Node(**arguments.pop("node")),
-            patience=Patience(**patience),
+            patience=AgentTimeouts(**patience),
             **arguments,
         )
     except StormoError as error:

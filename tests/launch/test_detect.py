@@ -17,7 +17,7 @@ from stormo.errors import SettingError
 from stormo.launch.environments.detect import LAUNCHERS, check_flags, detect
 from stormo.launch.environments.local import Node, environment
 from stormo.launch.rank_info import LAUNCHERS as PLACES
-from stormo.launch.rank_info import Place, alone, host_name
+from stormo.launch.rank_info import RankInfo, alone, host_name
 
 RECORDED = Path(__file__).parent / "environments"
 NO_FLAGS: dict[str, Any] = {
@@ -248,7 +248,7 @@ def test_flags_that_agree_with_the_launcher_pass(name: str) -> None:
 
 
 def test_the_workers_of_an_agent_see_the_agents_own_flags() -> None:
-    place = Place(**{**{name: getattr(alone(), name) for name in Place.__slots__}, "launcher": "local"})
+    place = RankInfo(**{**{name: getattr(alone(), name) for name in RankInfo.__slots__}, "launcher": "local"})
     check_flags(place, num_nodes=1, node_id=0, num_gpus=1, master_addr="n1", master_port=29999)
 
 

@@ -16,7 +16,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from stormo.launch.environments.local import Node, environment
-from stormo.launch.failure_reporter import NoLifeline, open_lifeline
+from stormo.launch.failure_reporter import NoReporter, open_failure_reporter
 from stormo.launch.json_socket import JsonSocket
 from stormo.launch.rank_info import alone
 
@@ -99,8 +99,8 @@ def test_a_forked_helper_does_not_keep_the_line_open(start_worker: StartWorker) 
 
 
 def test_a_process_that_is_the_whole_job_needs_no_line() -> None:
-    line = open_lifeline(alone())
-    assert isinstance(line, NoLifeline)
+    line = open_failure_reporter(alone())
+    assert isinstance(line, NoReporter)
     assert not line.shows_failures
     line.alive(3)
     line.report_failure(ValueError("boom"), secondary=False)

@@ -15,7 +15,7 @@ from stormo.errors import SettingError
 from stormo.launch.control import JoinError
 from stormo.launch.environments import torchrun
 from stormo.launch.nodes import check_restarts, run_with_restarts
-from stormo.launch.rank_info import Place
+from stormo.launch.rank_info import RankInfo
 from stormo.telemetry.runs_folder import note_launch
 
 TASK = str(Path(__file__).parents[1] / "tiny_task.py")
@@ -107,7 +107,7 @@ def test_a_checkpoint_is_no_place_to_restart_from(tmp_path: Path) -> None:
 
 
 def test_a_launcher_that_starts_nobody_again_takes_no_restarts() -> None:
-    task = Place(
+    task = RankInfo(
         launcher="slurm",
         rank=1,
         world_size=2,

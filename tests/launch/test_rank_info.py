@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stormo.errors import SettingError
-from stormo.launch.rank_info import Place, alone, derived_port
+from stormo.launch.rank_info import RankInfo, alone, derived_port
 
 WHOLE: dict[str, Any] = {
     "launcher": "slurm",
@@ -26,10 +26,10 @@ WHOLE: dict[str, Any] = {
 
 
 def test_a_place_knows_whether_it_is_main_and_whether_loopback_reaches_all() -> None:
-    place = Place(**WHOLE)
+    place = RankInfo(**WHOLE)
     assert not place.is_main
     assert not place.all_on_this_host
-    first = Place(**{**WHOLE, "rank": 0, "local_rank": 0, "node_id": 0})
+    first = RankInfo(**{**WHOLE, "rank": 0, "local_rank": 0, "node_id": 0})
     assert first.is_main
     assert alone().is_main
     assert alone().all_on_this_host
@@ -53,7 +53,7 @@ def test_a_place_knows_whether_it_is_main_and_whether_loopback_reaches_all() -> 
 )
 def test_a_contradiction_is_named(change: dict[str, Any], sentence: str) -> None:
     with pytest.raises(SettingError) as caught:
-        Place(**{**WHOLE, **change})
+        RankInfo(**{**WHOLE, **change})
     assert sentence in str(caught.value)
 
 

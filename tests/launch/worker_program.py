@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from stormo.errors import SettingError
-from stormo.launch import Lifeline, Place, open_lifeline
+from stormo.launch import FailureReporter, RankInfo, open_failure_reporter
 from stormo.launch.control import ChannelTimeouts
 from stormo.launch.environments.detect import detect
 from stormo.launch.failure_reporter import PeerReporter
@@ -41,7 +41,7 @@ class FileBoard:
         return file.read_text() if file.exists() else ""
 
 
-def line_of(place: Place) -> Lifeline:
+def line_of(place: RankInfo) -> FailureReporter:
     timeout_s = float(os.environ.get("STORMO_TEST_TIMEOUT_S", "30"))
     options = {"--lr": os.environ.get("STORMO_TEST_LR", "0.1")}
     same: dict[str, Any] = {"timeout_s": timeout_s, "digest": options["--lr"], "options": options}
@@ -51,16 +51,16 @@ def line_of(place: Place) -> Lifeline:
             join_s=timeout_s, heartbeat_s=0.2, lost_after_s=lost_after_s, stalled_after_s=timeout_s
         )
         return PeerReporter(place, board=FileBoard(), timeouts=timing, **same)
-    return open_lifeline(place, board=FileBoard(), **same)
+    return open_failure_reporter(place, board=FileBoard(), **same)
 
 
-def end(line: Lifeline, code: int) -> None:
+def end(line: FailureReporter, code: int) -> None:
     if code in (0, 75, 130):
         line.close()
     sys.exit(code)
 
 
-def fail(line: Lifeline, error: ValueError, *, secondary: bool = False, linger: bool = False) -> None:
+def fail(line: FailureReporter, error: ValueError, *, secondary: bool = False, linger: bool = False) -> None:
     try:
         raise error
     except ValueError as caught:
@@ -70,14 +70,14 @@ def fail(line: Lifeline, error: ValueError, *, secondary: bool = False, linger: 
         sys.exit(getattr(caught, "exit_code", 1))
 
 
-def give_up(line: Lifeline, waited_s: float, at: str) -> None:
+def give_up(line: FailureReporter, waited_s: float, at: str) -> None:
     """Fail as one that has waited in vain."""
     error = ValueError("another rank has not come")
     error.peer_loss = PeerLoss(waited_s, at)  # type: ignore[attr-defined]
     fail(line, error, secondary=True)
 
 
-def break_channel(line: Lifeline, num_errors: int) -> None:
+def break_channel(line: FailureReporter, num_errors: int) -> None:
     """Have the channel raise for a while, as where no descriptors are left."""
     assert isinstance(line, PeerReporter)
     inner, left = line._control.poll, [OSError(24, "Too many open files")] * num_errors
@@ -92,13 +92,13 @@ def break_channel(line: Lifeline, num_errors: int) -> None:
         time.sleep(0.05)
 
 
-def wait_for_stop(line: Lifeline) -> None:
+def wait_for_stop(line: FailureReporter) -> None:
     print("ready", flush=True)
     while not stops:
         time.sleep(0.05)
 
 
-def fork_helper(line: Lifeline) -> None:
+def fork_helper(line: FailureReporter) -> None:
     """A child that shares every descriptor of this process."""
     pid = os.fork()
     if pid == 0:
@@ -107,7 +107,7 @@ def fork_helper(line: Lifeline) -> None:
     print("helper", pid, flush=True)
 
 
-def start_helper(line: Lifeline) -> None:
+def start_helper(line: FailureReporter) -> None:
     """What a data loader does: a child in the same process group that holds the same pipes."""
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 

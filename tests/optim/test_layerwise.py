@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import optimizer_exactness
-from stormo.checkpoint import Saving, Snapshot, flatten_optimizer, load, restore_optimizer, save
+from stormo.checkpoint import RetentionPolicy, Snapshot, flatten_optimizer, load, restore_optimizer, save
 from stormo.errors import SettingError
 from stormo.optim import LAMB, LARC, LARS, NovoGrad
 from tests.optim.layers import KINDS, copies, make_layers, set_gradients, take_steps
@@ -228,7 +228,7 @@ def test_a_saved_state_goes_on_to_the_last_bit(kind: Any, dtype: torch.dtype, wa
         resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     else:
         snapshot = Snapshot(model={}, optimizer=flatten_optimizer(optimizer, names), ranks={}, state={})
-        saved = save(tmp_path, snapshot, Saving(step=1, identity="", keep_last=1))
+        saved = save(tmp_path, snapshot, RetentionPolicy(step=1, identity="", keep_last=1))
         restore_optimizer(resumed, names, load(saved.path).optimizer)
     for layer, other in zip(layers, again, strict=True):
         old, new = optimizer.state[layer], resumed.state[other]

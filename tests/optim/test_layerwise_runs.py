@@ -23,13 +23,13 @@ def _train(world: World, name: str, num_steps: int, folder: str, resumes: bool) 
     parts = build(world, OPTIONS, optimizer=name, **FLAGS)
     if resumes:
         (found,) = checkpoint.find(folder)
-        parts.state.restore(world, checkpoint.load(found.path) if world.is_main else None, 0)
+        parts.state.restore_snapshot(world, checkpoint.load(found.path) if world.is_main else None, 0)
     restored = optimizer_arrays(parts.strategy)
     steps(parts, num_steps)
     if not resumes:
         snapshot = parts.state.snapshot(world, 0)
         if snapshot is not None:
-            checkpoint.save(folder, snapshot, checkpoint.Saving(step=num_steps, identity="", keep_last=1))
+            checkpoint.save(folder, snapshot, checkpoint.RetentionPolicy(step=num_steps, identity="", keep_last=1))
     return arrays(parts.strategy.module.named_parameters()), optimizer_arrays(parts.strategy), restored
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from stormo.config import schema
 from stormo.errors import SettingError
 from stormo.optim import LARS
-from stormo.optim.local import check_elementwise, localise
+from stormo.optim.local import check_elementwise, to_local_params
 from stormo.optim.table import OPTIMIZERS, make_optimizer
 from tests.optim.layers import set_gradients
 
@@ -62,7 +62,7 @@ def test_parts_are_stepped_as_the_whole(name: str, how: str) -> None:
         parts = [None if part is None else nn.Parameter(part.clone()) for part in found]
         optimizer = _made(name, whole, options)
         check_elementwise(optimizer)
-        localise(optimizer, dict(zip(whole, parts, strict=True)))
+        to_local_params(optimizer, dict(zip(whole, parts, strict=True)))
         assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
         assert [group["param_names"] for group in optimizer.param_groups] == [
             ["layer0", "layer1", "layer2"],
@@ -94,7 +94,7 @@ def test_an_optimizer_of_a_model_without_values_is_moved_too() -> None:
         whole = nn.Parameter(torch.empty(4, 2, device="meta"))
         optimizer = MADE[name]([whole], fused=True)
         part = nn.Parameter(torch.ones(3, 2))
-        localise(optimizer, {whole: part})
+        to_local_params(optimizer, {whole: part})
         part.grad = torch.ones(3, 2)
         optimizer.step()
         assert (part < 1).all()
@@ -108,7 +108,7 @@ def test_an_optimizer_that_has_taken_steps_is_not_moved(name: str) -> None:
     layer.grad = torch.ones(4, 2)
     optimizer.step()
     with pytest.raises(SettingError, match=r"(SGD|Adagrad), comes with a state, but .*; make it anew, or set --str"):
-        localise(optimizer, {layer: nn.Parameter(torch.ones(2, 2))})
+        to_local_params(optimizer, {layer: nn.Parameter(torch.ones(2, 2))})
 
 
 class Other(torch.optim.SGD):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stormo.distributed.world import World
-from stormo.optim.local import localise
+from stormo.optim.local import to_local_params
 from stormo.optim.whole import WholeSquares
 from tests.optim.layers import KINDS
 
@@ -44,7 +44,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     number: int
     start: int
     stop: int
@@ -54,7 +54,7 @@ class Place:
         return whole[self.start : self.stop] if whole.ndim else whole
 
 
-def _places(rank: int, size: int) -> list[Place]:
+def _places(rank: int, size: int) -> list[RankInfo]:
     """Cut at random, the same for all; of four workers the last has nothing."""
     draw, found = random.Random(size), []
     size = min(size, 3)
@@ -65,9 +65,9 @@ def _places(rank: int, size: int) -> list[Place]:
         if rank >= size or (who == "one" and rank != owner):
             continue
         if who == "rows":
-            found.append(Place(number, cuts[rank], cuts[rank + 1], True))
+            found.append(RankInfo(number, cuts[rank], cuts[rank + 1], True))
         else:
-            found.append(Place(number, 0, rows, who == "one" or rank == owner))
+            found.append(RankInfo(number, 0, rows, who == "one" or rank == owner))
     return found
 
 
@@ -107,11 +107,11 @@ def _all_state(optimizer: Any, parameter: Tensor) -> dict[str, Any]:
     return _arrays({"weight": parameter, **optimizer.state.get(parameter, {})})
 
 
-def _train(world: World, case: str) -> tuple[list[tuple[Place, dict[str, Any]]], list[int], list[Any]]:
+def _train(world: World, case: str) -> tuple[list[tuple[RankInfo, dict[str, Any]]], list[int], list[Any]]:
     whole, places = _whole(), _places(world.rank, world.size)
     own = {place.number: nn.Parameter(place.of(whole[place.number]).detach().clone()) for place in places}
     optimizer = _optimizer(case, whole)
-    localise(optimizer, {layer: own.get(number) for number, layer in enumerate(whole)})
+    to_local_params(optimizer, {layer: own.get(number) for number, layer in enumerate(whole)})
     squares = WholeSquares(
         parameters=list(own.values()),
         numbers=list(own),

@@ -448,7 +448,7 @@ def _missed(world: World, flags: dict[str, Any], is_last_pass: bool) -> str:
     try:
         for number, batch in enumerate(parts.loader.epoch(1, 0)):
             net.uses_later = number < 2 or (is_last_pass and not batch.span.is_last)
-            parts.strategy.forward_backward(batch)
+            parts.strategy.micro_step(batch)
             if batch.span.is_last:
                 parts.strategy.step(0.1)
     except SettingError as error:
@@ -547,7 +547,7 @@ def test_sparse_gradients_are_not_measured_and_that_is_said(task_class: type[Tin
     assert parts.strategy.noise_scale_reason == "the model has sparse gradients"
     said = "The gradient noise scale is not measured, as the model has sparse gradients."
     assert parts.strategy.notices.count(said) == 1
-    parts.strategy.cut_as(parts.plan)
+    parts.strategy.set_accumulation(parts.plan)
     assert parts.strategy.noise_scale is None
     losses = steps(parts, 20)
     assert losses[-1] < losses[0]

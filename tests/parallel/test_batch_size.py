@@ -33,7 +33,7 @@ from stormo.errors import StormoError
 from stormo.launch import alone
 from stormo.parallel import memory
 from stormo.parallel.base import Strategy
-from stormo.parallel.batch_size import StateSnapshot, find_passes, is_out_of_memory, search
+from stormo.parallel.batch_size import StateSnapshot, find_micro_batch_size, is_out_of_memory, search
 from stormo.system.hardware import visible_gpus
 from tests.commands.test_train import TASK, in_ranks, summary
 from tests.tiny_run import Parts, arrays, assert_same_bits, build, steps, whole_state
@@ -53,7 +53,7 @@ def _filled(limit: str) -> Iterator[None]:
 
 
 def _find(parts: Parts) -> None:
-    parts.plan = find_passes(parts.config, parts.plan, parts.strategy, parts.loader)
+    parts.plan = find_micro_batch_size(parts.config, parts.plan, parts.strategy, parts.loader)
 
 
 def _world() -> World:
@@ -468,7 +468,7 @@ def test_a_gpu_that_runs_full_cuts_the_batch_and_training_goes_on() -> None:
         assert torch.cuda.memory_reserved(world.device) < 2 * 2**30  # what was tried is given back
         assert not parts.strategy.optimizer.state
         for batch in parts.loader.epoch(1):
-            parts.strategy.forward_backward(batch)
+            parts.strategy.micro_step(batch)
             if batch.span.is_last:
                 parts.strategy.step(0.01)
                 break

@@ -345,11 +345,11 @@ def test_a_rank_that_saves_nothing_is_refused(run_ranks: Ranks) -> None:
 
 
 def _kept(parts: Parts) -> dict[str, Any]:
-    low_rank = parts.strategy.low_rank
-    if low_rank is None:
+    powersgd = parts.strategy.powersgd
+    if powersgd is None:
         return {}
-    bases = arrays((f"basis/{name}", tensor) for name, tensor in low_rank.bases.items())
-    return bases | arrays((f"error/{name}", tensor) for name, tensor in low_rank.errors.items())
+    bases = arrays((f"basis/{name}", tensor) for name, tensor in powersgd.bases.items())
+    return bases | arrays((f"error/{name}", tensor) for name, tensor in powersgd.errors.items())
 
 
 def _whole_and_resumed(world: World, folder: str, flags: dict[str, Any]) -> tuple[Any, ...]:
@@ -360,7 +360,7 @@ def _whole_and_resumed(world: World, folder: str, flags: dict[str, Any]) -> tupl
     losses = steps(whole, 4)
     torch.manual_seed(99)
     resumed = build(world, OPTIONS, global_batch_size=16, **flags)
-    resumed.state.take_up(world, Path(path), 0)
+    resumed.state.restore(world, Path(path), 0)
     resumed.strategy.warm_up(resumed.loader)  # passes of no step
     assert isinstance(resumed.strategy, Ddp)
     assert_same_bits(_kept(resumed), kept)
@@ -385,7 +385,7 @@ def _saved(world: World, folder: str) -> tuple[str, Any]:
 
 def _taken_up(world: World, path: str, flags: dict[str, Any]) -> tuple[Any, list[float]]:
     parts = build(world, OPTIONS, global_batch_size=16, **flags)
-    parts.state.take_up(world, Path(path), 0)
+    parts.state.restore(world, Path(path), 0)
     return _kept(parts), steps(parts, 2)
 
 

@@ -339,7 +339,7 @@ def _steps(parts: Parts, num_steps: int) -> list[float]:
         for batch in parts.loader.epoch(progress.epoch, progress.position):
             if len(losses) == num_steps:
                 return losses
-            loss = parts.strategy.forward_backward(batch)
+            loss = parts.strategy.micro_step(batch)
             parts.state.loss_sum += loss * batch.span.step_samples
             parts.strategy.step(parts.plan.learning_rate)
             progress.advance(parts.loader.samples(batch.span))
@@ -404,7 +404,7 @@ def test_losses_with_counts_are_replayed_as_they_are_computed_without_waiting(pr
         if precision == "bf16":  # the loss scale is read on the host
             torch.cuda.set_sync_debug_mode(2)
             try:
-                part = parts.strategy.forward_backward(batch)
+                part = parts.strategy.micro_step(batch)
                 parts.strategy.step(0.0)
                 parts.state.add_loss(part, batch.span.step_samples)
             finally:
@@ -431,7 +431,7 @@ def test_every_replay_drops_others_and_the_generator_decides_which() -> None:
     (batch, _) = parts.loader.first_and_last()
 
     def gradients() -> list[Tensor]:
-        parts.strategy.forward_backward(batch)
+        parts.strategy.micro_step(batch)
         return [p.grad.clone() for p in parts.strategy.module.parameters() if p.grad is not None]
 
     state = torch.cuda.get_rng_state()
@@ -457,7 +457,7 @@ def test_noise_and_its_scale_never_wait_for_the_device() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         for batch in batches * 6:  # several blocks of measured steps
-            strategy.forward_backward(batch)
+            strategy.micro_step(batch)
             if batch.span.is_last:
                 strategy.step(parts.plan.learning_rate)
                 parts.state.progress.step += 1
@@ -500,7 +500,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(is_restored_firs
     parts = build_on_gpu(task_options={"dropout": 0.2}, precision=precision)
     if not is_restored_first:
         parts.strategy.warm_up(parts.loader)
-    parts.state.restore(parts.world, snapshot, 0)
+    parts.state.restore_snapshot(parts.world, snapshot, 0)
     if is_restored_first:
         parts.strategy.warm_up(parts.loader)
     assert parts.strategy._graph is not None

@@ -117,7 +117,7 @@ def _half(world: World, flags: dict[str, Any], task_class: type[Task] = Tiny) ->
     options = {"dropout": 0.0}
     parts = build(world, options, task_class=task_class, precision="bf16", global_batch_size=16, **flags)
     losses = steps(parts, 3)
-    validation = Validation(parts.task, parts.task.datasets()[1], 8, world, together=parts.strategy.is_spread)
+    validation = Validation(parts.task, parts.task.datasets()[1], 8, world, together=parts.strategy.is_sharded)
     *_, found = validation.run(parts.strategy.validated, parts.strategy.autocast)
     assert found is not None
     return [*losses, found["loss"]]
@@ -217,7 +217,7 @@ class Wrong(Plain):
 
 def _first_pass(world: World, mesh: dict[str, Any]) -> str:
     parts = build(world, task_class=Wrong, **mesh)
-    parts.strategy.forward_backward(next(parts.loader.epoch(1)))
+    parts.strategy.micro_step(next(parts.loader.epoch(1)))
     try:
         parts.strategy.check_first_pass()
     except SettingError as error:
@@ -237,7 +237,7 @@ def _validated(world: World, flags: dict[str, Any]) -> dict[str, float]:
     parts = build(world, task_class=Words, precision="fp64", global_batch_size=12, **flags)
     steps(parts, 2)
     strategy, task = parts.strategy, parts.task
-    validation = Validation(task, task.datasets()[1], 3, world, together=strategy.is_spread)
+    validation = Validation(task, task.datasets()[1], 3, world, together=strategy.is_sharded)
     *_, found = validation.run(strategy.validated, strategy.autocast)
     assert found is not None
     return found
@@ -277,7 +277,7 @@ def _given_after_a_pass(world: World, mesh: dict[str, Any]) -> list[float]:
     with torch.no_grad():
         for part in parts.strategy.parts():
             part.local.fill_(0.25)
-    parts.strategy.parts_changed()
+    parts.strategy.shards_changed()
     return steps(parts, 2)
 
 
@@ -300,7 +300,7 @@ def _loss_of_zeros(world: World, strategy: str) -> float:
         parts.task.loss(model, batch.data)
         for part in parts.strategy.parts():
             part.local.zero_()
-        parts.strategy.parts_changed()
+        parts.strategy.shards_changed()
         return float(parts.task.loss(model, batch.data))
 
 

@@ -89,7 +89,7 @@ class Weighted(Tiny):
 def test_factors_at_the_output_weight_the_losses_of_the_samples_exactly(task_class: Any) -> None:
     parts = _alone({"dropout": 0.0, "num_train": 16}, task_class, gradient_noise_batch=4, **EXACT)
     (batch,) = parts.loader.epoch(1)
-    parts.strategy.forward_backward(batch)
+    parts.strategy.micro_step(batch)
     found = _gradients(parts)
     parts.strategy.optimizer.zero_grad()
     module, task = parts.strategy.module, parts.task
@@ -109,7 +109,7 @@ def test_a_short_last_batch_has_the_noise_of_its_own_size() -> None:
     parts = _alone(PLAIN, Weighted, gradient_noise_batch=4, **EXACT)
     last = list(parts.loader.epoch(1))[-1]
     assert last.span.num_samples == 5
-    parts.strategy.forward_backward(last)
+    parts.strategy.micro_step(last)
     found = _gradients(parts)
     parts.strategy.optimizer.zero_grad()
     (_factors(parts, last.span) * parts.task.per_sample(parts.strategy.module, last.data)).mean().backward()  # type: ignore[attr-defined]
@@ -142,7 +142,7 @@ def _resume(world: World, flags: dict[str, Any]) -> None:
     steps(parts, 4)
     snapshot = parts.state.snapshot(world, 0)
     resumed = build(world, PLAIN, **flags)
-    resumed.state.restore(world, snapshot, 0)
+    resumed.state.restore_snapshot(world, snapshot, 0)
     steps(resumed, 1)
     assert_same_bits(whole_state(resumed), whole_state(expected))
 
@@ -160,7 +160,7 @@ def test_epochs_and_steps_differ_in_their_noise() -> None:
     found = []
     for epoch in (1, 2):
         parts.state.progress.epoch = epoch
-        parts.strategy.forward_backward(batch)
+        parts.strategy.micro_step(batch)
         found.append(_gradients(parts)["0.weight"])
         parts.strategy.optimizer.zero_grad()
     assert not torch.allclose(found[0], found[1], rtol=1e-2)
@@ -235,7 +235,7 @@ def test_an_output_without_a_row_for_each_sample_is_refused(change: Any, said: s
     task_class = type("Changed", (Returning,), {"change": staticmethod(change)})
     parts = _alone({"num_train": 16}, task_class, gradient_noise_batch=4, **EXACT)
     with pytest.raises(SettingError) as refused:
-        parts.strategy.forward_backward(next(iter(parts.loader.epoch(1))))
+        parts.strategy.micro_step(next(iter(parts.loader.epoch(1))))
     assert said in str(refused.value)
 
 
@@ -246,7 +246,7 @@ def test_a_loss_that_goes_around_the_model_is_refused() -> None:
 
     parts = _alone({"num_train": 16}, Around, gradient_noise_batch=4, **EXACT)
     with pytest.raises(SettingError, match=r"loss\(\) did not call the model"):
-        parts.strategy.forward_backward(next(iter(parts.loader.epoch(1))))
+        parts.strategy.micro_step(next(iter(parts.loader.epoch(1))))
 
 
 # --- what is added ----------------------------------------------------------------------------------------------------

@@ -134,8 +134,8 @@ def test_each_worker_has_the_weights_of_a_plain_transcription(
     for (weights, _), own in zip(trained, expected, strict=True):
         for name, value in own.items():
             np.testing.assert_allclose(weights[name], value, rtol=0, atol=1e-11, err_msg=name)
-    is_apart = not np.array_equal(trained[0][0]["0.weight"], trained[1][0]["0.weight"])
-    assert is_apart is (8 not in due)  # after an averaging they are equal to the last bit
+    replicas_differ = not np.array_equal(trained[0][0]["0.weight"], trained[1][0]["0.weight"])
+    assert replicas_differ is (8 not in due)  # after an averaging they are equal to the last bit
 
 
 class OwnBeginning(Tiny):
@@ -159,7 +159,7 @@ def _shown(world: World) -> tuple[Any, ...]:
     parts = build(world, {"num_train": 40}, **FLAGS, average_every="3")
     steps(parts, 4)
     before = whole_state(parts)
-    with parts.strategy.averaged():
+    with parts.strategy.swap_in_mean_weights():
         shown = _weights(parts)
     assert_same_bits(whole_state(parts), before)
     assert_same_bits(_mean(parts), shown)
@@ -185,7 +185,7 @@ def _everything(parts: Parts) -> dict[str, Any]:
     outer = parts.strategy.outer
     kept = {} if outer is None else {"anchor": outer.anchors, "velocity": outer.velocities}
     named = arrays((f"{key}/{n}", t) for key, each in kept.items() for n, t in enumerate(each))
-    return {**whole_state(parts), **named, "is_apart": parts.strategy.is_apart}
+    return {**whole_state(parts), **named, "is_apart": parts.strategy.replicas_differ}
 
 
 def _whole_and_resumed(world: World, folder: str, flags: dict[str, Any], saved_at: int) -> tuple[Any, Any, Any, Any]:
@@ -198,7 +198,7 @@ def _whole_and_resumed(world: World, folder: str, flags: dict[str, Any], saved_a
     torch.manual_seed(99)
     resumed = build(world, options, **flags)
     resumed.strategy.warm_up(resumed.loader)
-    resumed.state.take_up(world, Path(path), 0)
+    resumed.state.restore(world, Path(path), 0)
     assert resumed.strategy.notices == []
     losses_again = steps(resumed, 8 - saved_at)
     return losses, losses_again, {**_everything(whole), **_mean(whole)}, {**_everything(resumed), **_mean(resumed)}
@@ -231,7 +231,7 @@ def _saved(world: World, folder: str, flags: dict[str, Any], num: int) -> tuple[
 
 def _taken_up(world: World, path: str, flags: dict[str, Any]) -> tuple[Any, ...]:
     parts = build(world, {"num_train": 40}, **flags)
-    parts.state.take_up(world, Path(path), 0)
+    parts.state.restore(world, Path(path), 0)
     taken = _weights(parts), optimizer_arrays(parts.strategy), list(parts.strategy.notices)
     outer = parts.strategy.outer if isinstance(parts.strategy, Local) else None
     anchor = None if outer is None else arrays([("anchor", outer.anchors[0]), ("velocity", outer.velocities[0])])
@@ -338,7 +338,7 @@ def _sometimes(world: World, folder: str) -> tuple[str, str, Any, Any]:
     steps(parts, 1)
     before = optimizer_arrays(parts.strategy)
     path = save(parts, folder)
-    parts.state.take_up(world, Path(path), 0)
+    parts.state.restore(world, Path(path), 0)
     return first, path, before, optimizer_arrays(parts.strategy)
 
 

@@ -16,7 +16,7 @@ from stormo.data.generators import host_states, seed_host
 from stormo.distributed.store import PeerFailedError
 from stormo.distributed.world import World
 from stormo.errors import StormoError
-from stormo.parallel.meta_init import blank_model, make_room, without_memory
+from stormo.parallel.meta_init import materialize, meta_model, to_meta
 from stormo.tasks.gpt import Gpt
 from stormo.tasks.gpt_sizes import Size
 from stormo.tasks.task import NoOptions, Task
@@ -91,10 +91,10 @@ def _built(world: World, name: str) -> tuple[dict[str, Any], str, list[list[str]
     CACHE.clear()
     seed_host(5)
     notices: list[str] = []
-    model, values = blank_model(world, Of(MODELS[name]), notices)
+    model, values = meta_model(world, Of(MODELS[name]), notices)
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     states = _digest(host_states())
-    make_room(model, torch.device("cpu"))
+    materialize(model, torch.device("cpu"))
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     tied = []
     with torch.no_grad():
@@ -127,7 +127,7 @@ def test_every_worker_begins_with_the_values_and_generators_of_one_process(run_r
 
 def test_attributes_of_parameters_stay_when_their_values_go() -> None:
     model = Tied()
-    without_memory(model)
+    to_meta(model)
     assert model.turned.is_special
     assert model.head.weight is model.embedding.weight
     assert model.turned.stride() == (1, 5)
@@ -142,7 +142,7 @@ class Drawn(nn.Linear):
 
 
 def _where(world: World) -> bool:
-    model, _ = blank_model(world, Of(Drawn), [])
+    model, _ = meta_model(world, Of(Drawn), [])
     return bool(model.is_drawn)
 
 
@@ -159,7 +159,7 @@ def _wrong(world: World) -> tuple[str, bool, int]:
         return nn.ReLU()
 
     with pytest.raises(StormoError) as caught:
-        blank_model(world, Of(broken), [])
+        meta_model(world, Of(broken), [])
     return str(caught.value), isinstance(caught.value, PeerFailedError), num_built
 
 

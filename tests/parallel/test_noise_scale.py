@@ -151,7 +151,7 @@ def _resume(world: World) -> None:
     steps(parts, 21)  # in the middle of a block
     snapshot = parts.state.snapshot(world, 0)
     resumed = build(world, **flags)
-    resumed.state.restore(world, snapshot, 0)
+    resumed.state.restore_snapshot(world, snapshot, 0)
     steps(parts, 30)
     steps(resumed, 30)
     assert parts.strategy.noise_scale is not None
@@ -161,8 +161,8 @@ def _resume(world: World) -> None:
     assert resumed.strategy.noise_scale.state() == pytest.approx(found, rel=1e-6)
     assert found[0] == pytest.approx(sum((1 - 1 / 512) ** age for age in range(51)), rel=0.02)  # all steps count
     unmeasured = build(world, noise_scale=False, **flags)
-    unmeasured.state.restore(world, parts.state.snapshot(world, 0), 0)  # what is not wanted is left aside
-    resumed.state.restore(world, unmeasured.state.snapshot(world, 0), 0)
+    unmeasured.state.restore_snapshot(world, parts.state.snapshot(world, 0), 0)  # what is not wanted is left aside
+    resumed.state.restore_snapshot(world, unmeasured.state.snapshot(world, 0), 0)
 
 
 def test_a_run_that_goes_on_measures_as_one_that_never_stopped(run_ranks: Ranks) -> None:
@@ -179,7 +179,7 @@ def test_one_worker_goes_on_with_what_two_have_measured(run_ranks: Ranks) -> Non
     snapshot = pickle.loads(run_ranks(_saved, 2)[0])
     world = World(alone(), torch.device("cpu"))
     parts = build(world, task_class=Quadratic, global_batch_size=8, accumulate=4, base_lr=1e-12, momentum=0.0)
-    parts.state.restore(world, snapshot, 0)
+    parts.state.restore_snapshot(world, snapshot, 0)
     meter = parts.strategy.noise_scale
     assert meter is not None
     before = meter.state()
@@ -239,9 +239,9 @@ def test_norms_of_16_bit_gradients_have_32(flags: dict[str, Any]) -> None:
     world = World(alone(), torch.device("cpu"))
     parts = build(world, task_class=Low, global_batch_size=8, accumulate=2, base_lr=1e-12, **flags)
     first, second = list(parts.loader.epoch(1))[:2]
-    parts.strategy.forward_backward(first)
+    parts.strategy.micro_step(first)
     expected = [_norm(parts.strategy.module)]
-    parts.strategy.forward_backward(second)
+    parts.strategy.micro_step(second)
     expected.append(_norm(parts.strategy.module))
     parts.strategy.step(1e-12)
     meter = parts.strategy.noise_scale

@@ -108,7 +108,7 @@ def test_a_plain_model_is_traced(run_ranks: Ranks) -> None:
 def _seen(world: World) -> Any:
     parts = build(world, task_class=Words, strategy="pipeline", micro_batches=4, global_batch_size=12)
     steps(parts, 4)
-    return parts.strategy.pipeline_seen()
+    return parts.strategy.pipeline_trace()
 
 
 def test_one_pass_is_seen_with_its_idle_share(run_ranks: Ranks) -> None:

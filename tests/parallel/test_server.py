@@ -150,7 +150,7 @@ def _run_apart(world: World, servers: int) -> dict[str, Any]:
 
     def on_step(run: Run, step: int) -> None:
         if world.is_main and step == K + 1:
-            world.leave_word("far ahead", True)
+            world.store_put("far ahead", True)
 
     def on_save(run: Run) -> None:
         strategy = run.parts.strategy

@@ -155,8 +155,8 @@ def test_what_is_kept_back_of_gradients_counts_and_other_strategies_go_without(
     capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:
     words = ["towers.py", "--num-gpus", "2", "--batch-size", "256", "--json"]
-    low_rank = ["--compress", "powersgd", "--compress-rank", "2"]
-    seen, plain = (json.loads(said(capsys, *words, "--gpu", "a30", *flags)) for flags in (low_rank, []))
+    powersgd = ["--compress", "powersgd", "--compress-rank", "2"]
+    seen, plain = (json.loads(said(capsys, *words, "--gpu", "a30", *flags)) for flags in (powersgd, []))
     (asked,), (before,) = (
         [candidate for candidate in each["ways"] if candidate["is_as_set"]] for each in (seen, plain)
     )
@@ -167,7 +167,7 @@ def test_what_is_kept_back_of_gradients_counts_and_other_strategies_go_without(
     assert seen["advice"]["command"].endswith("--compress powersgd --compress-rank 2")
     settings = folder / "settings.toml"
     settings.write_text('[workers]\ncompress = "powersgd"\n')
-    for flags, told in ((low_rank, []), (["--config", str(settings)], ["--compress", "none"])):
+    for flags, told in ((powersgd, []), (["--config", str(settings)], ["--compress", "none"])):
         command = json.loads(said(capsys, *words, "--gpu-memory", "2.6", *flags))["advice"]["command"].split()
         assert [word for word in command if word in ("--compress", "--compress-rank", "none", "powersgd")] == told
         assert "--offload" in command

@@ -38,7 +38,7 @@ def simulated(flags: dict[str, Any]) -> int:
         span = Pass(0, SAMPLES, 0, strategy._plan.global_batch_size, is_first=True, is_last=True)
         batch = Batch((torch.zeros((SAMPLES, SIZE.block + 1), dtype=torch.uint8),), span, is_ghost=False)
         with held_bytes.Peak(before) as peak:
-            strategy.forward_backward(batch)
+            strategy.micro_step(batch)
         return int(peak.num_bytes)
 
 
@@ -85,12 +85,12 @@ def after_a_step(world: World, flags: dict[str, Any]) -> tuple[int, int, int]:
     strategy, model = parts.strategy, parts.strategy.module
     before |= held_bytes.storages_of(parts.loader._tensors)  # type: ignore[attr-defined]
     with strategy.running():
-        strategy.forward_backward(next(parts.loader.epoch(1)))
+        strategy.micro_step(next(parts.loader.epoch(1)))
         strategy.step(0.01)
         own = held_bytes.storages_of(tensor.detach() for tensor in (*model.parameters(), *model.buffers()))
         rest = held_bytes.num_bytes(held_bytes.living(), before)
         with held_bytes.Peak(before) as peak:
-            strategy.forward_backward(next(parts.loader.epoch(1)))
+            strategy.micro_step(next(parts.loader.epoch(1)))
             strategy.step(0.01)
             strategy.exchange_weights()
     return held_bytes.num_bytes(own), rest, peak.num_bytes

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from stormo.data.batches import repeat_rows, tensors_in
 from stormo.layers.norm_act import NormAct
-from stormo.parallel.units import blocks_of, recompute
+from stormo.parallel.units import recompute, units_of
 from stormo.predict.fake_tensors import FakeModel, MemoryTrace
 from stormo.predict.forecast import Load
 from stormo.predict.tracing import Tracer, UntraceableError, few_samples, forbid_fetching
@@ -87,7 +87,7 @@ def test_a_pass_without_memory_holds_what_a_pass_on_a_cpu_holds(name: str, recom
     torch.set_default_dtype(torch.float64 if precision == "fp64" else torch.float32)
     model = task.model().to(torch.get_default_dtype())
     if recomputes:
-        recompute(model, blocks_of(model) or [""])
+        recompute(model, units_of(model) or [""])
         for layer in model.modules():
             if hasattr(layer, "_changing_buffers"):
                 layer._changing_buffers = []  # type: ignore[assignment]

@@ -24,7 +24,7 @@ from stormo.profiling.ranges import range_of
 from stormo.profiling.window import ProfileWindow
 from stormo.telemetry.record import Notice
 from stormo.training.loop import train
-from tests.energy.test_keeper import Desk
+from tests.energy.test_node_recorder import Desk
 from tests.tiny_run import Parts, assert_same_bits, build, whole_state
 from tests.training.test_loop import Run, prepare
 
@@ -37,7 +37,7 @@ def _train(parts: Parts, window: ProfileWindow, num_steps: int) -> list[str]:
     while True:
         for batch in window.batches(parts.loader.epoch(progress.epoch, progress.position), progress):
             with range_of("forward+backward"):
-                parts.strategy.forward_backward(batch)
+                parts.strategy.micro_step(batch)
             if not batch.span.is_last:
                 continue
             with range_of("optimizer"):

@@ -13,9 +13,9 @@ import pytest
 
 from stormo.distributed.world import World as Workers
 from stormo.energy import read_bill
-from stormo.energy.keeper import NoKeeper
+from stormo.energy.node_recorder import NoNodeRecorder
 from stormo.errors import SettingError
-from stormo.launch.failure_reporter import NoLifeline
+from stormo.launch.failure_reporter import NoReporter
 from stormo.script.energy import Starts, add_up
 from tests import programs
 from tests.script.loops import Ranks, world_of
@@ -134,7 +134,7 @@ def test_all_starts_of_a_script_are_one_bill(tmp_path: Path, traces: str, num_no
 
 def test_a_start_is_counted_where_it_goes_on_from(tmp_path: Path) -> None:
     attached: list[tuple[Path, int | None]] = []
-    keeper = NoKeeper()
+    keeper = NoNodeRecorder()
     keeper.attach = lambda path, resumed, step: attached.append((path, resumed))  # type: ignore[method-assign]
     best, last, other = (tmp_path / name for name in ("best", "last", "other"))
     for folder in (best, last, other):
@@ -174,7 +174,7 @@ def _ask(workers: Workers, traces: str) -> tuple[Any, str]:
     world = world_of(workers)
     with pytest.raises(SettingError, match="measures nothing") as refused:
         world.energy()
-    world._set_up(workers, NoLifeline(), energy=True)
+    world._set_up(workers, NoReporter(), energy=True)
     found = world.energy()
     del os.environ["STORMO_ENERGY_TRACE"]
     return (found.joules, found.seconds, found.num_nodes, found.reasons), str(refused.value)

@@ -28,7 +28,7 @@ class Options(task.Options):
     hold: str = option("", "file that slows every pass down while it is there")
 
 
-class Held(task.Tiny):
+class LocalParameter(task.Tiny):
     """Waits in every pass."""
 
     name = "held"

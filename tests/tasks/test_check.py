@@ -12,7 +12,7 @@ from torch import nn
 
 from stormo.config import options
 from stormo.errors import SettingError
-from stormo.tasks.check import add_method_note, check_made, check_options, check_task, looks_like_task
+from stormo.tasks.check import add_method_note, check_init, check_options, check_task, looks_like_task
 from stormo.tasks.find import TASKS, find_task
 from stormo.tasks.task import Task
 
@@ -197,9 +197,9 @@ def test_options_that_cannot_become_flags_are_refused(declared: Any, sentence: s
 
 
 def test_an_init_that_leaves_out_that_of_task_is_refused() -> None:
-    check_made(Good(None))
+    check_init(Good(None))
     with pytest.raises(SettingError, match=r"begin it with super\(\).__init__\(options\)"):
-        check_made(changed(__init__=lambda self, options: None)(None))
+        check_init(changed(__init__=lambda self, options: None)(None))
 
 
 def test_a_class_looks_like_a_task_by_two_of_its_methods() -> None:

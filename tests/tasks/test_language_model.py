@@ -147,7 +147,7 @@ _HELD = """
 import os, time
 from stormo.tasks.language_model import LanguageModel
 
-class Held(LanguageModel):
+class LocalParameter(LanguageModel):
     num_calls = 0
 
     def loss(self, model, batch):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stormo.distributed.world import World
-from stormo.energy.keeper import NoKeeper
+from stormo.energy.node_recorder import NoNodeRecorder
 from stormo.launch import alone
 from stormo.training.clock import GpuPeak, TrainingClock
 from tests.tiny_run import build
@@ -79,7 +79,7 @@ def test_an_allocator_without_pools_is_believed(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_worker_tells_the_most_of_all_and_without_a_gpu_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = build(World(alone(), torch.device("cpu")), {"num_train": 8, "num_validation": 8}, global_batch_size=4)
-    watch = TrainingClock(parts.world, parts.loader, parts.state.progress, parts.strategy, NoKeeper())
+    watch = TrainingClock(parts.world, parts.loader, parts.state.progress, parts.strategy, NoNodeRecorder())
     held, taken = watch.peak_memory_bytes()
     assert held > 2**20
     assert taken is None

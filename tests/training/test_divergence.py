@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from stormo import checkpoint
 from stormo.config.plan.checks import check_numbers
-from stormo.distributed.world import Vote, World
-from stormo.energy.keeper import NoKeeper
+from stormo.distributed.world import AsyncAllReduce, World
+from stormo.energy.node_recorder import NoNodeRecorder
 from stormo.errors import SettingError
 from stormo.launch import alone
 from stormo.launch.signals import StopFlag
@@ -272,7 +272,7 @@ def _watched(
     world: World, lag: int, vote_lag: int, bad_rank: int, bad_step: int
 ) -> tuple[int, str, float, int, list[float]]:
     """A step counted until it is stopped, whose loss is not finite on one rank alone."""
-    trend, vote = Trend(), Vote(world, vote_lag)
+    trend, vote = Trend(), AsyncAllReduce(world, vote_lag)
     with lagging(lag):
         watch = LossMonitor(world, trend, is_on=True, batch_size=64, patience=100, vote_lag=vote_lag)
     for step in range(1, 20):
@@ -430,7 +430,7 @@ def test_on_a_gpu_no_step_waits_for_the_device_to_know_its_loss(
         record=lambda record: None,
         save=lambda metric: None,
         sign_of_life=lambda step: setattr(parts.task, "num_steps", step),
-        keeper=NoKeeper(),
+        keeper=NoNodeRecorder(),
         profile=ProfileWindow(None, parts.world, None),
     )
     outcome = train(training)
@@ -576,7 +576,7 @@ def put_together(world: World, folder: str, task_class: type[Tiny], **flags: Any
         parts.task.num_steps = lambda: progress.step
         parts.task.rate = lambda: schedule(progress.step) * progress.rate_factor
     parts.strategy.warm_up(parts.loader)
-    journal = RunRecorder(parts.config, parts.plan, world, parts.state, SetUp(), NoKeeper())
+    journal = RunRecorder(parts.config, parts.plan, world, parts.state, SetUp(), NoNodeRecorder())
     journal.restore()
     journal.start()
     recovery = Recovery(parts.config, parts.plan, world, parts.state, journal)

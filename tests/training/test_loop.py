@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from stormo.distributed.world import World
-from stormo.energy.keeper import NoKeeper
+from stormo.energy.node_recorder import NoNodeRecorder
 from stormo.launch import alone
 from stormo.launch.signals import StopFlag
 from stormo.optim.schedule import make_schedule
@@ -24,7 +24,7 @@ from stormo.training import loop
 from stormo.training.clock import TrainingClock
 from stormo.training.loop import Outcome, Training, train
 from stormo.training.validation import Validation
-from tests.energy.test_keeper import Desk
+from tests.energy.test_node_recorder import Desk
 from tests.tiny_run import Parts, build
 from tests.tiny_task import Tiny
 
@@ -91,7 +91,7 @@ def prepare(
         record=record,
         save=save,
         sign_of_life=sign_of_life,
-        keeper=NoKeeper(),
+        keeper=NoNodeRecorder(),
         profile=ProfileWindow(None, parts.world, None),
     )
     run = Run(parts=parts, training=training, flag=flag)
@@ -572,7 +572,7 @@ def test_an_interval_counts_what_came_since_the_one_before(monkeypatch: pytest.M
     monkeypatch.setattr("stormo.training.clock.time.perf_counter", lambda: now_s)
     parts = build(World(alone(), torch.device("cpu")))
     progress = parts.state.progress
-    watch = TrainingClock(parts.world, parts.loader, progress, parts.strategy, NoKeeper())
+    watch = TrainingClock(parts.world, parts.loader, progress, parts.strategy, NoNodeRecorder())
     watch.start()
     now_s, parts.loader.wait_s = 2.0, 0.5
     assert watch.since_last_s() == 2.0

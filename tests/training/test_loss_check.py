@@ -359,7 +359,7 @@ def _remembered(world: World) -> None:
     task, module = parts.task, parts.strategy.module
     assert isinstance(task, Remembering)
     batch = next(parts.loader.first_and_last())
-    parts.strategy.forward_backward(batch)
+    parts.strategy.micro_step(batch)
     before = _books(task), [tensor.clone() for tensor in itertools.chain(module.buffers(), task.teacher.buffers())]
     state, gradients = torch.get_rng_state(), [parameter.grad for parameter in module.parameters()]
     check_loss_parts(parts.strategy, batch, 1)

@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 
 from stormo.distributed.world import World
-from stormo.energy.keeper import Keeper, NoKeeper, steady_unix_s
-from stormo.training.measuring import open_keeper
+from stormo.energy.node_recorder import NodeRecorder, NoNodeRecorder, steady_unix_s
+from stormo.training.measuring import open_node_recorder
 
 Ranks = Callable[..., list[Any]]
 
@@ -26,12 +26,12 @@ def _opened(world: World, num_nodes: int) -> tuple[bool, float]:
         with mock.patch(
             "stormo.training.measuring.steady_unix_s", side_effect=lambda: steady_unix_s() + 3600 * node_id
         ):
-            keeper = open_keeper(world, devices_per_worker=1, is_on=True)
-            assert isinstance(open_keeper(world, devices_per_worker=1, is_on=False), NoKeeper)
+            keeper = open_node_recorder(world, devices_per_worker=1, is_on=True)
+            assert isinstance(open_node_recorder(world, devices_per_worker=1, is_on=False), NoNodeRecorder)
     finally:
         world.place = place
     keeper.close()
-    return isinstance(keeper, Keeper), keeper._began_unix_s if isinstance(keeper, Keeper) else 0.0
+    return isinstance(keeper, NodeRecorder), keeper._began_unix_s if isinstance(keeper, NodeRecorder) else 0.0
 
 
 def test_one_worker_of_each_node_measures_by_the_clock_of_the_main_one(run_ranks: Ranks) -> None:

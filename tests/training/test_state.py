@@ -36,13 +36,13 @@ def _save(parts: Parts, folder: str) -> str | None:
     assert (snapshot is None) is not parts.world.is_main
     if snapshot is None:
         return None
-    saving = checkpoint.Saving(step=parts.state.progress.step, identity="x", keep_last=9)
+    saving = checkpoint.RetentionPolicy(step=parts.state.progress.step, identity="x", keep_last=9)
     saved = checkpoint.save(folder, snapshot, saving)
     return str(saved.path)
 
 
 def _restore(parts: Parts, path: str) -> None:
-    parts.state.restore(parts.world, checkpoint.load(path) if parts.world.is_main else None, SEED)
+    parts.state.restore_snapshot(parts.world, checkpoint.load(path) if parts.world.is_main else None, SEED)
 
 
 def _whole_and_resumed(world: World, folder: str, flags: dict[str, Any], saved_at: int) -> tuple[Any, Any, Any, Any]:
@@ -50,7 +50,7 @@ def _whole_and_resumed(world: World, folder: str, flags: dict[str, Any], saved_a
     whole = build(world, OPTIONS, **flags)
     whole.strategy.warm_up(whole.loader)
     first = steps(whole, saved_at)
-    path = world.share_json(_save(whole, folder))
+    path = world.broadcast_object(_save(whole, folder))
     losses = steps(whole, 7 - saved_at)
     end = whole_state(whole)
     whole.loader.close()
@@ -159,7 +159,7 @@ def _with_constant(world: World, folder: str, flags: dict[str, Any], is_changed:
         dict(parts.strategy.named_buffers())["table"].add_(1 + world.rank)
     path = _save_spread(parts, folder)
     again = build(world, {"num_train": 40}, task_class=WithConstant, **flags)
-    again.state.take_up(world, Path(path), SEED)
+    again.state.restore(world, Path(path), SEED)
     return arrays(parts.strategy.named_buffers()), arrays(again.strategy.named_buffers()), path
 
 
@@ -184,11 +184,11 @@ def _save_spread(parts: Parts, folder: str) -> str:
     """As a run saves it; the path on all workers."""
     world, saver = parts.world, checkpoint.Saver(parts.world, in_background=False)
     step = parts.state.progress.step
-    saving = checkpoint.Saving(step=step, identity="x", keep_last=9, keep_best=0, metric=None)
+    saving = checkpoint.RetentionPolicy(step=step, identity="x", keep_last=9, keep_best=0, metric=None)
     saver.begin(parts.state.content(world, SEED), Path(folder) if world.is_main else None, saving)
     saver.settle()
     done = saver.finished()
-    path: str = world.share_json(str(done.saved.path) if done is not None else None)
+    path: str = world.broadcast_object(str(done.saved.path) if done is not None else None)
     return path
 
 
@@ -213,7 +213,7 @@ def _spread_and_resumed(world: World, folder: str, flags: dict[str, Any]) -> tup
     torch.manual_seed(99)
     resumed = build(world, OPTIONS, **flags)
     resumed.strategy.warm_up(resumed.loader)
-    resumed.state.take_up(world, Path(path), SEED)
+    resumed.state.restore(world, Path(path), SEED)
     assert (resumed.state.progress.step, resumed.state.progress.num_resumes) == (2, 1)
     return end, losses, steps(resumed, 3), _held(resumed)
 
@@ -240,7 +240,7 @@ def _goes_on(world: World, folder: str, path: str, flags: dict[str, Any], num: i
     parts = build(world, {"num_train": 37, "dropout": 0.0, "jitter": True}, **flags)
     parts.strategy.warm_up(parts.loader)
     if path:
-        parts.state.take_up(world, Path(path), SEED)
+        parts.state.restore(world, Path(path), SEED)
     losses = steps(parts, num)
     return _save_spread(parts, folder), losses
 

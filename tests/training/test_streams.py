@@ -105,7 +105,7 @@ def _whole_and_resumed(world: World, task_options: dict[str, Any], flags: dict[s
     steps(whole, 6)
     resumed = _build(world, task_options, flags)
     resumed.strategy.warm_up(resumed.loader)
-    resumed.state.restore(world, snapshot, 0)
+    resumed.state.restore_snapshot(world, snapshot, 0)
     steps(resumed, 6)
     assert whole.state.progress.sample_order_sha256 == resumed.state.progress.sample_order_sha256
     return whole_state(whole), whole_state(resumed)

@@ -52,7 +52,7 @@ def choose_channels_last(config: TrainConfig, layout: Layout, precision: str) ->
     """The memory layout of images, and why."""
     if config.speed.channels_last is not None:
         return config.speed.channels_last, "as set"
-    if layout.is_spread:
+    if layout.is_sharded:
         return False, f"strategy {layout.strategy} cuts weights in their plain layout"
     if layout.device_type == "cuda" and precision != "fp64":
         return True, "the layout of the GPU's matrix units"
@@ -112,7 +112,7 @@ def choose_graph(
     # What stands against it, why, and what to set instead; the first one holds.
     obstacles = (
         (layout.device_type == "cpu", "a CUDA graph runs on a GPU and the workers run on CPUs", "leave it out"),
-        (layout.is_spread, "workers that share a model speak with each other during a step", "leave it out"),
+        (layout.is_sharded, "workers that share a model speak with each other during a step", "leave it out"),
         (not layout.spec.takes_cuda_graph, *single),
         (
             config.batch.grow_batch is not None,

@@ -86,7 +86,7 @@ def choose_noise_scale(
 def _noise_obstacle(config: TrainConfig, layout: Layout) -> tuple[str, str, str] | None:
     """With what it cannot be measured, why, and what to set instead."""
     if layout.spec.no_noise_scale:
-        said = "" if layout.is_spread else f" with --strategy {layout.strategy}"
+        said = "" if layout.is_sharded else f" with --strategy {layout.strategy}"
         return said, layout.spec.no_noise_scale, _DDP
     if config.workers.compress == "powersgd" and layout.world_size > 1:
         reason = "what travels of the gradients is not their mean, against which each would be held"

@@ -36,7 +36,7 @@ def check_sharding(config: TrainConfig, layout: Layout) -> None:
             "they are the units of fsdp, of --checkpoint-activations and of --compile, and none of these is on",
             "set one of these, or leave it out",
         )
-    if layout.is_spread:
+    if layout.is_sharded:
         _check_spread(config, layout)
     if layout.mesh.pipeline > 1:
         _check_pipeline(config, layout)

@@ -65,9 +65,9 @@ def stage_on_nodes(
 
     try:
         done = world.on_each_node(copy)
-        each = world.gather_json(done if world.place.local_rank == 0 else None)
+        each = world.gather_objects(done if world.place.local_rank == 0 else None)
         nodes = [node for node in each or [] if node]
-        if stopped := world.share_json(max((node.get("stopped", 0) for node in nodes), default=0)):
+        if stopped := world.broadcast_object(max((node.get("stopped", 0) for node in nodes), default=0)):
             error = StoppedError(stopped)
             if world.is_main:
                 _tell(str(error))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from stormo.errors import SettingError, counted
 from stormo.launch.environments import env, local, mpi, slurm, torchrun
-from stormo.launch.rank_info import Place
+from stormo.launch.rank_info import RankInfo
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,7 +15,7 @@ class Launcher:
     """One launcher: how to recognise it, how to read it, and the words its users know."""
 
     detect: Callable[[Mapping[str, str]], bool]
-    rank_info: Callable[[Mapping[str, str]], Place]
+    rank_info: Callable[[Mapping[str, str]], RankInfo]
     command: str
     worker: str  # what it calls a process that it starts
     set_local_size: str  # the option for the number of processes on a node
@@ -76,7 +76,7 @@ LAUNCHERS: Mapping[str, Launcher] = {
 
 def detect(
     environ: Mapping[str, str], *, master_addr: str | None = None, master_port: int | None = None
-) -> Place | None:
+) -> RankInfo | None:
     """Who this process is, or None where no launcher started it; flags say where rank 0 is if the launcher does not."""
     for launcher in LAUNCHERS.values():
         if not launcher.detect(environ):
@@ -89,7 +89,7 @@ def detect(
 
 
 def check_flags(
-    place: Place,
+    place: RankInfo,
     *,
     num_nodes: int | None,
     node_id: int | None,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from stormo.errors import SettingError
 from stormo.launch.address import is_loopback_name
-from stormo.launch.rank_info import DEFAULT_MASTER_PORT, Place, host_name, read_int
+from stormo.launch.rank_info import DEFAULT_MASTER_PORT, RankInfo, host_name, read_int
 
 
 def detect(environ: Mapping[str, str]) -> bool:
@@ -17,7 +17,7 @@ def detect(environ: Mapping[str, str]) -> bool:
     return "RANK" in environ and environ.get("WORLD_SIZE", "1") != "1"
 
 
-def rank_info(environ: Mapping[str, str]) -> Place:
+def rank_info(environ: Mapping[str, str]) -> RankInfo:
     """Who this process is, according to the variables."""
     rank, world_size = read_int(environ, "RANK"), read_int(environ, "WORLD_SIZE")
     address = environ.get("MASTER_ADDR", "")
@@ -37,7 +37,7 @@ def rank_info(environ: Mapping[str, str]) -> Place:
     num_nodes = world_size // local_size
     if rank == 0 and num_nodes > 1 and is_loopback_name(address) and "KUBERNETES_SERVICE_HOST" in environ:
         address = host_name()  # PyTorchJob tells its first pod "localhost", where no other pod could come in
-    return Place(
+    return RankInfo(
         launcher="env",
         rank=rank,
         world_size=world_size,

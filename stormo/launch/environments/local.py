@@ -9,7 +9,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 from stormo.errors import SettingError
-from stormo.launch.rank_info import DEFAULT_MASTER_PORT, Place, check_port, host_name, read_int
+from stormo.launch.rank_info import DEFAULT_MASTER_PORT, RankInfo, check_port, host_name, read_int
 
 CHANNEL_FD = "STORMO_CHANNEL_FD"  # one end of a socket pair to the agent of the node
 # For the store that all ranks meet in. On one node, for every rank: memory that they share. On several, for rank 0: a
@@ -103,20 +103,20 @@ def environment(
     if node.rank(local_rank) != 0:
         # Their output goes through a pipe; what a rank printed before it was killed should not die with it.
         variables.setdefault("PYTHONUNBUFFERED", "1")
-    settle_hashes(variables)
-    hush_tracker(variables)
+    fix_hash_seed(variables)
+    silence_resource_tracker(variables)
     # Every worker would otherwise start as many threads as there are cores.
     variables.setdefault("OMP_NUM_THREADS", str(max(1, num_cores // node.num_workers)))
     return variables
 
 
-def settle_hashes(environ: MutableMapping[str, str]) -> None:
+def fix_hash_seed(environ: MutableMapping[str, str]) -> None:
     """Fix the hash seed, unless the user did: sets of strings then have the same order in all workers and starts."""
     if not environ.get("PYTHONHASHSEED"):  # empty means any, too
         environ["PYTHONHASHSEED"] = "0"
 
 
-def hush_tracker(environ: MutableMapping[str, str]) -> None:
+def silence_resource_tracker(environ: MutableMapping[str, str]) -> None:
     """Let multiprocessing's tracker remove, without a warning, what a killed worker and its loaders have shared."""
     known = environ.get("PYTHONWARNINGS", "")
     if _TRACKER not in known:
@@ -128,9 +128,9 @@ def detect(environ: Mapping[str, str]) -> bool:
     return environ.get("STORMO_LAUNCHER") == "local"
 
 
-def rank_info(environ: Mapping[str, str]) -> Place:
+def rank_info(environ: Mapping[str, str]) -> RankInfo:
     """Who this worker is."""
-    return Place(
+    return RankInfo(
         launcher="local",
         rank=read_int(environ, "RANK"),
         world_size=read_int(environ, "WORLD_SIZE"),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from stormo.errors import SettingError, counted
 from stormo.launch.environments.slurm import is_step
-from stormo.launch.rank_info import DEFAULT_MASTER_PORT, Place, derived_port, host_name, read_int
+from stormo.launch.rank_info import DEFAULT_MASTER_PORT, RankInfo, derived_port, host_name, read_int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +52,7 @@ def detect(environ: Mapping[str, str]) -> bool:
     return family is not None and environ[family.size] != "1"
 
 
-def rank_info(environ: Mapping[str, str]) -> Place:
+def rank_info(environ: Mapping[str, str]) -> RankInfo:
     """Who this process is, according to mpirun; MASTER_ADDR and MASTER_PORT are the user's."""
     environ = _completed(environ)
     family = _family(environ)
@@ -62,7 +62,7 @@ def rank_info(environ: Mapping[str, str]) -> Place:
     num_nodes, node_id = _node(rank, world_size, local_rank, local_size)
     if family is _PALS and "PALS_NODEID" in environ:
         node_id = read_int(environ, "PALS_NODEID")
-    return Place(
+    return RankInfo(
         launcher="mpi",
         rank=rank,
         world_size=world_size,

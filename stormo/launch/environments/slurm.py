@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from stormo.errors import SettingError, counted
-from stormo.launch.rank_info import Place, derived_port, host_name, read_int
+from stormo.launch.rank_info import RankInfo, derived_port, host_name, read_int
 
 # Slurm numbers the steps nobody asked for (batch script, interactive shell, extern, pending) from the top of 32 bits.
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
@@ -37,7 +37,7 @@ def is_step(environ: Mapping[str, str]) -> bool:
     return step_id.isdecimal() and int(step_id) < _FIRST_SPECIAL_STEP
 
 
-def rank_info(environ: Mapping[str, str]) -> Place:
+def rank_info(environ: Mapping[str, str]) -> RankInfo:
     """Who this process is, according to srun; MASTER_ADDR and MASTER_PORT are taken where the user set them."""
     num_nodes = read_int(environ, _present(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES"))
     node_id = read_int(environ, "SLURM_NODEID")
@@ -51,7 +51,7 @@ def rank_info(environ: Mapping[str, str]) -> Place:
         )
     step_name = _present(environ, "SLURM_STEP_ID", "SLURM_STEPID")
     job_name = _present(environ, "SLURM_JOB_ID", "SLURM_JOBID")
-    return Place(
+    return RankInfo(
         launcher="slurm",
         rank=read_int(environ, "SLURM_PROCID"),
         world_size=read_int(environ, _present(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")),
@@ -243,7 +243,7 @@ def check_alone(environ: Mapping[str, str], *, num_gpus: int | None, num_nodes: 
     return f"this Slurm job has {where}, and this is one process; srun in front of the command starts all of them"
 
 
-def hints(environ: Mapping[str, str], place: Place, pid: int) -> list[str]:
+def hints(environ: Mapping[str, str], place: RankInfo, pid: int) -> list[str]:
     """Hints for a step that is as it was asked for, but hardly as it was meant."""
     found = []
     tasks = step_tasks(environ)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from stormo.errors import SettingError
-from stormo.launch.rank_info import Place, host_name, read_int
+from stormo.launch.rank_info import RankInfo, host_name, read_int
 from stormo.system.process import start_ticks
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where the agent looks for a worker's last word
@@ -23,9 +23,9 @@ def detect(environ: Mapping[str, str]) -> bool:
     return "TORCHELASTIC_RUN_ID" in environ and "RANK" in environ and "LOCAL_RANK" in environ
 
 
-def rank_info(environ: Mapping[str, str]) -> Place:
+def rank_info(environ: Mapping[str, str]) -> RankInfo:
     """Who this process is, according to torchrun."""
-    return Place(
+    return RankInfo(
         launcher="torchrun",
         rank=read_int(environ, "RANK"),
         world_size=read_int(environ, "WORLD_SIZE"),

@@ -25,7 +25,7 @@ from torch.distributed.pipelining import (
 )
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from stormo.distributed.parallel_dims import Line
+from stormo.distributed.parallel_dims import SubGroup
 from stormo.errors import SettingError
 from stormo.parallel.pipeline import orders
 from stormo.parallel.pipeline.batch import Batch
@@ -57,11 +57,11 @@ class Engine:
         numbers: Sequence[int],
         *,
         num_stages: int,
-        line: Line,
+        line: SubGroup,
         device: torch.device,
         schedule: str,
         num_micro_batches: int,
-        in_step: Line | None = None,
+        in_step: SubGroup | None = None,
     ) -> None:
         """`in_step` has the workers with other samples whose stages speak with these in every forward, if they do."""
         assert line.size > 1, "a pipeline has at least two workers"

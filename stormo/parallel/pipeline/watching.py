@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
-from stormo.distributed.parallel_dims import Line
+from stormo.distributed.parallel_dims import SubGroup
 from stormo.parallel.pipeline.bubble import Span
 
 _KINDS = "FBIW"
@@ -20,7 +20,7 @@ _KINDS = "FBIW"
 class Watch:
     """Notes the actions of this worker in the last pass; hand it to the engine for the passes that are to be seen."""
 
-    def __init__(self, line: Line, device: torch.device) -> None:
+    def __init__(self, line: SubGroup, device: torch.device) -> None:
         self._line = line
         self._device = device
         self._zero: float | torch.cuda.Event = 0.0

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from stormo.data.order import derive_seed
-from stormo.distributed.parallel_dims import Line
+from stormo.distributed.parallel_dims import SubGroup
 from stormo.errors import SettingError
 from stormo.layers.sync_batch_norm import variant
 from stormo.parallel.tensor.layers import ShardSpec, drawing_from, draws_random
@@ -30,7 +30,7 @@ from stormo.parallel.tensor.split import split_tensor
 from stormo.tasks.task import Task
 
 
-def split_classifier(task: Task, model: nn.Module, line: Line) -> dict[str, ShardSpec]:
+def split_classifier(task: Task, model: nn.Module, line: SubGroup) -> dict[str, ShardSpec]:
     """Cut the model's classifier over the line, whose workers take different samples; the cuts by parameter name.
 
     The model is called as before, on this worker's samples, and by all workers equally often; how many samples each
@@ -84,7 +84,7 @@ def _one_after_another(layers: Sequence[Callable[[Tensor], Tensor]], features: T
 class _Exchange:
     """The rounds among the workers of a line."""
 
-    def __init__(self, line: Line, *, is_random: bool) -> None:
+    def __init__(self, line: SubGroup, *, is_random: bool) -> None:
         self._line = line
         self._is_random = is_random
 
@@ -122,7 +122,7 @@ class _ToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, features: Tensor, line: Line, sizes: list[int], arrivals: list[dist.Work | None]
+        ctx: Any, features: Tensor, line: SubGroup, sizes: list[int], arrivals: list[dist.Work | None]
     ) -> tuple[Tensor, ...]:
         ctx.line = line
         batches = []
@@ -145,7 +145,7 @@ class _ToOwner(torch.autograd.Function):
     """Of the scores of all rounds this worker's; each owner's gradients go to all, as a mean over the workers."""
 
     @staticmethod
-    def forward(ctx: Any, line: Line, *outputs: Tensor) -> Tensor:
+    def forward(ctx: Any, line: SubGroup, *outputs: Tensor) -> Tensor:
         ctx.line = line
         ctx.like = [(output.shape, output.dtype) for output in outputs]
         return outputs[line.rank].clone()

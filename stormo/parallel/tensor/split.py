@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stormo.distributed.parallel_dims import Line
+from stormo.distributed.parallel_dims import SubGroup
 from stormo.errors import SettingError
 from stormo.layers.sync_batch_norm import variant
 from stormo.parallel.parameter_shards import plain
@@ -60,7 +60,7 @@ KINDS: dict[str, _Kind] = {
 def split_tensor(
     model: nn.Module,
     plan: Mapping[str, str],
-    line: Line,
+    line: SubGroup,
     *,
     asked: str | None = None,
     remedy: str = "set tensor={}",
@@ -104,7 +104,7 @@ def split_tensor(
     return {name: cuts[parameter] for name, parameter in model.named_parameters() if parameter in cuts}
 
 
-def _change(layer: Any, kind: _Kind, line: Line, draws: TensorParallelRng | None) -> None:
+def _change(layer: Any, kind: _Kind, line: SubGroup, draws: TensorParallelRng | None) -> None:
     assert line.group is not None
     becomes: Any = kind.becomes
     plain: Any = type(layer)
@@ -124,7 +124,7 @@ def _class_of(becomes: type[Any], plain: type[nn.Module]) -> type[Any]:
     return becomes if is_torch_own else variant("TensorParallel", becomes, plain)
 
 
-def _cuts(model: nn.Module, styles: Mapping[str, ParallelStyle], line: Line) -> dict[nn.Parameter, ShardSpec]:
+def _cuts(model: nn.Module, styles: Mapping[str, ParallelStyle], line: SubGroup) -> dict[nn.Parameter, ShardSpec]:
     """What becomes of each parameter; one that several layers share must be cut alike in all of them."""
     found: dict[nn.Parameter, tuple[str, ShardSpec | None]] = {}
     for path, layer in model.named_modules():
@@ -196,7 +196,7 @@ def _near_divisors(count: int, size: int) -> str:
 
 
 def unequal_gradients(
-    gradients: Iterable[tuple[str, Tensor | None]], cuts: Mapping[str, ShardSpec], line: Line
+    gradients: Iterable[tuple[str, Tensor | None]], cuts: Mapping[str, ShardSpec], line: SubGroup
 ) -> list[str]:
     """The parameters that are whole but whose gradients differ between the workers of a line, after a pass of all.
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stormo.config.mesh import Mesh
-from stormo.distributed.parallel_dims import Grid, Line
+from stormo.distributed.parallel_dims import ParallelDims, SubGroup
 from stormo.parallel.pipeline.bubble import Span, idle_share
 from stormo.parallel.pipeline.engine import Engine
 from stormo.parallel.pipeline.orders import Action, orders, stages_of
@@ -38,8 +38,8 @@ SEVERAL = (
 )
 
 
-def build(world: Any, name: str, schedule: str, per_worker: int, count: int) -> tuple[Any, Engine, Line]:
-    line = Grid(Mesh(pipeline=world.size), world.rank, world.device).line("pipeline")
+def build(world: Any, name: str, schedule: str, per_worker: int, count: int) -> tuple[Any, Engine, SubGroup]:
+    line = ParallelDims(Mesh(pipeline=world.size), world.rank, world.device).line("pipeline")
     model, given = models.make(name)
     args, kwargs, _ = models.inputs(name, 2)
     pieces = find_pieces(model, given, call=(args, kwargs))
@@ -186,7 +186,7 @@ def test_autocast_holds_in_the_stages(run_ranks: Callable[..., list[Any]]) -> No
 class Mixed(nn.Module):
     """Adds the mean of all data workers' samples, as synchronised batch norm takes it."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: SubGroup) -> None:
         super().__init__()
         self.line = line
 
@@ -196,7 +196,7 @@ class Mixed(nn.Module):
 
 def mixed(world: Any) -> list[Tensor]:
     """A last batch that is of a new shape for one data worker alone."""
-    grid = Grid(Mesh(pipeline=2, replicate=2), world.rank, world.device)
+    grid = ParallelDims(Mesh(pipeline=2, replicate=2), world.rank, world.device)
     line, data = grid.line("pipeline"), grid.line("replicate")
     engine = Engine(
         [Mixed(data)],

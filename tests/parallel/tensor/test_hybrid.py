@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from stormo.data.order import part
-from stormo.distributed.parallel_dims import Line
+from stormo.distributed.parallel_dims import SubGroup
 from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.parallel.tensor.hybrid import Classifier, find_classifier, split_classifier
@@ -92,8 +92,8 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def line_of(world: World) -> Line:
-    return Line(range(world.size), world.rank, torch.distributed.group.WORLD)
+def line_of(world: World) -> SubGroup:
+    return SubGroup(range(world.size), world.rank, torch.distributed.group.WORLD)
 
 
 def train_hybrid(world: World, name: str) -> tuple[float, dict[str, Tensor], list[str]]:

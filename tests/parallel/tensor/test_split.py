@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, dropout
 from torch.utils.checkpoint import checkpoint
 
-from stormo.distributed.parallel_dims import Line
+from stormo.distributed.parallel_dims import SubGroup
 from stormo.distributed.world import World
 from stormo.errors import SettingError
 from stormo.parallel.tensor.layers import ShardSpec, TensorParallelLayer, TensorParallelRng, draws_random
@@ -74,13 +74,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
 }
 
 
-def line_of(world: World) -> Line:
-    return Line(range(world.size), world.rank, torch.distributed.group.WORLD)
+def line_of(world: World) -> SubGroup:
+    return SubGroup(range(world.size), world.rank, torch.distributed.group.WORLD)
 
 
 def fake_line(size: int, rank: int = 0) -> Any:
     """A place among workers that are not there, for what needs no word with them."""
-    return Line(range(size), rank, SimpleNamespace(group_name="nobody"))  # type: ignore[arg-type]
+    return SubGroup(range(size), rank, SimpleNamespace(group_name="nobody"))  # type: ignore[arg-type]
 
 
 def made(name: str) -> nn.Module:

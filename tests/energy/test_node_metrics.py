@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from stormo.energy.vitals import Vitals
+from stormo.energy.node_metrics import NodeMetrics
 from tests.energy.fakes import FakeDevice
 
 KEYS = {
@@ -61,16 +61,16 @@ def clock() -> list[float]:
     return [0.0]
 
 
-Make = Callable[[], Vitals]
+Make = Callable[[], NodeMetrics]
 
 
 @pytest.fixture
 def make(tmp_path: Path, clock: list[float]) -> Make:
-    return lambda: Vitals((), system=tmp_path, clock=lambda: clock[0])
+    return lambda: NodeMetrics((), system=tmp_path, clock=lambda: clock[0])
 
 
 def test_this_very_node_tells_every_key_and_rates_from_the_second_sample_on() -> None:
-    vitals = Vitals([FakeDevice(0, throttled=("heat",))])  # type: ignore[list-item]
+    vitals = NodeMetrics([FakeDevice(0, throttled=("heat",))])  # type: ignore[list-item]
     first = vitals.sample()
     assert first.keys() == KEYS
     assert first["gpus"][0].keys() == GPU_KEYS
@@ -85,7 +85,7 @@ def test_this_very_node_tells_every_key_and_rates_from_the_second_sample_on() ->
 def test_a_gpu_that_does_not_tell_gives_none() -> None:
     device = FakeDevice(0, throttled=None)
     device.use = None
-    (gpu,) = Vitals([device]).sample()["gpus"]  # type: ignore[list-item]
+    (gpu,) = NodeMetrics([device]).sample()["gpus"]  # type: ignore[list-item]
     assert gpu["utilisation"] is None
     assert gpu["throttled"] is None
 

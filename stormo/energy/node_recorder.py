@@ -1,7 +1,7 @@
 """The thread that writes a node's file: energy by phase about once a second, the state of the node every other one.
 
-One worker of a node has a `Keeper`, the others a `NoKeeper`. Whatever happens to the file, training goes on: the
-joules are cumulative, so that a line that comes late, or one after a full disk, loses nothing but detail.
+One worker of a node has a `NodeRecorder`, the others a `NoNodeRecorder`. Training continues whatever happens to the
+file: the joules are cumulative, so a line that comes late, or after a full disk, loses nothing but detail.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def steady_unix_s() -> float:
     return time.monotonic() + _OFFSET_S
 
 
-class Keeper:
+class NodeRecorder:
     """Measures one node and writes its file, once `attach` has said where that is."""
 
     def __init__(
@@ -265,8 +265,8 @@ class Keeper:
         self.failure = self.failure or text
 
 
-class NoKeeper:
-    """Stands in for a `Keeper` in workers that keep no file; nothing is measured."""
+class NoNodeRecorder:
+    """Stands in for a `NodeRecorder` in workers that keep no file; nothing is measured."""
 
     failure: str | None = None
     latest_sample: Mapping[str, Any] | None = None

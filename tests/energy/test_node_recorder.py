@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from stormo.energy import Meter, Missing
-from stormo.energy.keeper import Keeper, NoKeeper, steady_unix_s
+from stormo.energy.node_recorder import NodeRecorder, NoNodeRecorder, steady_unix_s
 from stormo.energy.nodefile import LineFile
 from tests.energy.job import Clock, gpu
 from tests.energy.test_meter import Scripted
@@ -28,7 +28,7 @@ class Desk:
         self.probe = Scripted(gpu("g"))
         missing = [Missing(kind="cpu", reason="none here")]
         meter = Meter([self.probe], self.clock, missing=missing, machine="m", background=False)
-        self.keeper = Keeper(meter, sample, 3, "host", clock=self.clock, background=False, num_nodes=4, **more)
+        self.keeper = NodeRecorder(meter, sample, 3, "host", clock=self.clock, background=False, num_nodes=4, **more)
 
     @property
     def total_j(self) -> float:
@@ -36,7 +36,7 @@ class Desk:
         assert mark is not None
         return sum(mark[1].values())
 
-    def after(self, seconds: float, joules: float) -> Keeper:
+    def after(self, seconds: float, joules: float) -> NodeRecorder:
         self.clock.now_s += seconds
         self.probe.raw["g"] += joules
         return self.keeper
@@ -176,7 +176,7 @@ def test_a_long_attempt_writes_fewer_lines_and_measures_as_often(tmp_path: Path)
 
 
 def test_a_file_that_never_comes_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stormo.energy.keeper._MOST_LINES", 30)
+    monkeypatch.setattr("stormo.energy.node_recorder._MOST_LINES", 30)
     desk = Desk(lambda: {"load_1": 1.0})
     for _ in range(100):
         desk.after(1.0, 10.0).tick()
@@ -186,7 +186,7 @@ def test_a_file_that_never_comes_does_not_fill_the_memory(monkeypatch: pytest.Mo
 
 
 def test_where_nothing_can_be_read_the_figures_are_none() -> None:
-    keeper = Keeper(Meter([], background=False), None, 0, "host", background=False)
+    keeper = NodeRecorder(Meter([], background=False), None, 0, "host", background=False)
     keeper.tick()
     assert (keeper.mark(), keeper.between(None, None), keeper.power_w) == (None, None, None)
     keeper.close()
@@ -289,7 +289,7 @@ def test_a_doubt_that_comes_up_is_written_with_the_next_line(tmp_path: Path) -> 
 def test_the_thread_writes_while_training_goes_on_and_ends_with_it(tmp_path: Path) -> None:
     path = tmp_path / "nodes" / "0.jsonl"
     meter = Meter([Scripted(gpu("g"))])
-    keeper = Keeper(meter, lambda: {"load_1": 1.0}, 0, "host", tick_s=0.01, sample_s=0.01)
+    keeper = NodeRecorder(meter, lambda: {"load_1": 1.0}, 0, "host", tick_s=0.01, sample_s=0.01)
     keeper.attach(path, None, 0)
     keeper.enter("training", 0)
     deadline_s = time.monotonic() + 60
@@ -315,7 +315,7 @@ def test_training_never_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.M
         assert may_go_on.wait(30)
 
     monkeypatch.setattr(LineFile, "append", hang)
-    keeper = Keeper(Meter([Scripted(gpu("g"))]), None, 0, "host", tick_s=0.01)
+    keeper = NodeRecorder(Meter([Scripted(gpu("g"))]), None, 0, "host", tick_s=0.01)
     keeper.attach(tmp_path / "0.jsonl", None, 0)
     assert is_writing.wait(30)
     for phase in ("training", "validation", "checkpoint", "training"):  # would never return
@@ -327,7 +327,7 @@ def test_training_never_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_worker_without_a_keeper_has_the_same_face() -> None:
-    none = NoKeeper()
+    none = NoNodeRecorder()
     none.attach(Path("nowhere"), None, 0)
     none.enter("training", 0)
     none.advance(1)
@@ -335,4 +335,4 @@ def test_a_worker_without_a_keeper_has_the_same_face() -> None:
     none.close()
     assert (none.mark(), none.between(None, None), none.power_w, none.latest_sample, none.failure) == (None,) * 5
     for name in ("attach", "enter", "advance", "rolled_back", "mark", "between", "close"):
-        assert inspect.signature(getattr(NoKeeper, name)) == inspect.signature(getattr(Keeper, name))
+        assert inspect.signature(getattr(NoNodeRecorder, name)) == inspect.signature(getattr(NodeRecorder, name))

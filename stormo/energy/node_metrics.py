@@ -34,7 +34,7 @@ _PROCESSOR_SENSORS: dict[str, tuple[str, ...]] = {
 }
 
 
-class Vitals:
+class NodeMetrics:
     """Samples one node; `system` is where Linux shows its devices."""
 
     def __init__(
