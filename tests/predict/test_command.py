@@ -210,8 +210,8 @@ def test_nothing_is_fetched_for_a_forecast(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("STORMO_DATA", str(tmp_path))
-    monkeypatch.setattr("stormo.data.fashion_mnist.find_flaws", lambda *_: ["there is nothing"])
-    monkeypatch.setattr("stormo.data.fashion_mnist.Fetch", None)  # which cannot be called
+    monkeypatch.setattr("stormo.data.fashion_mnist._find_flaws", lambda *_: ["there is nothing"])
+    monkeypatch.setattr("stormo.data.fashion_mnist._fetch", None)  # which cannot be called
     output = said(capsys, "fashion-mnist", "--task.width", "1", "--gpu", "t4")
     assert "the data are not here; set --task.data-folder" in output
     assert list(tmp_path.iterdir()) == []
