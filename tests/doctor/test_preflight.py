@@ -211,7 +211,7 @@ def _hang(world: Any, folder: str) -> str:
     def part() -> None:
         if world.rank == 2:  # until the others have given it up
             words = _Meeting("hang").signed("preflight", own_connection=True)
-            words.wait("device/verdict", timedelta(seconds=60))
+            words.get("device/verdict", timedelta(seconds=60))
 
     flight = _flight(world, "hang", folder, Limits(arrival_s=60.0))
     flight.connect()

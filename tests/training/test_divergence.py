@@ -416,7 +416,7 @@ def test_on_a_gpu_no_step_waits_for_the_device_to_know_its_loss(
         return diverged  # reads the batch again, and waits for it
 
     monkeypatch.setattr(parts.loader, "epoch", watched)
-    monkeypatch.setattr(loop, "_inspected", inspect)
+    monkeypatch.setattr(loop, "_with_bad_inputs", inspect)
     monkeypatch.setattr(loop, "_SECONDS_BETWEEN_RECORDS", INF)  # a record waits, a few times a second
     training = Training(
         world=parts.world,
