@@ -33,7 +33,7 @@ _OTHER_WORDS = {
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
-EXIT_DIVERGED = 65  # sysexits' "data error": the loss is lost, and the same command would lose it again
+EXIT_DIVERGED = 65  # sysexits' "data error": the run diverged, and the same command would diverge again
 EXIT_RESUMABLE = 75  # sysexits' "try again": stopped by SIGTERM or SIGUSR1, saved, resumable
 EXIT_INTERRUPTED = 130  # Ctrl-C, as shells report it
 

@@ -231,7 +231,7 @@ class Stop:
     target_loss: float | None = option(None, "stop once the validation loss is held at or below this")
     patience: int = option(2, "epochs in a row that must reach the target")
     on_divergence: Literal["stop", "rollback", "ignore"] = option(
-        "stop", "once the loss is lost: stop, or go back to the last good checkpoint with a lower rate"
+        "stop", "on divergence: stop, or go back to the last good checkpoint with a lower learning rate"
     )
     rollback_factor: float = option(0.5, "factor of the rate at each rollback")
     max_rollbacks: int = option(3, "rollbacks of a run before it stops")

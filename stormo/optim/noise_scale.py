@@ -70,7 +70,7 @@ class NoiseScale:
             return f"Gradient noise scale: nothing can be said of the useful batch, because {self.reason}."
         useful = max(1, round(self.value))
         found = (
-            f"Gradient noise scale: steps hardly get better beyond about {_rounded(useful)} samples "
+            f"Gradient noise scale: larger batches bring little beyond about {_rounded(useful)} samples "
             f"({_rounded(self.low)} to {_rounded(self.high)} with 95 %)"
         )
         ratio = self.value / global_batch_size

@@ -767,7 +767,7 @@ def test_the_lines_are_aligned_and_hold_every_label_once() -> None:
     assert said(plan, "seed") == "0, deterministic"
     assert said(plan, "batch norm") == "statistics over all 2 workers"
     stop = "40 epochs (--target-accuracy or --target-loss would set a target); "
-    assert said(plan_of(), "stop") == f"{stop}once the loss is lost it ends (--on-divergence stop)"
+    assert said(plan_of(), "stop") == f"{stop}on divergence it ends (--on-divergence stop)"
 
 
 def test_the_plan_is_a_pure_function() -> None:
@@ -831,7 +831,7 @@ def test_what_cannot_be_of_a_stream_is_said(facts: Facts, flags: dict[str, Any],
 
 
 def test_the_stop_line_says_which_targets_apply() -> None:
-    lost = "; once the loss is lost it ends (--on-divergence stop)"
+    lost = "; on divergence it ends (--on-divergence stop)"
     assert said(plan_of(), "stop") == f"40 epochs (--target-accuracy or --target-loss would set a target){lost}"
     by_accuracy = "validation accuracy of 0.9 held for 2 epochs, or 40 epochs"
     has_one = replace(FACTS, has_accuracy=True)

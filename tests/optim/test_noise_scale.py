@@ -87,7 +87,7 @@ def test_what_is_too_uncertain_has_no_range_and_says_why() -> None:
 )
 def test_advice_is_one_sentence_with_its_range(batch: int, expected: str) -> None:
     found = NoiseScale(value=3071.6, low=2512.0, high=3977.0)
-    begin = "Gradient noise scale: steps hardly get better beyond about 3,100 samples (2,500 to 4,000 with 95 %); "
+    begin = "Gradient noise scale: larger batches bring little beyond about 3,100 samples (2,500 to 4,000 with 95 %); "
     assert found.advice(batch) == begin + expected
     assert NoiseScale(value=None, reason=TOO_FEW_STEPS).advice(batch) == (
         "Gradient noise scale: nothing can be said of the useful batch, because too few steps were measured."

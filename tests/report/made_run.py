@@ -90,7 +90,7 @@ class MadeRun:
             "energy_cost": 0.0123 if self.has_energy else None,
             "co2e_g": 12.5 if self.has_energy else None,
             "num_resumes": int(self.resumed_after_epoch is not None),
-            "noise_scale_advice": "Gradient noise scale: steps hardly get better beyond about 300 samples.",
+            "noise_scale_advice": "Gradient noise scale: larger batches bring little beyond about 300 samples.",
             "pipeline": self.pipeline,
             "stopped_by": "target",
         }

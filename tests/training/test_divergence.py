@@ -1100,4 +1100,4 @@ def test_a_run_that_went_back_may_go_on_without_rollbacks() -> None:
     ],
 )
 def test_the_plan_says_what_becomes_of_a_run_that_diverges(flags: dict[str, Any], said: str) -> None:
-    assert dict(_settings(**flags).plan.explanation)["stop"].endswith(f"; once the loss is lost {said}")
+    assert dict(_settings(**flags).plan.explanation)["stop"].endswith(f"; on divergence {said}")

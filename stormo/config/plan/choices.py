@@ -198,11 +198,11 @@ def choose_checkpoints(config: TrainConfig, steps_per_epoch: int) -> tuple[int |
     num_kept = config.run.keep_checkpoints
     kept = f"the last {num_kept} and the best are kept"
     if num_kept == 1 and config.stop.on_divergence != "ignore":
-        kept += ", and the one before, to go back to if the loss is lost"
+        kept += ", and the one before, to go back to on divergence"
     return every.steps, every.epochs, f"every {counted(every.steps, 'step')}{arithmetic}; {kept}"
 
 
-# What becomes of a run whose loss is lost, by --on-divergence.
+# What a run does on divergence, by --on-divergence.
 _WHEN_LOST = {
     "stop": "it ends",
     "rollback": "it goes back, with the rate × {factor:g}, at most {times}",
@@ -214,7 +214,7 @@ def stop_text(config: TrainConfig, facts: Facts) -> str:
     """When training ends, in words."""
     stop = config.stop
     lost = _WHEN_LOST[stop.on_divergence].format(factor=stop.rollback_factor, times=counted(stop.max_rollbacks, "time"))
-    return f"{_targets_text(config, facts)}; once the loss is lost {lost} (--on-divergence {stop.on_divergence})"
+    return f"{_targets_text(config, facts)}; on divergence {lost} (--on-divergence {stop.on_divergence})"
 
 
 def _targets_text(config: TrainConfig, facts: Facts) -> str:
