@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -37,15 +39,23 @@ def main(arguments: list[str]) -> int:
     with ExitStack() as stack:
         outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in BESIDE]
         processes = [
-            subprocess.Popen([*pytest, *_cached(index), *paths], stdout=output, stderr=subprocess.STDOUT)
+            subprocess.Popen(
+                [*_behind(paths), *pytest, *_cached(index), *paths], stdout=output, stderr=subprocess.STDOUT
+            )
             for index, (paths, output) in enumerate(zip(BESIDE, outputs, strict=True), start=1)
         ]
         for process in processes:
             stack.callback(process.terminate)  # where this is interrupted
-        codes = [subprocess.call([*pytest, *_cached(0), "tests", *(f"--ignore={path}" for path in beside)])]
+        rest = ["tests", *(f"--ignore={path}" for path in beside)]
+        codes = [subprocess.call([*_behind(rest), *pytest, *_cached(0), *rest])]
         for process, output in zip(processes, outputs, strict=True):
             codes.append(_follow(process, output.fileno()))
     return _again(codes, pytest)
+
+
+def _behind(paths: Sequence[str]) -> list[str]:
+    """All others let the system tests go first: those mostly wait, and would otherwise end last."""
+    return [] if "tests/system" in paths or shutil.which("nice") is None else ["nice", "-n", "5"]
 
 
 def _cached(index: int) -> list[str]:
