@@ -1,4 +1,4 @@
-"""Joules by source since the meter was opened: wrap-arounds mended, power integrated, windows with an error bound."""
+"""Joules by source since the meter was opened: wrap-arounds undone, power integrated, windows with an error bound."""
 
 from __future__ import annotations
 

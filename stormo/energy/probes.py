@@ -170,7 +170,7 @@ class RaplProbe:
 
 
 def open_rapl(root: Path | None = None) -> tuple[RaplProbe | None, list[Missing]]:
-    """A probe of every package and its memory, and what of them cannot be read, with the mend."""
+    """A probe of every package and its memory, and what of them cannot be read, with the fix."""
     root = root or POWERCAP
     zones = _zones(root)
     if not any(zone.kind == "cpu" for zone in zones):

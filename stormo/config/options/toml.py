@@ -26,7 +26,7 @@ def read_toml(path: Path, what: str | None = None) -> dict[str, Any]:
         why = error.problem if isinstance(error, files.BadFileError) else f"it cannot be read ({error.strerror})"
         raise SettingError(what, why, "check the path") from None
     except ValueError as error:
-        instead = "save it as UTF-8" if isinstance(error, UnicodeDecodeError) else "mend that line"
+        instead = "save it as UTF-8" if isinstance(error, UnicodeDecodeError) else "fix that line"
         data = files.read_bytes(path, files.MAX_TOML_BYTES, follow=is_typed)
         if any(line.partition(b"#")[0].strip() == b"[task]" for line in data.splitlines()):
             instead += "; the section of a task's own options is [task_options], as task names what is trained"

@@ -290,5 +290,5 @@ def unreadable(root: Path, path: Path, error: OSError) -> SettingError:
     return SettingError(
         f"{root} is to be copied to this node",
         f"{path} cannot be read there ({error.strerror or error})",
-        "mend that, or leave staging out",
+        "fix that, or leave staging out",
     )

@@ -142,7 +142,7 @@ def test_too_little_room_is_told_with_the_numbers_before_anything_is_copied(
     [
         ("pwrite", 10, errno.ENOSPC, r"no room was left there after a part of 14\.7 kB; make room"),
         ("pwrite", 10, errno.EIO, r"that failed \(Input/output error\); name another folder"),
-        ("preadv", 0, errno.EIO, r"a/\S+ cannot be read there \(Input/output error\); mend that"),
+        ("preadv", 0, errno.EIO, r"a/\S+ cannot be read there \(Input/output error\); fix that"),
     ],
 )
 def test_an_error_in_the_middle_is_one_sentence_and_leaves_nothing(

@@ -134,6 +134,6 @@ def test_a_copy_that_fails_on_a_node_is_told_to_all_its_workers(place: Path) -> 
     (place / "loop.py").write_text(SCRIPT)
     done = train(place, "loop.py", "", "missing")
     assert done.returncode != 0
-    assert "missing cannot be read there (No such file or directory); mend that" in done.stderr
+    assert "missing cannot be read there (No such file or directory); fix that" in done.stderr
     assert "PeerFailedError: rank 0 failed while this one waited: SettingError" in done.stderr
     assert list((place / "local").iterdir()) == []
