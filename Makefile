@@ -23,8 +23,8 @@ check: $(READY)
 	$(RUN)/ruff format --check .
 	$(RUN)/mypy
 
-# The CPU build of torch leaves Triton out; the tests of the GPU kernels run in its interpreter where it can be had.
-test: check
+# Ruff, mypy and all tests. The CPU build of torch leaves Triton out; the tests of the GPU kernels run in its interpreter where it can be had.
+test: $(READY)
 	$(RUN)/python -c 'import triton' 2>/dev/null || $(RUN)/pip install --quiet --disable-pip-version-check triton==3.6.0 \
 		|| echo 'triton cannot be installed here: the tests of the GPU kernels are skipped'
 	$(RUN)/python -m tests

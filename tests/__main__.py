@@ -1,8 +1,8 @@
-"""Runs all tests in five processes side by side, as most of them wait for programs that they have started.
+"""Runs the checks and all tests: what `make test` calls.
 
-`python -m tests` is what `make test` calls. One group is shown as it goes, then the next: what that has done by then,
-and how it goes on. A few tests that fail while five groups share the machine are run once more, alone: what fails only
-under that load is named, and what fails again has failed.
+Five pytest processes run side by side, because many tests wait for programs that they have started; ruff and mypy run
+beside them. The first group is shown live, then each of the others. A few tests that fail are run once more, alone: a
+test that fails only beside the others is named, a test that fails again has failed.
 """
 
 from __future__ import annotations
@@ -14,77 +14,77 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-BESIDE = (
+CHECKS = ("ruff check .", "ruff format --check .", "mypy")
+GROUPS = (
     ("tests/system",),
     ("tests/parallel",),
-    ("tests/launch", "tests/checkpoint", "tests/data"),  # the first hardly does anything but wait
+    ("tests/launch", "tests/checkpoint", "tests/data"),
     (
         *("tests/benchmarks", "tests/docs", "tests/layers"),
         *("tests/commands/test_run.py", "tests/commands/test_train.py"),
     ),
 )
-MOST_AGAIN = 8  # more failures than these are no matter of load
-_CACHE = Path(".pytest_cache")
+MAX_RETRIES = 8  # more failures than these do not come from the load
+CACHE = Path(".pytest_cache")
 
 
 def main(arguments: list[str]) -> int:
-    """Run all groups; the exit code is that of the first that fails, alone too."""
+    """Run everything; the exit code is that of the first part that fails again when it is alone."""
     pytest = [sys.executable, "-m", "pytest", *arguments]
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would each compile all modules
-    beside = tuple(path for paths in BESIDE for path in paths)
+    others = [f"--ignore={path}" for paths in GROUPS for path in paths]
+    bin_folder = Path(sys.executable).parent
+    checks = " && ".join(f"{bin_folder / command}" for command in CHECKS)
+    commands = [["sh", "-c", checks]]
+    commands += [[*_nice(paths), *pytest, *_cache(index), *paths] for index, paths in enumerate(GROUPS, start=1)]
     with ExitStack() as stack:
-        outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in BESIDE]
+        outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in commands]
         processes = [
-            subprocess.Popen(
-                [*_behind(paths), *pytest, *_cached(index), *paths], stdout=output, stderr=subprocess.STDOUT
-            )
-            for index, (paths, output) in enumerate(zip(BESIDE, outputs, strict=True), start=1)
+            subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+            for command, output in zip(commands, outputs, strict=True)
         ]
         for process in processes:
-            stack.callback(process.terminate)  # where this is interrupted
-        rest = ["tests", *(f"--ignore={path}" for path in beside)]
-        codes = [subprocess.call([*_behind(rest), *pytest, *_cached(0), *rest])]
-        for process, output in zip(processes, outputs, strict=True):
-            codes.append(_follow(process, output.fileno()))
-    return _again(codes, pytest)
+            stack.callback(process.terminate)  # after Ctrl-C
+        first = subprocess.call([*_nice(()), *pytest, *_cache(0), "tests", *others])
+        check, *rest = [_follow(process, output.fileno()) for process, output in zip(processes, outputs, strict=True)]
+    return _retry([first, *rest], pytest) or check
 
 
-def _behind(paths: Sequence[str]) -> list[str]:
-    """All others let the system tests go first: those mostly wait, and would otherwise end last."""
+def _nice(paths: tuple[str, ...]) -> list[str]:
+    """The system tests have priority: they mostly wait, and would otherwise end last."""
     return [] if "tests/system" in paths or shutil.which("nice") is None else ["nice", "-n", "5"]
 
 
-def _cached(index: int) -> list[str]:
-    return ["-o", f"cache_dir={_CACHE / str(index)}"]
+def _cache(index: int) -> list[str]:
+    return ["-o", f"cache_dir={CACHE / str(index)}"]
 
 
-def _again(codes: list[int], pytest: list[str]) -> int:
-    """Run the tests that have failed once more, one after the other on a quiet machine."""
+def _retry(codes: list[int], pytest: list[str]) -> int:
+    """Run the tests that have failed once more, with nothing beside them."""
     failed = [name for index, code in enumerate(codes) if code for name in _failures(index)]
-    if not any(codes) or not set(codes) <= {0, 1} or not 0 < len(failed) <= MOST_AGAIN:
+    if not any(codes) or not set(codes) <= {0, 1} or not 0 < len(failed) <= MAX_RETRIES:
         return next((code for code in codes if code), 0)
     print(f"\nOnce more, alone: {', '.join(failed)}", flush=True)
-    code = subprocess.call([*pytest, "-o", f"cache_dir={_CACHE / 'again'}", *failed])
+    code = subprocess.call([*pytest, "-o", f"cache_dir={CACHE / 'again'}", *failed])
     if not code:
         print(f"Failed beside others, passed alone: {', '.join(failed)}", flush=True)
     return code
 
 
 def _failures(index: int) -> list[str]:
-    file = _CACHE / str(index) / "v" / "cache" / "lastfailed"
+    file = CACHE / str(index) / "v" / "cache" / "lastfailed"
     return list(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else []
 
 
 def _follow(process: subprocess.Popen[bytes], output_fd: int) -> int:
-    """Show what a process has written and writes, until its end."""
+    """Show the output of a process until it ends."""
     shown_bytes = 0
     while True:
         has_ended = process.poll() is not None
-        while chunk := os.pread(output_fd, 2**16, shown_bytes):  # a plain read would move the process's place as well
+        while chunk := os.pread(output_fd, 2**16, shown_bytes):  # read() would move the process's own offset
             sys.stdout.buffer.write(chunk)
             sys.stdout.flush()
             shown_bytes += len(chunk)

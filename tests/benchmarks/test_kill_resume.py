@@ -1,4 +1,4 @@
-"""The killed and resumed run against the undisturbed one, in a tiny setting."""
+"""What the benchmark counts as kept; tests/commands/test_train.py kills and resumes a real run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks import kill_resume
 from benchmarks.kill_resume import ROUNDING, is_kept
 
 GOOD: dict[str, Any] = {
@@ -44,12 +43,3 @@ def test_other_world_sizes_need_weights_within_rounding() -> None:
     assert is_kept(other, 2, same_world_size=False)
     assert not is_kept(other | {"max_relative_difference": 2 * ROUNDING}, 2, same_world_size=False)
     assert not is_kept(other | {"max_relative_difference": float("nan")}, 2, same_world_size=False)
-
-
-def test_one_kill_and_another_number_of_workers_change_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    # tests/commands/test_train.py kills a run that goes on with as many.
-    assert kill_resume.main(["--kills", "1", "--seed", "3", "--world-sizes", "2,1"]) == 0
-    last = capsys.readouterr().out.splitlines()[-1]
-    figures = dict(word.split("=") for word in last.removeprefix("RESULT ").split())
-    assert (figures["kills"], figures["samples_lost"], figures["samples_repeated"]) == ("1", "0", "0")
-    assert (figures["same_order"], figures["orphans"]) == ("1", "0")
