@@ -44,24 +44,6 @@ def has_saved(train: Train, step: int) -> Callable[[], bool]:
     return (train.folder / RUN_NAME / "checkpoints" / f"step-{step:08d}").is_dir
 
 
-def test_a_worker_that_was_killed_is_started_again_and_the_training_ends_with_the_same_bits(
-    hosts: Hosts, train: Train, hold: Path, local_digests: Callable[[int], Digests]
-) -> None:
-    host = hosts[0]
-    job = host.start(STORMO, "train", *held(train, hold, "--num-gpus", "2", "--max-restarts", "1"))
-    wait_until(has_saved(train, 2), ENDS_WITHIN_S, lambda: job.err)
-    assert [listener for listener in host.listeners() if not listener.is_loopback] == []
-    os.kill(process_of_rank(host, 1), signal.SIGKILL)
-    hold.unlink()
-    assert job.wait() == 0, job.err
-    assert job.err.splitlines() == [
-        "stormo: rank 1 on host n1 was killed by SIGKILL (signal 9)",
-        "The kernel's out-of-memory killer may have done this; dmesg would say so.",
-        "stormo: restart 1 of 1",
-    ]
-    assert digests_of(train.folder) == local_digests(2)
-
-
 def test_a_worker_that_was_killed_on_one_of_two_nodes_is_started_again_on_both(
     hosts: Hosts, train: Train, hold: Path, local_digests: Callable[[int], Digests]
 ) -> None:

@@ -55,12 +55,11 @@ def test_mpirun(hosts: tuple[Host, Host], need: Need, local_digest: str) -> None
 def test_srun(cluster: Cluster, local_digest: str) -> None:
     # Also through the command, which then becomes the script.
     assert digest_of(cluster.start(*TWO_NODES, *RUN)) == local_digest
-    job = cluster.start(*TWO_NODES, PYTHON, SCRIPT, *FAILS, "--how", "kill")
+    job = cluster.start(*TWO_NODES, PYTHON, SCRIPT, *FAILS)
     job.wait_for("rank 1 has pid")
-    assert job.wait(ENDS_WITHIN_S) != 0
-    said = [line for line in job.err.splitlines() if not line.startswith("srun: ")]
-    assert said[0].startswith("stormo: rank 1 on host n2 was killed, or ended without a message; ")
-    assert "Traceback" not in job.err
+    assert job.wait(ENDS_WITHIN_S) == 1
+    assert job.first_line == "stormo: rank 1 on host n2 failed: ValueError: boom"
+    assert job.err.count("Traceback") == 1
 
 
 def test_two_nodes_of_stormos_own(hosts: tuple[Host, Host], local_digest: str) -> None:

@@ -30,20 +30,10 @@ def test_flags_that_contradict_the_step_are_refused_by_one_sentence(cluster: Clu
     assert not train.folder.exists()
 
 
-def test_a_task_that_raises_ends_the_step_and_is_named_first(cluster: Cluster, train: Train) -> None:
-    # The second pass of the second epoch: two passes warm up, 16 make the first epoch.
-    job = cluster.start(*TWO_NODES, *train(*SLOW, "--task.fail-rank", "1", "--task.at", "20"))
-    job.wait_for("Epoch = 1:")
-    assert job.wait(ENDS_WITHIN_S) == 1
-    assert job.first_line == "stormo: rank 1 on host n2 failed: ValueError: boom"
-    assert 'raise ValueError("boom")' in job.err
-    assert job.err.count("Traceback") == 1
-
-
-def test_the_main_task_when_it_is_killed_ends_the_step_and_is_named_first(
+def test_a_killed_rank_0_ends_the_step_and_is_named_first(
     cluster: Cluster, hosts: tuple[Host, Host], train: Train
 ) -> None:
-    # The other one is killed in test_script.py.
+    # test_script.py has a rank that raises.
     job = cluster.start(*TWO_NODES, *train(*SLOW))
     job.wait_for("Epoch = 1:")
     os.kill(process_of_rank(hosts[0], 0), signal.SIGKILL)
